@@ -1,0 +1,89 @@
+"""The command ``myllm``: a thin dispatcher.
+
+Every package keeps its own subcommands in its own ``cli.py`` (or ``bench.py``); a module is
+imported only when one of its subcommands is called, so ``myllm --help`` costs nothing. A
+subcommand is a function that takes the remaining arguments and returns an exit status: 0 for
+success, 1 for failure, 2 for wrong usage.
+
+What a subcommand raises as ``ValueError``, ``OSError`` or ``ImportError`` is taken as a message to
+the person at the terminal: one sentence on stderr and status 1. ``MYLLM_TRACEBACK=1`` in the
+environment shows the traceback as well, for those who look for a bug.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+
+class Command(NamedTuple):
+    target: str  # "module:function"
+    help: str  # one line for myllm --help
+
+
+# One or two words -> where the subcommand lives. A line appears here when its subcommand works.
+COMMANDS: dict[str, Command] = {}
+
+
+def usage() -> str:
+    """Return the text of ``myllm --help``."""
+    width = max((len(name) for name in COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: myllm COMMAND [ARGUMENTS]",
+            "",
+            "A transformer language model with no framework underneath.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "myllm COMMAND --help explains a command and gives an example.",
+        ]
+    )
+
+
+def find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Return the command named by the first one or two words, and the arguments left over."""
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if len(argv) >= words and name in COMMANDS:
+            return name, list(argv[words:])
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (by default the process's own) and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    found = find(argv)
+    if found is None:
+        known = sorted({name.split()[0] for name in COMMANDS})
+        inner = [name for name in COMMANDS if name.startswith(argv[0] + " ")]
+        say = f"say which: {', '.join(inner)}" if inner else f"known: {', '.join(known)}"
+        print(f"myllm: no command {' '.join(argv[:1])!r}; {say}", file=sys.stderr)
+        return 2
+    name, rest = found
+    module, function = COMMANDS[name].target.split(":")
+    try:
+        run = cast(Callable[[list[str]], int], getattr(importlib.import_module(module), function))
+        return run(rest)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("MYLLM_TRACEBACK"):
+            traceback.print_exc()
+        if isinstance(error, BrokenPipeError):  # the reader of our output, `head` say, has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        print(f"myllm {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"myllm {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
