@@ -1,0 +1,213 @@
+"""Parameters: names, shapes and their one contiguous buffer.
+
+All parameters of a model are views into one flat buffer, the master. The optimizer, the reduction
+over ranks and the checkpoint then handle one array. Parameters that weight decay applies to come
+first, so that "which elements decay" is one number.
+
+The decay rule: a parameter with two axes or more (every matrix and table) decays; one with a single
+axis (norm gains and shifts, biases) does not. A decayed gain would pull a normalised layer's output
+towards zero rather than make the function simpler.
+
+Weights are ``(in, out)``: y = x W. Sources for the initialisation: Radford et al. 2019 (GPT-2),
+section 2.3: normal with standard deviation 0.02, projections into the residual stream scaled by
+1/√(number of residual branches), which is 1/√(2L) for L blocks of two branches.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.config import Config
+from reference.types import Array
+
+INIT_STD = 0.02
+
+
+class ParamSpec(NamedTuple):
+    """One parameter: its name, its shape and the distribution it starts from."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float  # of the normal distribution it starts from; 0 for a constant
+    mean: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        return len(self.shape) >= 2
+
+
+def weight(name: str, shape: tuple[int, ...], std: float = INIT_STD) -> ParamSpec:
+    """Return the spec of a matrix or table."""
+    return ParamSpec(name, shape, std)
+
+
+def bias(name: str, width: int) -> ParamSpec:
+    """Return the spec of a bias, which starts at zero."""
+    return ParamSpec(name, (width,), 0.0)
+
+
+def norm_specs(config: Config, name: str) -> list[ParamSpec]:
+    """Return the specs of a norm: a gain that starts at one, and LayerNorm's shift at zero."""
+    specs = [ParamSpec(f"{name}.gain", (config.d_model,), 0.0, 1.0)]
+    if config.norm == "layernorm":
+        specs.append(bias(f"{name}.bias", config.d_model))
+    return specs
+
+
+def attention_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
+    """Return the specs of self-attention: the fused q, k, v projection and the way out."""
+    d = config.d_head
+    out_of = config.n_heads * d
+    fused = (config.n_heads + 2 * config.n_kv_heads) * d
+    specs = [
+        weight(f"{name}.wqkv", (config.d_model, fused)),
+        weight(f"{name}.wo", (out_of, config.d_model), residual_std),
+    ]
+    if config.attn_bias:
+        specs += [bias(f"{name}.bqkv", fused), bias(f"{name}.bo", config.d_model)]
+    return specs
+
+
+def cross_attention_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
+    """Return the specs of cross-attention: queries from here, keys and values from a memory."""
+    d = config.d_head
+    q_width, kv_width = config.n_heads * d, 2 * config.n_kv_heads * d
+    specs = [
+        weight(f"{name}.wq", (config.d_model, q_width)),
+        weight(f"{name}.wkv", (config.d_model, kv_width)),
+        weight(f"{name}.wo", (q_width, config.d_model), residual_std),
+    ]
+    if config.attn_bias:
+        specs += [
+            bias(f"{name}.bq", q_width),
+            bias(f"{name}.bkv", kv_width),
+            bias(f"{name}.bo", config.d_model),
+        ]
+    return specs
+
+
+def ffn_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
+    """Return the specs of a feed-forward; SwiGLU's first matrix holds the gate, then the up."""
+    hidden = 2 * config.d_ff if config.ffn == "swiglu" else config.d_ff
+    w_in, b_in = ("w_gate_up", "b_gate_up") if config.ffn == "swiglu" else ("w_up", "b_up")
+    specs = [
+        weight(f"{name}.{w_in}", (config.d_model, hidden)),
+        weight(f"{name}.w_down", (config.d_ff, config.d_model), residual_std),
+    ]
+    if config.ffn_bias:
+        specs += [bias(f"{name}.{b_in}", hidden), bias(f"{name}.b_down", config.d_model)]
+    return specs
+
+
+def decoder_specs(config: Config) -> list[ParamSpec]:
+    """Return the specs of a decoder-only model, in the order of the forward pass."""
+    residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
+    specs = [weight("embedding.weight", (config.vocab_size, config.d_model))]
+    if config.position == "learned":
+        specs.append(weight("position.weight", (config.context_length, config.d_model)))
+    for layer in range(config.n_layers):
+        specs += norm_specs(config, f"layers.{layer}.attention_norm")
+        specs += attention_specs(config, f"layers.{layer}.attention", residual_std)
+        specs += norm_specs(config, f"layers.{layer}.ffn_norm")
+        specs += ffn_specs(config, f"layers.{layer}.ffn", residual_std)
+    if config.norm_placement == "pre":
+        specs += norm_specs(config, "final_norm")
+    return specs + head_specs(config)
+
+
+def head_specs(config: Config) -> list[ParamSpec]:
+    """Return the specs of the head: a table of its own unless tied, and its bias if it has one."""
+    specs = []
+    if not config.tied:
+        specs.append(weight("head.weight", (config.vocab_size, config.d_model)))
+    if config.head_bias:
+        specs.append(bias("head.bias", config.vocab_size))
+    return specs
+
+
+class Layout:
+    """Where each parameter lies in the flat buffer: decayed ones first, else in the given order.
+
+    Attributes
+    ----------
+    offsets : dict
+        Name -> (first element, spec), in the order of the buffer.
+    size : int
+        Elements in the buffer: the number of parameters of the model.
+    n_decayed : int
+        The first ``n_decayed`` elements are those that weight decay applies to.
+    """
+
+    def __init__(self, specs: Iterable[ParamSpec]) -> None:
+        specs = list(specs)
+        ordered = [s for s in specs if s.decays] + [s for s in specs if not s.decays]
+        self.offsets: dict[str, tuple[int, ParamSpec]] = {}
+        self.size = 0
+        for spec in ordered:
+            if spec.name in self.offsets:
+                raise ValueError(f"two parameters are called {spec.name!r}")
+            self.offsets[spec.name] = (self.size, spec)
+            self.size += spec.size
+        self.n_decayed = sum(spec.size for spec in ordered if spec.decays)
+
+    def views(self, flat: Array) -> dict[str, Array]:
+        """Return the parameters as named views into ``flat``, an array of shape ``(size,)``.
+
+        Raises
+        ------
+        ValueError
+            When ``flat`` is not one contiguous axis of ``size`` elements.
+        """
+        if flat.shape != (self.size,) or not flat.flags.c_contiguous:
+            raise ValueError(
+                f"the flat buffer must be contiguous with shape ({self.size},), got {flat.shape}"
+                f"{'' if flat.flags.c_contiguous else ', not contiguous'}"
+            )
+        return {
+            name: flat[start : start + spec.size].reshape(spec.shape)
+            for name, (start, spec) in self.offsets.items()
+        }
+
+    def init(self, seed: int, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Return a new flat buffer with the initial parameters, shape ``(size,)``.
+
+        Each parameter draws from a stream of its own, keyed by the seed and its name, so a weight
+        does not change when another layer is added, and is the same for every backend.
+        """
+        flat = np.empty(self.size, dtype)
+        for name, view in self.views(flat).items():
+            spec = self.offsets[name][1]
+            if spec.std:
+                rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+                view[...] = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std)
+            else:
+                view[...] = spec.mean
+        return flat
+
+
+def decoder_layout(config: Config) -> Layout:
+    """Return the layout of a decoder-only model."""
+    return Layout(decoder_specs(config))
+
+
+def check_names(params: Sequence[str], layout: Layout) -> None:
+    """Raise a ``ValueError`` that names what is missing or unknown in a set of parameter names."""
+    missing = [name for name in layout.offsets if name not in params]
+    unknown = [name for name in params if name not in layout.offsets]
+    if missing or unknown:
+        raise ValueError(
+            "the parameters do not fit the config: "
+            + "; ".join(
+                f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+                for what, names in (("missing", missing), ("unknown", unknown))
+                if names
+            )
+        )

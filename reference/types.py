@@ -1,0 +1,34 @@
+"""The few types that every op and every backend share."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# One alias for all arrays: NumPy's here, a backend's own (CuPy's, say) when a backend is passed in.
+Array = npt.NDArray[Any]
+
+Ids = npt.NDArray[np.int32]
+
+
+class Loss(NamedTuple):
+    """What a loss op returns: a sum, so that ranks and micro-batches divide once, globally."""
+
+    total: float  # sum of the negative log-likelihoods of the valid targets, in nats
+    n_valid: int  # number of valid targets
+
+
+class DropoutKey(NamedTuple):
+    """Where in a run a dropout mask belongs; together with a position it determines one bit."""
+
+    seed: int  # of the run, 0 .. 2⁶⁴ - 1
+    step: int  # optimizer step, 0 .. 2³² - 1
+    sample: int  # global index of the first sample of the batch, 0 .. 2³² - 1; the next follow on
+    site: int  # which dropout of the model: see sites in reference/ops.py, 0 .. 2³² - 1
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens seen so far, written in place by ``write_kv``."""
+
+    k: Array  # (L, B, S, Hkv, d) with S the length there is room for
+    v: Array  # (L, B, S, Hkv, d)
