@@ -15,7 +15,8 @@ The rules that all ops obey::
 * Differentiable ops never write into their arguments. ``out=`` of a backward is where parameter
   gradients go: views of the flat gradient, overwritten (``embedding_backward`` adds instead when
   ``accumulate`` is set). ``accumulate``, ``adamw`` and ``write_kv`` write into what they are given.
-* Token ids are int32 and 0-based, masks are bool with True = take part.
+* Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
+  are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
   backend may reuse memory: all arrays but parameters and ``out=`` die when that block ends.
 
@@ -27,20 +28,101 @@ the eight sites from 8·(n + 1); see ``block_site``. An encoder's blocks are num
 decoder's.
 """
 
+import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from reference.accumulate import accumulate
+from reference.adamw import adamw
+from reference.add import add_backward, add_forward
+from reference.attention import attention_backward, attention_forward
 from reference.config import Config
+from reference.dropout import dropout_backward, dropout_forward
+from reference.embedding import embedding_backward, embedding_forward
+from reference.gelu import gelu_backward, gelu_forward, gelu_tanh_backward, gelu_tanh_forward
+from reference.global_norm import global_norm, square_sums
+from reference.heads import (
+    merge_heads_backward,
+    merge_heads_forward,
+    split_heads_backward,
+    split_heads_forward,
+)
+from reference.kv import kv_cache, write_kv
+from reference.layernorm import layernorm_backward, layernorm_forward
+from reference.linear import linear_backward, linear_forward, logits
+from reference.linear_cross_entropy import (
+    linear_cross_entropy_backward,
+    linear_cross_entropy_forward,
+)
+from reference.relu import relu_backward, relu_forward
+from reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from reference.rope import rope_backward, rope_forward
+from reference.scale import scale_backward, scale_forward
+from reference.softmax import softmax
+from reference.swiglu import swiglu_backward, swiglu_forward
 from reference.types import Array, DropoutKey, KVCache, Loss
+
+__all__ = [
+    "ATTENTION_BRANCH",
+    "ATTENTION_PROBABILITIES",
+    "CROSS_BRANCH",
+    "CROSS_PROBABILITIES",
+    "EMBEDDING_SITE",
+    "ENCODER_EMBEDDING_SITE",
+    "FFN_BRANCH",
+    "Ops",
+    "accumulate",
+    "adamw",
+    "add_backward",
+    "add_forward",
+    "attention_backward",
+    "attention_forward",
+    "block_site",
+    "decode_step",
+    "dropout_backward",
+    "dropout_forward",
+    "embedding_backward",
+    "embedding_forward",
+    "from_numpy",
+    "gelu_backward",
+    "gelu_forward",
+    "gelu_tanh_backward",
+    "gelu_tanh_forward",
+    "global_norm",
+    "kv_cache",
+    "layernorm_backward",
+    "layernorm_forward",
+    "linear_backward",
+    "linear_cross_entropy_backward",
+    "linear_cross_entropy_forward",
+    "linear_forward",
+    "logits",
+    "merge_heads_backward",
+    "merge_heads_forward",
+    "parameters",
+    "relu_backward",
+    "relu_forward",
+    "rmsnorm_backward",
+    "rmsnorm_forward",
+    "rope_backward",
+    "rope_forward",
+    "scale_backward",
+    "scale_forward",
+    "softmax",
+    "split_heads_backward",
+    "split_heads_forward",
+    "square_sums",
+    "step",
+    "swiglu_backward",
+    "swiglu_forward",
+    "to_numpy",
+    "write_kv",
+]
 
 EMBEDDING_SITE = 0
 ENCODER_EMBEDDING_SITE = 1
 ATTENTION_PROBABILITIES, ATTENTION_BRANCH, CROSS_PROBABILITIES, CROSS_BRANCH, FFN_BRANCH = range(5)
-
-# Elements of one block in square_sums: fixed, so that the order of summation depends on nothing
-# else. Optimizer shards are whole blocks.
-SUM_BLOCK = 65_536
 
 
 def block_site(block: int, kind: int) -> int:
@@ -282,3 +364,40 @@ class Ops(Protocol):
         position: int | Array,
     ) -> Array:
         """Logits (B, V) after ``token`` (B,) at ``position`` (int or (B,)); extends the cache."""
+
+
+# ---- the reference as a backend: arrays are NumPy's, and the rest is imported above ------------
+
+
+def from_numpy(array: Array, *, activation: bool = False) -> Array:
+    """Return the array itself."""
+    del activation
+    return array
+
+
+def to_numpy(array: Array) -> Array:
+    """Return the array itself."""
+    return array
+
+
+def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the parameters themselves: the reference reads the master."""
+    return dict(master)
+
+
+def step() -> AbstractContextManager[None]:
+    """Return a scope that reuses nothing."""
+    return nullcontext()
+
+
+def decode_step(
+    params: Mapping[str, Array],
+    config: Config,
+    token: Array,
+    cache: KVCache,
+    position: int | Array,
+) -> Array:
+    """Return ``model.decode_step`` composed of this module's ops."""
+    from reference.model import decode_step as compose  # here, as model.py reads the sites above
+
+    return compose(sys.modules[__name__], params, config, token, cache, position)

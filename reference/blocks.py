@@ -1,0 +1,303 @@
+"""The layers of a transformer, composed of ops: norm, attention, feed-forward, residual.
+
+Nothing here does arithmetic on activations; every number comes out of an op of the module that was
+passed in. So one composition serves every backend, and each backward is the forward read from the
+last line to the first, with every op replaced by its backward.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from reference.config import Config
+from reference.ops import (
+    ATTENTION_PROBABILITIES,
+    CROSS_PROBABILITIES,
+    Ops,
+    block_site,
+)
+from reference.types import Array, DropoutKey, KVCache
+
+Params = Mapping[str, Array]
+Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
+
+
+class Pass(NamedTuple):
+    """What all layers of one forward and backward pass share."""
+
+    ops: Ops
+    config: Config
+    params: Params
+    dropout: DropoutKey | None  # None: nothing is dropped (evaluation); its site is filled in
+    alibi: Array | None  # (Hq,) slopes when positions are ALiBi's
+
+
+class DecodeState(NamedTuple):
+    """Where the tokens of a cached pass go."""
+
+    cache: KVCache
+    length: int  # S, keys to read: those up to the furthest row
+
+
+class ResidualCache(NamedTuple):
+    norm: Any
+    branch: Any
+    dropout: Any
+    add: Any
+
+
+class AttentionBranchCache(NamedTuple):
+    inputs: tuple[Any, ...]  # the projections into attention
+    rope: Any
+    split: Any
+    attention: Any
+    merge: Any
+    output: Any  # the projection out of it
+
+
+class FeedForwardCache(NamedTuple):
+    up: Any
+    activation: Any
+    down: Any
+
+
+# ---- norm, dropout, linear: an op with its parameters looked up by name --------------------------
+
+
+def norm_forward(run: Pass, name: str, x: Array) -> tuple[Array, Any]:
+    """Return the norm of x (B, T, D) by the kind that the config chose."""
+    ops, params, eps = run.ops, run.params, run.config.norm_eps
+    if run.config.norm == "layernorm":
+        return ops.layernorm_forward(x, params[f"{name}.gain"], params[f"{name}.bias"], eps=eps)
+    return ops.rmsnorm_forward(x, params[f"{name}.gain"], eps=eps)
+
+
+def norm_backward(run: Pass, grads: Grads, name: str, dout: Array, cache: Any) -> Array:
+    """Write the gradients of gain and shift, return dx."""
+    if run.config.norm == "layernorm":
+        out = (grads[f"{name}.gain"], grads[f"{name}.bias"])
+        return run.ops.layernorm_backward(dout, cache, out=out)[0]
+    return run.ops.rmsnorm_backward(dout, cache, out=grads[f"{name}.gain"])[0]
+
+
+def linear_forward(run: Pass, weight: str, bias: str, x: Array) -> tuple[Array, Any]:
+    """Return x W, + b when the model has that bias."""
+    return run.ops.linear_forward(x, run.params[weight], run.params.get(bias))
+
+
+def linear_backward(
+    run: Pass, grads: Grads, weight: str, bias: str, dout: Array, cache: Any
+) -> Array:
+    """Write the gradients of weight and bias, return dx."""
+    return run.ops.linear_backward(dout, cache, out=(grads[weight], grads.get(bias)))[0]
+
+
+def dropout_forward(run: Pass, x: Array, p: float, site: int) -> tuple[Array, Any]:
+    """Return x with elements dropped while training, x itself otherwise."""
+    if run.dropout is None:
+        return run.ops.dropout_forward(x, p=0.0)
+    return run.ops.dropout_forward(x, p=p, key=run.dropout._replace(site=site))
+
+
+# ---- the residual branch -------------------------------------------------------------------------
+
+
+def residual_forward(
+    run: Pass,
+    name: str,
+    x: Array,
+    site: int,
+    branch: Callable[[Array], tuple[Array, Any]],
+) -> tuple[Array, ResidualCache]:
+    """Return x with a branch joined in.
+
+    pre-norm (GPT-2, Llama): x + dropout(branch(norm(x))), post-norm (Vaswani et al. 2017, section
+    5.4): norm(x + dropout(branch(x))).
+    """
+    ops, pre = run.ops, run.config.norm_placement == "pre"
+    h, norm_cache = norm_forward(run, name, x) if pre else (x, None)
+    h, branch_cache = branch(h)
+    h, dropout_cache = dropout_forward(run, h, run.config.dropout_residual, site)
+    out, add_cache = ops.add_forward(x, h)
+    if not pre:
+        out, norm_cache = norm_forward(run, name, out)
+    return out, ResidualCache(norm_cache, branch_cache, dropout_cache, add_cache)
+
+
+def residual_backward(
+    run: Pass,
+    grads: Grads,
+    name: str,
+    dout: Array,
+    cache: ResidualCache,
+    branch_backward: Callable[[Array, Any], Array],
+) -> Array:
+    """Write the parameter gradients, return dx: through the residual plus through the branch."""
+    ops, pre = run.ops, run.config.norm_placement == "pre"
+    if not pre:
+        dout = norm_backward(run, grads, name, dout, cache.norm)
+    dx, dh = ops.add_backward(dout, cache.add)
+    dh = ops.dropout_backward(dh, cache.dropout)
+    dh = branch_backward(dh, cache.branch)
+    if pre:
+        dh = norm_backward(run, grads, name, dh, cache.norm)
+    return ops.add_forward(dx, dh)[0]
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def self_attention_forward(
+    run: Pass,
+    name: str,
+    x: Array,
+    block: int,
+    *,
+    causal: bool = True,
+    key_mask: Array | None = None,
+    documents: Array | None = None,
+    start: int | Array = 0,
+    decode: DecodeState | None = None,
+) -> tuple[Array, AttentionBranchCache]:
+    """Return self-attention of x (B, T, D).
+
+    With ``decode`` the keys and values of x are written into the cache at ``start`` and attention
+    reads the cache.
+    """
+    ops, config = run.ops, run.config
+    B, T, _ = x.shape
+    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+
+    qkv, input_cache = linear_forward(run, f"{name}.wqkv", f"{name}.bqkv", x)
+    qkv = qkv.reshape(B, T, sum(heads), config.d_head)
+    rope_cache = None
+    if config.position == "rope":
+        qkv, rope_cache = ops.rope_forward(
+            qkv, base=config.rope_base, start=start, rotate_heads=heads[0] + heads[1]
+        )
+    (q, k, v), split_cache = ops.split_heads_forward(qkv, heads=heads)
+    if decode is not None:
+        ops.write_kv(decode.cache, k, v, layer=block, position=start)
+        k = decode.cache.k[block, :, : decode.length]
+        v = decode.cache.v[block, :, : decode.length]
+    out, attention_cache = ops.attention_forward(
+        q,
+        k,
+        v,
+        run.alibi,
+        key_mask,
+        documents,
+        causal=causal,
+        **_attention_dropout(run, block_site(block, ATTENTION_PROBABILITIES)),
+    )
+    out, merge_cache = ops.merge_heads_forward(out)
+    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
+    return out, AttentionBranchCache(
+        (input_cache,), rope_cache, split_cache, attention_cache, merge_cache, output_cache
+    )
+
+
+def self_attention_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
+) -> Array:
+    """Write the parameter gradients, return dx (B, T, D)."""
+    ops = run.ops
+    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
+    dout = ops.merge_heads_backward(dout, cache.merge)
+    dqkv = ops.split_heads_backward(ops.attention_backward(dout, cache.attention), cache.split)
+    if cache.rope is not None:
+        dqkv = ops.rope_backward(dqkv, cache.rope)
+    B, T, H, d = dqkv.shape
+    dqkv = dqkv.reshape(B, T, H * d)
+    return linear_backward(run, grads, f"{name}.wqkv", f"{name}.bqkv", dqkv, cache.inputs[0])
+
+
+def cross_attention_forward(
+    run: Pass, name: str, x: Array, memory: Array, block: int, *, key_mask: Array | None = None
+) -> tuple[Array, AttentionBranchCache]:
+    """Return attention of x (B, T, D) over memory (B, S, D), an encoder's output.
+
+    Positions play no part here: memory already carries its own.
+    """
+    ops, config = run.ops, run.config
+    d, kv_heads = config.d_head, config.n_kv_heads
+    q, q_cache = linear_forward(run, f"{name}.wq", f"{name}.bq", x)
+    kv, kv_cache = linear_forward(run, f"{name}.wkv", f"{name}.bkv", memory)
+    q = q.reshape(*x.shape[:2], config.n_heads, d)
+    kv = kv.reshape(*memory.shape[:2], 2 * kv_heads, d)
+    (k, v), split_cache = ops.split_heads_forward(kv, heads=(kv_heads, kv_heads))
+    out, attention_cache = ops.attention_forward(
+        q,
+        k,
+        v,
+        None,
+        key_mask,
+        causal=False,
+        **_attention_dropout(run, block_site(block, CROSS_PROBABILITIES)),
+    )
+    out, merge_cache = ops.merge_heads_forward(out)
+    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
+    return out, AttentionBranchCache(
+        (q_cache, kv_cache), None, split_cache, attention_cache, merge_cache, output_cache
+    )
+
+
+def cross_attention_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
+) -> tuple[Array, Array]:
+    """Write the parameter gradients, return (dx, dmemory)."""
+    ops = run.ops
+    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
+    dout = ops.merge_heads_backward(dout, cache.merge)
+    dq, dk, dv = ops.attention_backward(dout, cache.attention)
+    dkv = ops.split_heads_backward((dk, dv), cache.split)
+    dq = dq.reshape(*dq.shape[:2], -1)
+    dkv = dkv.reshape(*dkv.shape[:2], -1)
+    q_cache, kv_cache = cache.inputs
+    dx = linear_backward(run, grads, f"{name}.wq", f"{name}.bq", dq, q_cache)
+    dmemory = linear_backward(run, grads, f"{name}.wkv", f"{name}.bkv", dkv, kv_cache)
+    return dx, dmemory
+
+
+def _attention_dropout(run: Pass, site: int) -> dict[str, Any]:
+    if run.dropout is None or run.config.dropout_attention == 0:
+        return {}
+    key = run.dropout._replace(site=site)
+    return {"dropout_p": run.config.dropout_attention, "dropout_key": key}
+
+
+# ---- feed-forward --------------------------------------------------------------------------------
+
+
+def _up_names(config: Config, name: str) -> tuple[str, str]:
+    if config.ffn == "swiglu":
+        return f"{name}.w_gate_up", f"{name}.b_gate_up"
+    return f"{name}.w_up", f"{name}.b_up"
+
+
+def feed_forward_forward(run: Pass, name: str, x: Array) -> tuple[Array, FeedForwardCache]:
+    """Return the feed-forward of x (B, T, D): widen to F, activate, narrow again."""
+    h, up_cache = linear_forward(run, *_up_names(run.config, name), x)
+    h, activation_cache = activation(run.ops, run.config.ffn)[0](h)
+    out, down_cache = linear_forward(run, f"{name}.w_down", f"{name}.b_down", h)
+    return out, FeedForwardCache(up_cache, activation_cache, down_cache)
+
+
+def feed_forward_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: FeedForwardCache
+) -> Array:
+    """Write the parameter gradients, return dx."""
+    dh = linear_backward(run, grads, f"{name}.w_down", f"{name}.b_down", dout, cache.down)
+    dh = activation(run.ops, run.config.ffn)[1](dh, cache.activation)
+    return linear_backward(run, grads, *_up_names(run.config, name), dh, cache.up)
+
+
+def activation(
+    ops: Ops, ffn: str
+) -> tuple[Callable[[Array], tuple[Array, Any]], Callable[[Array, Any], Array]]:
+    """Return the forward and backward of the activation that a config's ``ffn`` names."""
+    return {
+        "swiglu": (ops.swiglu_forward, ops.swiglu_backward),
+        "gelu": (ops.gelu_forward, ops.gelu_backward),
+        "gelu_tanh": (ops.gelu_tanh_forward, ops.gelu_tanh_backward),
+        "relu": (ops.relu_forward, ops.relu_backward),
+    }[ffn]

@@ -1,0 +1,52 @@
+"""Checks at the public boundary: one sentence that says what must hold and what arrived."""
+
+import numpy as np
+
+from reference.types import Array
+
+
+def check_float(op: str, **arrays: Array | None) -> None:
+    """Raise unless the given arrays share one dtype, float32 or float64."""
+    given = {name: array.dtype for name, array in arrays.items() if array is not None}
+    if len(set(given.values())) > 1 or next(iter(given.values())) not in (np.float32, np.float64):
+        found = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
+        raise ValueError(
+            f"{op}: arrays must share one dtype, float32 or float64, but {found}; "
+            "convert with .astype"
+        )
+
+
+def check_shape(op: str, name: str, array: Array, shape: tuple[int, ...], why: str) -> None:
+    """Raise unless ``array`` has exactly this shape; ``why`` says where the shape comes from."""
+    if array.shape != shape:
+        raise ValueError(f"{op}: {name} must have shape {shape} to match {why}, got {array.shape}")
+
+
+def check_ids(op: str, name: str, ids: Array, limit: int, what: str = "vocabulary") -> None:
+    """Raise unless ``ids`` are integers in 0 .. limit - 1; the first offender is named."""
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{op}: {name} must be integers (int32), got {ids.dtype}")
+    outside = (ids < 0) | (ids >= limit)
+    if outside.any():
+        where = np.unravel_index(int(np.argmax(outside)), ids.shape)
+        raise ValueError(
+            f"{op}: {name} must lie in 0..{limit - 1} (the {what} has {limit} entries), "
+            f"but {name}[{', '.join(str(int(i)) for i in where)}] is {int(ids[where])}"
+        )
+
+
+def check_mask(op: str, name: str, mask: Array, shape: tuple[int, ...], why: str) -> None:
+    """Raise unless ``mask`` is a bool array of this shape."""
+    if mask.dtype != np.bool_:
+        raise ValueError(f"{op}: {name} must be bool, True = take part, got {mask.dtype}")
+    check_shape(op, name, mask, shape, why)
+
+
+def write_out(out: Array | None, gradient: Array) -> None:
+    """Write a parameter gradient where the caller wants it, if anywhere."""
+    if out is not None:
+        if out.shape != gradient.shape:
+            raise ValueError(
+                f"out must have the gradient's shape {gradient.shape}, got {out.shape}"
+            )
+        out[...] = gradient

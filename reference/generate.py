@@ -1,0 +1,171 @@
+"""Generation: predict, choose, append, repeat.
+
+The prompt is read in one pass that fills the KV cache; then each step reads one token. Choosing
+from the distribution over next tokens, in this order: divide the logits by the temperature, keep
+the k best (Fan et al. 2018), keep the smallest set that holds probability p (nucleus sampling,
+Holtzman et al. 2020), draw.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from reference.blocks import Params
+from reference.config import Config
+from reference.model import prefill
+from reference.ops import Ops
+from reference.softmax import softmax
+from reference.types import Array
+
+
+def filter_logits(logits: Array, top_k: int | None = None, top_p: float | None = None) -> Array:
+    """Return logits (V,) with all but the best entries at -inf; equal logits favour lower ids.
+
+    Parameters
+    ----------
+    logits : (V,)
+    top_k : int, optional
+        Keep the k largest.
+    top_p : float, optional
+        Of those, keep the smallest set whose probability is at least p; never fewer than one.
+    """
+    order = np.argsort(-logits, kind="stable")
+    if top_k is not None:
+        order = order[:top_k]
+    if top_p is not None:
+        before = np.cumsum(softmax(logits[order].astype(np.float64)))
+        # an entry stays while those better than it hold less than p
+        order = order[np.concatenate([[True], before[:-1] < top_p])]
+    kept = np.full_like(logits, -np.inf)
+    kept[order] = logits[order]
+    return kept
+
+
+def sample(
+    logits: Array,
+    rng: np.random.Generator,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> int:
+    """Return one token id drawn from logits (V,); temperature 0 takes the most likely.
+
+    Raises
+    ------
+    ValueError
+        When the logits are not finite or a setting is out of range.
+    """
+    if not np.isfinite(logits).all():
+        raise ValueError("sample: the logits are not finite; has the model diverged?")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"sample: temperature must be >= 0 and top_k >= 1, got {temperature} and {top_k}"
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"sample: top_p is a probability in (0, 1], got {top_p}")
+    if temperature == 0:
+        return int(np.argmax(logits))
+    p = softmax(filter_logits(logits.astype(np.float64) / temperature, top_k, top_p))
+    # by the inverse of the distribution function: one uniform number, one token
+    drawn = np.searchsorted(np.cumsum(p), rng.random() * np.sum(p), side="right")
+    return int(min(drawn, np.flatnonzero(p)[-1]))
+
+
+def generate(
+    ops: Ops,
+    params: Params,
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Collection[int] = (),
+) -> list[list[int]]:
+    """Return the continuation of each prompt, without the prompt.
+
+    A row ends after ``max_new_tokens``, before a token in ``stop``, or when the context is full. A
+    row's draws depend on the seed and its own number alone, not on the rest of the batch.
+
+    Raises
+    ------
+    ValueError
+        When there is no prompt, or one is empty, too long for the context, or has an unknown id.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(
+        ops,
+        params,
+        config,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+    ):
+        for row, token in zip(rows, tokens, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def stream(
+    ops: Ops,
+    params: Params,
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Yield, step by step, each row's next token, or None for a row that has ended.
+
+    The parameters are those of ``generate``.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError("generate: needs a prompt of at least one token (a bos, if nothing else)")
+    if lengths.max() > config.context_length:
+        raise ValueError(
+            f"generate: a prompt of {lengths.max()} tokens is longer than the model's context of "
+            f"{config.context_length}; keep its end"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, got {max_new_tokens}")
+    B, T = len(prompts), int(lengths.max())
+    ids = np.zeros((B, T), np.int32)
+    for b, prompt in enumerate(prompts):
+        ids[b, : len(prompt)] = prompt
+    room = min(config.context_length, T + max_new_tokens)
+    rngs = [np.random.default_rng([seed, b]) for b in range(B)]
+    ended = np.zeros(B, np.bool_)
+
+    cache = ops.kv_cache(params, config, B, room)
+    scores = prefill(ops, params, config, ops.from_numpy(ids), lengths, cache)
+    position = lengths.copy()  # where each row's next token will stand
+    for n in range(max_new_tokens):
+        if n:
+            # a row that has ended goes on reading its last place; nobody looks at the result
+            place = np.minimum(position, room - 1)
+            scores = ops.decode_step(params, config, ops.from_numpy(chosen), cache, place)
+            position = position + 1
+        host = ops.to_numpy(scores)
+        chosen = np.zeros(B, np.int32)
+        for row in np.flatnonzero(~ended):
+            chosen[row] = sample(
+                host[row], rngs[row], temperature=temperature, top_k=top_k, top_p=top_p
+            )
+            ended[row] = int(chosen[row]) in stop
+        yield [None if end else int(token) for end, token in zip(ended, chosen, strict=True)]
+        ended |= position >= config.context_length  # no room to read what was just chosen
+        if ended.all():
+            return

@@ -1,0 +1,53 @@
+"""The KV cache: keys and values of the tokens seen so far, so that each is computed once.
+
+A cached decoder attends from the newest token to all earlier ones; their keys and values do not
+change (causality), so a token's are written where it stands and read from then on. Rows of a batch
+may stand at different positions.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from reference.config import Config
+from reference.types import Array, KVCache
+
+
+def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
+    """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows.
+
+    Its bytes are 2·L·B·S·Hkv·d times the item size of the parameters.
+
+    Raises
+    ------
+    ValueError
+        When length exceeds the model's context.
+    """
+    if not 1 <= length <= config.context_length:
+        raise ValueError(
+            f"kv_cache: length must lie in 1..{config.context_length}, the model's context, "
+            f"got {length}"
+        )
+    shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
+    dtype = params["embedding.weight"].dtype
+    return KVCache(np.zeros(shape, dtype), np.zeros(shape, dtype))
+
+
+def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
+    """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row.
+
+    Raises
+    ------
+    ValueError
+        When they reach beyond the cache.
+    """
+    batch, length = k.shape[:2]
+    rows = np.arange(batch)[:, None]
+    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(length)  # (B, T)
+    if columns.size and (columns.min() < 0 or columns.max() >= cache.k.shape[2]):
+        raise ValueError(
+            f"write_kv: positions {columns.min()}..{columns.max()} lie outside the cache, which "
+            f"has room for {cache.k.shape[2]} tokens"
+        )
+    cache.k[layer, rows, columns] = k
+    cache.v[layer, rows, columns] = v

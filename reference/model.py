@@ -1,0 +1,333 @@
+"""The decoder-only language model, written once for every backend.
+
+Token ids go in, and each position predicts the token after it::
+
+    x = embedding(ids) [+ positions]          (B, T, D)
+    x = block(x), L times: attention, then feed-forward, each joined to the residual stream
+    x = norm(x)                               pre-norm models only
+    z = x headᵀ                               (B, T, V), inside the loss
+
+Every function takes an op module as its first argument: ``reference.ops``, or what ``accel.load``
+returns. Arrays are that backend's own. MyLLM, GPT-2 and the post-norm decoder are configs
+(``presets.py``), not classes.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reference.alibi import alibi_slopes
+from reference.blocks import (
+    DecodeState,
+    Grads,
+    Params,
+    Pass,
+    ResidualCache,
+    dropout_forward,
+    feed_forward_backward,
+    feed_forward_forward,
+    norm_backward,
+    norm_forward,
+    residual_backward,
+    residual_forward,
+    self_attention_backward,
+    self_attention_forward,
+)
+from reference.config import Config
+from reference.ops import ATTENTION_BRANCH, EMBEDDING_SITE, FFN_BRANCH, Ops, block_site
+from reference.params import check_names, decoder_layout
+from reference.sinusoidal import sinusoidal_table
+from reference.types import Array, DropoutKey, KVCache, Loss
+
+
+class EmbedCache(NamedTuple):
+    tokens: Any
+    positions: Any  # of the lookup in a table of positions, when there is one
+    add: Any
+    dropout: Any
+
+
+class BlockCache(NamedTuple):
+    attention: ResidualCache
+    ffn: ResidualCache
+
+
+class ModelCache(NamedTuple):
+    run: Pass
+    embed: EmbedCache
+    blocks: list[BlockCache]
+    final_norm: Any
+    loss: Any
+
+
+def loss_forward(
+    ops: Ops,
+    params: Params,
+    config: Config,
+    ids: Array,
+    targets: Array,
+    mask: Array | None = None,
+    documents: Array | None = None,
+    *,
+    dropout_key: DropoutKey | None = None,
+    need_backward: bool = True,
+) -> tuple[Loss, ModelCache]:
+    """Return the summed loss of predicting ``targets`` from ``ids``, and the number that counted.
+
+    Parameters
+    ----------
+    ops : module
+        The backend.
+    params : mapping
+        Its ``parameters(master)``.
+    ids : (B, T) int32
+    targets : (B, T) int32
+        ``targets[b, t]`` is the token after ``ids[b, t]``.
+    mask : (B, T) bool, optional
+        Which targets count; all, when None.
+    documents : (B, T) int32, optional
+        Isolates packed documents: attention stays within one. Positions do not restart.
+    dropout_key : DropoutKey, optional
+        Turns on the config's dropout; its site is filled in here. None: evaluation.
+    need_backward : bool
+        False promises that ``loss_backward`` will not be called.
+
+    Raises
+    ------
+    ValueError
+        When shapes do not fit, T exceeds the context, or parameters are missing.
+    """
+    run = start_pass(ops, params, config, dropout_key)
+    x, cache = hidden_forward(run, ids, documents)
+    loss, loss_cache = ops.linear_cross_entropy_forward(
+        x, head(run), targets, mask, params.get("head.bias"), need_backward=need_backward
+    )
+    return loss, cache._replace(loss=loss_cache)
+
+
+def loss_backward(dloss: float, cache: ModelCache, grads: Grads) -> None:
+    """Write the gradient of dloss · total into ``grads``, name -> view of the flat gradient.
+
+    Every element is overwritten. To add up micro-batches, give each its own buffer and
+    ``accumulate``.
+    """
+    run = cache.run
+    name = "embedding.weight" if run.config.tied else "head.weight"
+    out = (grads[name], grads.get("head.bias"))
+    dx = run.ops.linear_cross_entropy_backward(dloss, cache.loss, out=out)[0]
+    if run.config.norm_placement == "pre":
+        dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm)
+    for layer in reversed(range(run.config.n_layers)):
+        dx = block_backward(run, grads, layer, dx, cache.blocks[layer])
+    embed_backward(run, grads, dx, cache.embed)
+
+
+def logits(
+    ops: Ops, params: Params, config: Config, ids: Array, documents: Array | None = None
+) -> Array:
+    """Return the logits (B, T, V) of every position of ids (B, T): for tests and short texts."""
+    run = start_pass(ops, params, config)
+    x, _ = hidden_forward(run, ids, documents)
+    return ops.logits(x, head(run), params.get("head.bias"))
+
+
+# ---- generation ----------------------------------------------------------------------------------
+
+
+def prefill(
+    ops: Ops, params: Params, config: Config, ids: Array, lengths: Array, cache: KVCache
+) -> Array:
+    """Read the prompts into the cache and return the logits (B, V) after each prompt's last token.
+
+    Parameters
+    ----------
+    ids : (B, T) int32
+        Prompts, padded at the end: causality keeps padding from being seen by any token before it,
+        and decoding overwrites its cache entries before they can be read.
+    lengths : (B,) int, NumPy
+        Tokens of each prompt, 1 .. T.
+    cache : KVCache
+        From ``ops.kv_cache``, empty.
+    """
+    B, T = ids.shape
+    if np.shape(lengths) != (B,) or np.min(lengths) < 1 or np.max(lengths) > T:
+        raise ValueError(f"prefill: lengths must be ({B},) with values in 1..{T}, got {lengths}")
+    run = start_pass(ops, params, config)
+    x, _ = hidden_forward(run, ids, decode=DecodeState(cache, T))
+    # the head is applied to one row of each prompt; a lookup by row number picks them
+    rows = ops.from_numpy((np.arange(B) * T + np.asarray(lengths) - 1).astype(np.int32))
+    last, _ = ops.embedding_forward(rows, x.reshape(B * T, config.d_model))
+    return ops.logits(last, head(run), params.get("head.bias"))
+
+
+def decode_step(
+    ops: Ops,
+    params: Params,
+    config: Config,
+    token: Array,
+    cache: KVCache,
+    position: int | Array,
+) -> Array:
+    """Return the logits (B, V) after one more token of each row, extending the cache.
+
+    Parameters
+    ----------
+    token : (B,) int32
+    position : int or (B,) int, NumPy
+        Where the token stands in its row, counted from 0.
+
+    Raises
+    ------
+    ValueError
+        When a position lies outside the cache.
+    """
+    B, capacity = token.shape[0], cache.k.shape[2]
+    positions = np.broadcast_to(np.asarray(position, dtype=np.int32), (B,))
+    if positions.min() < 0 or positions.max() >= capacity:
+        raise ValueError(
+            f"decode_step: position must lie in 0..{capacity - 1}, the cache's room, got {position}"
+        )
+    run = start_pass(ops, params, config)
+    length = int(positions.max()) + 1
+    key_mask = ops.from_numpy(np.arange(length)[None, :] <= positions[:, None])
+    x, _ = hidden_forward(
+        run,
+        token.reshape(B, 1),
+        key_mask=key_mask,
+        start=positions,
+        decode=DecodeState(cache, length),
+    )
+    return ops.logits(x.reshape(B, config.d_model), head(run), params.get("head.bias"))
+
+
+# ---- the parts -----------------------------------------------------------------------------------
+
+
+def start_pass(ops: Ops, params: Params, config: Config, dropout: DropoutKey | None = None) -> Pass:
+    """Bundle what the layers of a pass share."""
+    check_names(list(params), decoder_layout(config))
+    alibi = None
+    if config.position == "alibi":
+        slopes = alibi_slopes(config.n_heads, constant_dtype(params))
+        alibi = ops.from_numpy(slopes)
+    return Pass(ops, config, params, dropout, alibi)
+
+
+def constant_dtype(params: Params) -> type[np.floating[Any]]:
+    """Return the dtype for constant tables: float64 for a model in float64, else float32."""
+    return np.float64 if params["embedding.weight"].dtype == np.float64 else np.float32
+
+
+def head(run: Pass) -> Array:
+    """Return the head (V, D): the embedding table itself when tied."""
+    return run.params["embedding.weight" if run.config.tied else "head.weight"]
+
+
+def hidden_forward(
+    run: Pass,
+    ids: Array,
+    documents: Array | None = None,
+    *,
+    key_mask: Array | None = None,
+    start: int | Array = 0,
+    decode: DecodeState | None = None,
+) -> tuple[Array, ModelCache]:
+    """Return what the head reads, (B, T, D), for ids (B, T), the first at position ``start``."""
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be (B, T), got shape {ids.shape}")
+    if ids.shape[1] > run.config.context_length:
+        raise ValueError(
+            f"a sequence of {ids.shape[1]} tokens exceeds context_length "
+            f"({run.config.context_length}); cut it or use a longer context"
+        )
+    x, embed_cache = embed_forward(run, ids, start)
+    blocks = []
+    for layer in range(run.config.n_layers):
+        x, block_cache = block_forward(run, layer, x, documents, key_mask, start, decode)
+        if decode is None:  # decoding has no backward
+            blocks.append(block_cache)
+    final_cache = None
+    if run.config.norm_placement == "pre":
+        x, final_cache = norm_forward(run, "final_norm", x)
+    return x, ModelCache(run, embed_cache, blocks, final_cache, None)
+
+
+def embed_forward(
+    run: Pass, ids: Array, start: int | Array = 0, site: int = EMBEDDING_SITE
+) -> tuple[Array, EmbedCache]:
+    """Return the embedding of ids (B, T), with positions added where the config says so."""
+    ops, config = run.ops, run.config
+    x, token_cache = ops.embedding_forward(ids, run.params["embedding.weight"])
+    position_cache = add_cache = None
+    if config.position in ("learned", "sinusoidal"):
+        where = np.expand_dims(start, -1) + np.arange(ids.shape[1])  # (T,) or (B, T)
+        if config.position == "learned":
+            table = run.params["position.weight"]
+        else:
+            pe = sinusoidal_table(config.context_length, config.d_model, constant_dtype(run.params))
+            table = ops.from_numpy(pe, activation=True)
+        positions, position_cache = ops.embedding_forward(
+            ops.from_numpy(where.astype(np.int32)), table
+        )
+        x, add_cache = ops.add_forward(x, positions)
+    x, dropout_cache = dropout_forward(run, x, config.dropout_embedding, site)
+    return x, EmbedCache(token_cache, position_cache, add_cache, dropout_cache)
+
+
+def embed_backward(
+    run: Pass, grads: Grads, dx: Array, cache: EmbedCache, *, accumulate: bool | None = None
+) -> None:
+    """Write the gradients of the tables.
+
+    The tied table has its gradient from the head already, so the lookup's is added onto it.
+    """
+    ops = run.ops
+    dx = ops.dropout_backward(dx, cache.dropout)
+    if cache.add is not None:
+        dx, dpositions = ops.add_backward(dx, cache.add)
+        if run.config.position == "learned":
+            ops.embedding_backward(dpositions, cache.positions, out=grads["position.weight"])
+    accumulate = run.config.tied if accumulate is None else accumulate
+    out = grads["embedding.weight"]
+    ops.embedding_backward(dx, cache.tokens, out=out, accumulate=accumulate)
+
+
+def block_forward(
+    run: Pass,
+    layer: int,
+    x: Array,
+    documents: Array | None = None,
+    key_mask: Array | None = None,
+    start: int | Array = 0,
+    decode: DecodeState | None = None,
+) -> tuple[Array, BlockCache]:
+    """Return x (B, T, D) after one block: attention, then feed-forward."""
+    name = f"layers.{layer}"
+    attention = partial(
+        self_attention_forward,
+        run,
+        f"{name}.attention",
+        block=layer,
+        key_mask=key_mask,
+        documents=documents,
+        start=start,
+        decode=decode,
+    )
+    x, attention_cache = residual_forward(
+        run, f"{name}.attention_norm", x, block_site(layer, ATTENTION_BRANCH), attention
+    )
+    feed_forward = partial(feed_forward_forward, run, f"{name}.ffn")
+    x, ffn_cache = residual_forward(
+        run, f"{name}.ffn_norm", x, block_site(layer, FFN_BRANCH), feed_forward
+    )
+    return x, BlockCache(attention_cache, ffn_cache)
+
+
+def block_backward(run: Pass, grads: Grads, layer: int, dx: Array, cache: BlockCache) -> Array:
+    """Write the block's parameter gradients, return dx (B, T, D)."""
+    name = f"layers.{layer}"
+    feed_forward = partial(feed_forward_backward, run, grads, f"{name}.ffn")
+    dx = residual_backward(run, grads, f"{name}.ffn_norm", dx, cache.ffn, feed_forward)
+    attention = partial(self_attention_backward, run, grads, f"{name}.attention")
+    return residual_backward(run, grads, f"{name}.attention_norm", dx, cache.attention, attention)
