@@ -148,6 +148,7 @@ def stream(
     room = min(config.context_length, T + max_new_tokens)
     rngs = [np.random.default_rng([seed, b]) for b in range(B)]
     ended = np.zeros(B, np.bool_)
+    chosen = np.zeros(B, np.int32)
 
     cache = ops.kv_cache(params, config, B, room)
     scores = prefill(ops, params, config, ops.from_numpy(ids), lengths, cache)
@@ -159,7 +160,6 @@ def stream(
             scores = ops.decode_step(params, config, ops.from_numpy(chosen), cache, place)
             position = position + 1
         host = ops.to_numpy(scores)
-        chosen = np.zeros(B, np.int32)
         for row in np.flatnonzero(~ended):
             chosen[row] = sample(
                 host[row], rngs[row], temperature=temperature, top_k=top_k, top_p=top_p
