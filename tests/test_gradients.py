@@ -1,0 +1,240 @@
+"""Every backward of the contract is the transpose of its forward's derivative, in float64."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference import linear_cross_entropy, ops
+from reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from reference.gradcheck import GradientError, check_vjp
+from reference.softmax import softmax, softmax_backward
+from reference.types import Array, DropoutKey
+
+SIZES = st.sampled_from([1, 2, 3, 5, 7, 11, 17])
+EVEN = st.sampled_from([2, 4, 6, 10])
+SEEDS = st.integers(0, 2**32 - 1)
+KEYS = st.builds(
+    DropoutKey,
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 1000),
+    sample=st.integers(0, 1000),
+    site=st.integers(0, 50),
+)
+
+
+def normal(seed: int, *shape: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def check(op: str, arrays: dict[str, Array], seed: int, **bound: Any) -> None:
+    forward = partial(getattr(ops, f"{op}_forward"), **bound)
+    check_vjp(forward, getattr(ops, f"{op}_backward"), arrays, seed=seed)
+
+
+BROADCASTS = [((3, 2), (3, 2)), ((2, 5, 3), (5, 3)), ((2, 1, 3), (4, 1)), ((1,), (7, 2))]
+
+
+@given(st.sampled_from(BROADCASTS), SEEDS)
+def test_add(shapes: tuple[tuple[int, ...], tuple[int, ...]], seed: int) -> None:
+    check("add", {"a": normal(seed, *shapes[0]), "b": normal(seed + 1, *shapes[1])}, seed)
+
+
+@given(SIZES, st.sampled_from([-3.0, -0.5, 0.0, 1.0, 2.7]), SEEDS)
+def test_scale(n: int, factor: float, seed: int) -> None:
+    check("scale", {"x": normal(seed, 2, n)}, seed, factor=factor)
+
+
+@given(SIZES, SIZES, SIZES, SEEDS)
+def test_embedding(V: int, D: int, n: int, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(0, V, (2, n)).astype(np.int32)
+    check("embedding", {"table": normal(seed, V, D)}, seed, ids=ids)
+
+
+@given(SIZES, SIZES, SIZES, st.booleans(), SEEDS)
+def test_linear(n: int, width: int, to: int, has_bias: bool, seed: int) -> None:
+    arrays = {"x": normal(seed, 2, n, width), "weight": normal(seed + 1, width, to)}
+    if has_bias:
+        arrays["bias"] = normal(seed + 2, to)
+    check("linear", arrays, seed)
+
+
+@given(SIZES, st.lists(st.integers(1, 4), min_size=1, max_size=4), SIZES, SEEDS)
+def test_split_and_merge_heads(T: int, heads: list[int], d: int, seed: int) -> None:
+    x = normal(seed, 2, T, sum(heads), d)
+    check("split_heads", {"x": x}, seed, heads=tuple(heads))
+    check("merge_heads", {"x": x}, seed)
+
+
+@given(SIZES, SIZES, st.sampled_from([1e-5, 0.3]), SEEDS)
+def test_norms(n: int, D: int, eps: float, seed: int) -> None:
+    x, gain, bias = normal(seed, 2, n, D), normal(seed + 1, D), normal(seed + 2, D)
+    check("rmsnorm", {"x": x, "gain": gain}, seed, eps=eps)
+    check("layernorm", {"x": x, "gain": gain, "bias": bias}, seed, eps=eps)
+
+
+@given(SIZES, st.integers(1, 5), EVEN, st.data(), SEEDS)
+def test_rope(T: int, H: int, d: int, data: st.DataObject, seed: int) -> None:
+    start = data.draw(st.sampled_from([0, 3, 8_191, np.array([2, 77])]))
+    rotate = data.draw(st.one_of(st.none(), st.integers(0, H)))
+    x = normal(seed, 2, T, H, d)
+    check("rope", {"x": x}, seed, base=500_000.0, start=start, rotate_heads=rotate)
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Return q, k, v and the other arguments of attention."""
+    B, Hkv = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    G, T, S = draw(st.integers(1, 7)), draw(SIZES), draw(SIZES)
+    d, dv, seed = draw(SIZES), draw(SIZES), draw(SEEDS)
+    rng = np.random.default_rng(seed)
+    arrays = {
+        "q": rng.standard_normal((B, T, Hkv * G, d)),
+        "k": rng.standard_normal((B, S, Hkv, d)),
+        "v": rng.standard_normal((B, S, Hkv, dv)),
+    }
+    bound: dict[str, Any] = {
+        "causal": draw(st.booleans()),
+        "scale": draw(st.sampled_from([None, 0.3])),
+    }
+    if draw(st.booleans()):
+        bound["alibi"] = rng.random(Hkv * G)
+    if draw(st.booleans()):
+        bound["key_mask"] = rng.random((B, S)) < 0.6
+    if S >= T and draw(st.booleans()):
+        bound["documents"] = np.sort(rng.integers(0, 3, (B, S)), axis=1).astype(np.int32)
+    if draw(st.booleans()):
+        bound["dropout_p"] = 0.3
+        bound["dropout_key"] = draw(KEYS)
+    return arrays, bound
+
+
+@given(attention_cases(), SEEDS)
+def test_attention(case: tuple[dict[str, Array], dict[str, Any]], seed: int) -> None:
+    arrays, bound = case
+    check("attention", arrays, seed, **bound)
+
+
+@pytest.mark.parametrize("op", ["gelu", "gelu_tanh", "swiglu"])
+@given(EVEN, SEEDS)
+def test_smooth_activations(op: str, n: int, seed: int) -> None:
+    check(op, {"x": 2 * normal(seed, 3, n)}, seed)
+
+
+@given(SIZES, SEEDS)
+def test_relu(n: int, seed: int) -> None:
+    x = normal(seed, 3, n)
+    x += np.copysign(1e-3, x)  # away from the kink, where the derivative jumps
+    check("relu", {"x": x}, seed)
+
+
+@given(SIZES, st.sampled_from([0.0, 0.1, 0.9]), KEYS, SEEDS)
+def test_dropout(n: int, p: float, key: DropoutKey, seed: int) -> None:
+    check("dropout", {"x": normal(seed, 3, n)}, seed, p=p, key=key)
+
+
+@given(SIZES, SIZES, SIZES, st.booleans(), st.booleans(), SEEDS)
+def test_linear_cross_entropy(
+    T: int, D: int, V: int, has_mask: bool, has_bias: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    # moderate logits: where a probability reaches 1, the loss is the rounding of lse - z
+    arrays = {"x": normal(seed, 2, T, D), "head": 0.3 * normal(seed + 1, V, D)}
+    bound: dict[str, Any] = {"targets": rng.integers(0, V, (2, T)).astype(np.int32)}
+    if has_mask:
+        bound["mask"] = rng.random((2, T)) < 0.7
+    if has_bias:
+        arrays["bias"] = normal(seed + 2, V)
+    check("linear_cross_entropy", arrays, seed, **bound)
+
+
+@given(SIZES, SIZES, SEEDS)
+def test_cross_entropy_and_softmax(T: int, V: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, V, (2, T)).astype(np.int32)
+    forward = partial(cross_entropy_forward, targets=targets, mask=rng.random((2, T)) < 0.7)
+    z = {"logits": normal(seed, 2, T, V)}
+    check_vjp(forward, cross_entropy_backward, z, seed=seed)
+    check_vjp(lambda x: (softmax(x), softmax(x)), softmax_backward, {"x": z["logits"]}, seed=seed)
+
+
+def test_every_differentiable_op_is_checked_here() -> None:
+    source = inspect.getsource(inspect.getmodule(normal))  # type: ignore[arg-type]
+    for name in vars(ops.Ops):
+        if name.endswith("_backward"):
+            assert f'"{name.removesuffix("_backward")}"' in source, f"{name} has no gradient check"
+
+
+def test_chunked_loss_equals_the_loss_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x, head = rng.standard_normal((2, 19, 5)), rng.standard_normal((11, 5))
+    targets, mask = rng.integers(0, 11, (2, 19)).astype(np.int32), rng.random((2, 19)) < 0.7
+    results = []
+    for rows in (7, 38, 1000):
+        monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", rows)
+        loss, cache = ops.linear_cross_entropy_forward(x, head, targets, mask)
+        results.append((loss.total, *ops.linear_cross_entropy_backward(0.7, cache)[:2]))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+
+
+# ---- negative controls: the check must be able to fail ------------------------------------------
+
+
+def test_a_missing_scale_in_attention_backward_is_caught() -> None:
+    def backward(dout: Array, cache: Any) -> tuple[Array, Array, Array]:
+        dq, dk, dv = ops.attention_backward(dout, cache)
+        return dq / cache.scale, dk, dv
+
+    arrays = {"q": normal(0, 1, 5, 4, 3), "k": normal(1, 1, 5, 2, 3), "v": normal(2, 1, 5, 2, 3)}
+    with pytest.raises(GradientError, match="gradient of q"):
+        check_vjp(ops.attention_forward, backward, arrays)
+
+
+def test_a_mask_off_by_one_is_caught() -> None:
+    arrays = {"q": normal(0, 1, 5, 4, 3), "k": normal(1, 1, 5, 2, 3), "v": normal(2, 1, 5, 2, 3)}
+    _, causal = ops.attention_forward(**arrays)
+    shifted = np.triu(np.ones((5, 5), np.bool_), k=2)
+    leak = causal._replace(p=np.where(shifted, 0, np.maximum(causal.p, 0.1)))
+
+    def backward(dout: Array, cache: Any) -> tuple[Array, Array, Array]:
+        return ops.attention_backward(dout, leak)
+
+    with pytest.raises(GradientError, match="gradient of v"):
+        check_vjp(ops.attention_forward, backward, arrays)
+
+
+def test_a_dropped_term_in_the_rmsnorm_backward_is_caught() -> None:
+    def backward(dout: Array, cache: Any) -> tuple[Array, Array]:
+        dgain = ops.rmsnorm_backward(dout, cache)[1]
+        return dout * cache.gain * cache.rstd, dgain  # the projection along n is missing
+
+    arrays = {"x": normal(0, 3, 7), "gain": normal(1, 7)}
+    with pytest.raises(GradientError, match="gradient of x"):
+        check_vjp(partial(ops.rmsnorm_forward, eps=1e-5), backward, arrays)
+
+
+def test_a_gradient_that_all_ones_would_miss_is_caught() -> None:
+    def backward(dout: Array, cache: Array) -> Array:
+        return np.zeros_like(cache)  # right for a cotangent of ones: probabilities sum to one
+
+    with pytest.raises(GradientError, match="gradient of x"):
+        check_vjp(lambda x: (softmax(x), x), backward, {"x": normal(0, 3, 5)})
+
+
+def test_missing_misshapen_and_infinite_gradients_are_named() -> None:
+    x = {"x": normal(0, 2, 3)}
+    forward = partial(ops.scale_forward, factor=2.0)
+    with pytest.raises(GradientError, match=r"x .* no gradient"):
+        check_vjp(forward, lambda dout, cache: (None,), x)
+    with pytest.raises(GradientError, match=r"shape \(3,\)"):
+        check_vjp(forward, lambda dout, cache: dout[0], x)
+    with pytest.raises(GradientError, match="not finite"):
+        check_vjp(forward, lambda dout, cache: dout * np.inf, x)
+    with pytest.raises(ValueError, match="float64"):
+        check_vjp(forward, ops.scale_backward, {"x": x["x"].astype(np.float32)})
