@@ -6,12 +6,16 @@ last line to the first, with every op replaced by its backward.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from reference.config import Config
 from reference.ops import (
+    ATTENTION_BRANCH,
     ATTENTION_PROBABILITIES,
+    CROSS_BRANCH,
     CROSS_PROBABILITIES,
+    FFN_BRANCH,
     Ops,
     block_site,
 )
@@ -58,6 +62,12 @@ class FeedForwardCache(NamedTuple):
     up: Any
     activation: Any
     down: Any
+
+
+class BlockCache(NamedTuple):
+    attention: ResidualCache
+    cross: ResidualCache | None  # in a decoder that reads a memory
+    ffn: ResidualCache
 
 
 # ---- norm, dropout, linear: an op with its parameters looked up by name --------------------------
@@ -301,3 +311,86 @@ def activation(
         "gelu_tanh": (ops.gelu_tanh_forward, ops.gelu_tanh_backward),
         "relu": (ops.relu_forward, ops.relu_backward),
     }[ffn]
+
+
+# ---- the block -----------------------------------------------------------------------------------
+
+
+def block_forward(
+    run: Pass,
+    name: str,
+    block: int,
+    x: Array,
+    *,
+    memory: Array | None = None,
+    memory_mask: Array | None = None,
+    **attention_options: Any,
+) -> tuple[Array, BlockCache]:
+    """Return x (B, T, D) after one block: attention, cross-attention to a memory, feed-forward.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of the block's parameters.
+    block : int
+        Its number, which its dropout sites follow from.
+    memory : (B, S, D), optional
+        An encoder's output; without it there is no cross-attention.
+    memory_mask : (B, S) bool, optional
+        False where the memory is padding.
+    **attention_options
+        Of ``self_attention_forward``.
+    """
+    attention = partial(
+        self_attention_forward, run, f"{name}.attention", block=block, **attention_options
+    )
+    x, attention_cache = residual_forward(
+        run, f"{name}.attention_norm", x, block_site(block, ATTENTION_BRANCH), attention
+    )
+    cross_cache = None
+    if memory is not None:
+        cross = partial(
+            cross_attention_forward,
+            run,
+            f"{name}.cross",
+            memory=memory,
+            block=block,
+            key_mask=memory_mask,
+        )
+        x, cross_cache = residual_forward(
+            run, f"{name}.cross_norm", x, block_site(block, CROSS_BRANCH), cross
+        )
+    feed_forward = partial(feed_forward_forward, run, f"{name}.ffn")
+    x, ffn_cache = residual_forward(
+        run, f"{name}.ffn_norm", x, block_site(block, FFN_BRANCH), feed_forward
+    )
+    return x, BlockCache(attention_cache, cross_cache, ffn_cache)
+
+
+def block_backward(
+    run: Pass,
+    grads: Grads,
+    name: str,
+    dx: Array,
+    cache: BlockCache,
+    dmemory: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """Write the block's parameter gradients, return (dx, dmemory).
+
+    Every block reads the same memory, so its gradient is a sum: ``dmemory`` goes in as the sum over
+    the blocks above, None at the top, and comes out with this block's part added.
+    """
+    feed_forward = partial(feed_forward_backward, run, grads, f"{name}.ffn")
+    dx = residual_backward(run, grads, f"{name}.ffn_norm", dx, cache.ffn, feed_forward)
+    if cache.cross is not None:
+
+        def cross(dout: Array, branch: Any) -> Array:
+            nonlocal dmemory
+            dh, part = cross_attention_backward(run, grads, f"{name}.cross", dout, branch)
+            dmemory = part if dmemory is None else run.ops.add_forward(dmemory, part)[0]
+            return dh
+
+        dx = residual_backward(run, grads, f"{name}.cross_norm", dx, cache.cross, cross)
+    attention = partial(self_attention_backward, run, grads, f"{name}.attention")
+    dx = residual_backward(run, grads, f"{name}.attention_norm", dx, cache.attention, attention)
+    return dx, dmemory

@@ -12,31 +12,26 @@ returns. Arrays are that backend's own. MyLLM, GPT-2 and the post-norm decoder a
 (``presets.py``), not classes.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reference.alibi import alibi_slopes
 from reference.blocks import (
+    BlockCache,
     DecodeState,
     Grads,
     Params,
     Pass,
-    ResidualCache,
+    block_backward,
+    block_forward,
     dropout_forward,
-    feed_forward_backward,
-    feed_forward_forward,
     norm_backward,
     norm_forward,
-    residual_backward,
-    residual_forward,
-    self_attention_backward,
-    self_attention_forward,
 )
 from reference.config import Config
-from reference.ops import ATTENTION_BRANCH, EMBEDDING_SITE, FFN_BRANCH, Ops, block_site
-from reference.params import check_names, decoder_layout
+from reference.ops import EMBEDDING_SITE, Ops
+from reference.params import Layout, check_names, decoder_layout
 from reference.sinusoidal import sinusoidal_table
 from reference.types import Array, DropoutKey, KVCache, Loss
 
@@ -46,11 +41,6 @@ class EmbedCache(NamedTuple):
     positions: Any  # of the lookup in a table of positions, when there is one
     add: Any
     dropout: Any
-
-
-class BlockCache(NamedTuple):
-    attention: ResidualCache
-    ffn: ResidualCache
 
 
 class ModelCache(NamedTuple):
@@ -98,7 +88,7 @@ def loss_forward(
     ValueError
         When shapes do not fit, T exceeds the context, or parameters are missing.
     """
-    run = start_pass(ops, params, config, dropout_key)
+    run = start_pass(ops, params, config, decoder_layout(config), dropout_key)
     x, cache = hidden_forward(run, ids, documents)
     loss, loss_cache = ops.linear_cross_entropy_forward(
         x, head(run), targets, mask, params.get("head.bias"), need_backward=need_backward
@@ -119,15 +109,15 @@ def loss_backward(dloss: float, cache: ModelCache, grads: Grads) -> None:
     if run.config.norm_placement == "pre":
         dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm)
     for layer in reversed(range(run.config.n_layers)):
-        dx = block_backward(run, grads, layer, dx, cache.blocks[layer])
-    embed_backward(run, grads, dx, cache.embed)
+        dx, _ = block_backward(run, grads, f"layers.{layer}", dx, cache.blocks[layer])
+    embed_backward(run, grads, dx, cache.embed, onto_tokens=run.config.tied)
 
 
 def logits(
     ops: Ops, params: Params, config: Config, ids: Array, documents: Array | None = None
 ) -> Array:
     """Return the logits (B, T, V) of every position of ids (B, T): for tests and short texts."""
-    run = start_pass(ops, params, config)
+    run = start_pass(ops, params, config, decoder_layout(config))
     x, _ = hidden_forward(run, ids, documents)
     return ops.logits(x, head(run), params.get("head.bias"))
 
@@ -153,7 +143,7 @@ def prefill(
     B, T = ids.shape
     if np.shape(lengths) != (B,) or np.min(lengths) < 1 or np.max(lengths) > T:
         raise ValueError(f"prefill: lengths must be ({B},) with values in 1..{T}, got {lengths}")
-    run = start_pass(ops, params, config)
+    run = start_pass(ops, params, config, decoder_layout(config))
     x, _ = hidden_forward(run, ids, decode=DecodeState(cache, T))
     # the head is applied to one row of each prompt; a lookup by row number picks them
     rows = ops.from_numpy((np.arange(B) * T + np.asarray(lengths) - 1).astype(np.int32))
@@ -188,7 +178,7 @@ def decode_step(
         raise ValueError(
             f"decode_step: position must lie in 0..{capacity - 1}, the cache's room, got {position}"
         )
-    run = start_pass(ops, params, config)
+    run = start_pass(ops, params, config, decoder_layout(config))
     length = int(positions.max()) + 1
     key_mask = ops.from_numpy(np.arange(length)[None, :] <= positions[:, None])
     x, _ = hidden_forward(
@@ -204,9 +194,11 @@ def decode_step(
 # ---- the parts -----------------------------------------------------------------------------------
 
 
-def start_pass(ops: Ops, params: Params, config: Config, dropout: DropoutKey | None = None) -> Pass:
-    """Bundle what the layers of a pass share."""
-    check_names(list(params), decoder_layout(config))
+def start_pass(
+    ops: Ops, params: Params, config: Config, layout: Layout, dropout: DropoutKey | None = None
+) -> Pass:
+    """Bundle what the layers of a pass share, once the parameters are seen to fit the layout."""
+    check_names(list(params), layout)
     alibi = None
     if config.position == "alibi":
         slopes = alibi_slopes(config.n_heads, constant_dtype(params))
@@ -244,7 +236,16 @@ def hidden_forward(
     x, embed_cache = embed_forward(run, ids, start)
     blocks = []
     for layer in range(run.config.n_layers):
-        x, block_cache = block_forward(run, layer, x, documents, key_mask, start, decode)
+        x, block_cache = block_forward(
+            run,
+            f"layers.{layer}",
+            layer,
+            x,
+            key_mask=key_mask,
+            documents=documents,
+            start=start,
+            decode=decode,
+        )
         if decode is None:  # decoding has no backward
             blocks.append(block_cache)
     final_cache = None
@@ -276,58 +277,25 @@ def embed_forward(
 
 
 def embed_backward(
-    run: Pass, grads: Grads, dx: Array, cache: EmbedCache, *, accumulate: bool | None = None
+    run: Pass,
+    grads: Grads,
+    dx: Array,
+    cache: EmbedCache,
+    *,
+    onto_tokens: bool,
+    onto_positions: bool = False,
 ) -> None:
-    """Write the gradients of the tables.
+    """Write the gradients of the tables of tokens and positions, or add ``onto`` what is there.
 
-    The tied table has its gradient from the head already, so the lookup's is added onto it.
+    A tied table has its gradient from the head already, and an encoder's lookups share the tables
+    with a decoder's.
     """
     ops = run.ops
     dx = ops.dropout_backward(dx, cache.dropout)
     if cache.add is not None:
         dx, dpositions = ops.add_backward(dx, cache.add)
         if run.config.position == "learned":
-            ops.embedding_backward(dpositions, cache.positions, out=grads["position.weight"])
-    accumulate = run.config.tied if accumulate is None else accumulate
+            out = grads["position.weight"]
+            ops.embedding_backward(dpositions, cache.positions, out=out, accumulate=onto_positions)
     out = grads["embedding.weight"]
-    ops.embedding_backward(dx, cache.tokens, out=out, accumulate=accumulate)
-
-
-def block_forward(
-    run: Pass,
-    layer: int,
-    x: Array,
-    documents: Array | None = None,
-    key_mask: Array | None = None,
-    start: int | Array = 0,
-    decode: DecodeState | None = None,
-) -> tuple[Array, BlockCache]:
-    """Return x (B, T, D) after one block: attention, then feed-forward."""
-    name = f"layers.{layer}"
-    attention = partial(
-        self_attention_forward,
-        run,
-        f"{name}.attention",
-        block=layer,
-        key_mask=key_mask,
-        documents=documents,
-        start=start,
-        decode=decode,
-    )
-    x, attention_cache = residual_forward(
-        run, f"{name}.attention_norm", x, block_site(layer, ATTENTION_BRANCH), attention
-    )
-    feed_forward = partial(feed_forward_forward, run, f"{name}.ffn")
-    x, ffn_cache = residual_forward(
-        run, f"{name}.ffn_norm", x, block_site(layer, FFN_BRANCH), feed_forward
-    )
-    return x, BlockCache(attention_cache, ffn_cache)
-
-
-def block_backward(run: Pass, grads: Grads, layer: int, dx: Array, cache: BlockCache) -> Array:
-    """Write the block's parameter gradients, return dx (B, T, D)."""
-    name = f"layers.{layer}"
-    feed_forward = partial(feed_forward_backward, run, grads, f"{name}.ffn")
-    dx = residual_backward(run, grads, f"{name}.ffn_norm", dx, cache.ffn, feed_forward)
-    attention = partial(self_attention_backward, run, grads, f"{name}.attention")
-    return residual_backward(run, grads, f"{name}.attention_norm", dx, cache.attention, attention)
+    ops.embedding_backward(dx, cache.tokens, out=out, accumulate=onto_tokens)

@@ -107,20 +107,26 @@ def ffn_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]
     return specs
 
 
-def decoder_specs(config: Config) -> list[ParamSpec]:
-    """Return the specs of a decoder-only model, in the order of the forward pass."""
-    residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
+def block_specs(
+    config: Config, name: str, residual_std: float, *, cross: bool = False
+) -> list[ParamSpec]:
+    """Return the specs of one block; with ``cross`` it attends to a memory as well."""
+    specs = norm_specs(config, f"{name}.attention_norm")
+    specs += attention_specs(config, f"{name}.attention", residual_std)
+    if cross:
+        specs += norm_specs(config, f"{name}.cross_norm")
+        specs += cross_attention_specs(config, f"{name}.cross", residual_std)
+    specs += norm_specs(config, f"{name}.ffn_norm")
+    specs += ffn_specs(config, f"{name}.ffn", residual_std)
+    return specs
+
+
+def embedding_specs(config: Config) -> list[ParamSpec]:
+    """Return the specs of the table of tokens and, when positions are learned, theirs."""
     specs = [weight("embedding.weight", (config.vocab_size, config.d_model))]
     if config.position == "learned":
         specs.append(weight("position.weight", (config.context_length, config.d_model)))
-    for layer in range(config.n_layers):
-        specs += norm_specs(config, f"layers.{layer}.attention_norm")
-        specs += attention_specs(config, f"layers.{layer}.attention", residual_std)
-        specs += norm_specs(config, f"layers.{layer}.ffn_norm")
-        specs += ffn_specs(config, f"layers.{layer}.ffn", residual_std)
-    if config.norm_placement == "pre":
-        specs += norm_specs(config, "final_norm")
-    return specs + head_specs(config)
+    return specs
 
 
 def head_specs(config: Config) -> list[ParamSpec]:
@@ -131,6 +137,17 @@ def head_specs(config: Config) -> list[ParamSpec]:
     if config.head_bias:
         specs.append(bias("head.bias", config.vocab_size))
     return specs
+
+
+def decoder_specs(config: Config) -> list[ParamSpec]:
+    """Return the specs of a decoder-only model, in the order of the forward pass."""
+    residual_std = INIT_STD / math.sqrt(2 * config.n_layers)
+    specs = embedding_specs(config)
+    for layer in range(config.n_layers):
+        specs += block_specs(config, f"layers.{layer}", residual_std)
+    if config.norm_placement == "pre":
+        specs += norm_specs(config, "final_norm")
+    return specs + head_specs(config)
 
 
 class Layout:

@@ -1,0 +1,79 @@
+"""The command's dispatcher."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dist import cli
+
+
+def test_help_lists_the_commands_and_no_command_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "greet", cli.Command("nowhere:run", "says hello"))
+    assert cli.main(["--help"]) == 0
+    assert "greet  " in capsys.readouterr().out.replace("greet", "greet  ")
+    assert cli.main([]) == 2
+
+
+def test_an_unknown_command_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "bench cpu", cli.Command("nowhere:run", ""))
+    assert cli.main(["fly"]) == 2
+    assert "no command 'fly'" in capsys.readouterr().err
+    assert cli.main(["bench"]) == 2
+    assert "say which: bench cpu" in capsys.readouterr().err
+
+
+def test_two_words_name_a_command_and_the_rest_are_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[list[str]] = []
+
+    def run(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
+
+    monkeypatch.setitem(sys.modules, "fake_commands", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.COMMANDS, "bench cpu", cli.Command("fake_commands:run", ""))
+    monkeypatch.setitem(cli.COMMANDS, "bench", cli.Command("nowhere:run", ""))
+    assert cli.main(["bench", "cpu", "--fast", "x"]) == 7
+    assert seen == [["--fast", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("the folder is empty"), 1),
+        (FileNotFoundError(2, "No such file", "x.toml"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_failures_end_in_one_sentence_and_a_status(
+    error: BaseException,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "fake_commands", SimpleNamespace(run=run))  # type: ignore[arg-type]
+    monkeypatch.setitem(cli.COMMANDS, "fail", cli.Command("fake_commands:run", ""))
+    assert cli.main(["fail"]) == status
+    said = capsys.readouterr().err
+    assert said.startswith("myllm fail: ") and said.count("\n") == 1
+    monkeypatch.setenv("MYLLM_TRACEBACK", "1")
+    cli.main(["fail"])
+    assert ("Traceback" in capsys.readouterr().err) == (status == 1)
+
+
+def test_the_module_runs_and_imports_nothing_heavy() -> None:
+    code = "import sys, dist.cli; print(sorted({'numpy', 'numba', 'mpi4py'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-m", "dist", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: myllm" in done.stdout

@@ -1,0 +1,273 @@
+"""The op contract: what a backend must offer, and what every op keeps to."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reference import ops
+from reference.presets import TINY
+from reference.types import Array, DropoutKey, KVCache
+
+NAMES = [name for name in vars(ops.Ops) if not name.startswith("_")]
+KEY = DropoutKey(seed=1, step=2, sample=3, site=4)
+
+
+def parameters_of(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [
+        (p.name, p.kind, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_offers_every_op_with_the_contract_s_signature(name: str) -> None:
+    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(ops.Ops, name))
+    assert name in ops.__all__
+
+
+def cases(dtype: Any) -> dict[str, tuple[tuple[Array | None, ...], dict[str, Any]]]:
+    """Return arguments for each differentiable op."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(dtype)
+
+    def ids(*shape: int) -> Array:
+        return rng.integers(0, 5, shape).astype(np.int32)
+
+    x = normal(2, 3, 6)
+    mask = np.array([[True, False, True], [True, True, True]])
+    return {
+        "add": ((x, normal(3, 6)), {}),
+        "scale": ((x,), {"factor": np.float64(0.3)}),  # a NumPy scalar must not promote
+        "embedding": ((ids(2, 3), normal(5, 6)), {}),
+        "linear": ((x, normal(6, 4), normal(4)), {}),
+        "split_heads": ((normal(2, 3, 4, 2),), {"heads": (2, 1, 1)}),
+        "merge_heads": ((normal(2, 3, 4, 2),), {}),
+        "rmsnorm": ((x, normal(6)), {"eps": np.float64(1e-5)}),
+        "layernorm": ((x, normal(6), normal(6)), {"eps": np.float64(1e-5)}),
+        "rope": ((normal(2, 3, 4, 2),), {"base": np.float64(1e4), "start": np.array([1, 5])}),
+        "attention": (
+            (normal(2, 3, 4, 2), normal(2, 3, 2, 2), normal(2, 3, 2, 2), normal(4) ** 2, mask),
+            {"scale": np.float64(0.4), "dropout_p": np.float64(0.2), "dropout_key": KEY},
+        ),
+        "swiglu": ((x,), {}),
+        "gelu": ((x,), {}),
+        "gelu_tanh": ((x,), {}),
+        "relu": ((x,), {}),
+        "dropout": ((x,), {"p": np.float64(0.3), "key": KEY}),
+        "linear_cross_entropy": ((x, normal(5, 6), ids(2, 3), mask, normal(5)), {}),
+    }
+
+
+DIFFERENTIABLE = [name.removesuffix("_forward") for name in NAMES if name.endswith("_forward")]
+WITH_PARAMETERS = [
+    op
+    for op in DIFFERENTIABLE
+    if "out" in inspect.signature(getattr(ops.Ops, f"{op}_backward")).parameters
+]
+BOTH = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+def arrays_in(value: Any) -> list[Array]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, tuple):
+        return [array for item in value for array in arrays_in(item)]
+    return []
+
+
+@BOTH
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_dtype_in_is_dtype_out(op: str, dtype: Any) -> None:
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(out)
+    gradients = getattr(ops, f"{op}_backward")(dout, cache)
+    floats = [a for a in arrays_in((out, cache, gradients)) if a.dtype.kind == "f"]
+    assert floats and all(array.dtype == dtype for array in floats)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_differentiable_op_mutates_nothing(op: str) -> None:
+    arrays, options = cases(np.float64)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(out)
+    held = [*arrays_in(tuple(arrays)), *arrays_in(dout), *arrays_in(cache), *arrays_in(out)]
+    for array in held:
+        array.flags.writeable = False
+    again, _ = getattr(ops, f"{op}_forward")(*arrays, **options)
+    getattr(ops, f"{op}_backward")(dout, cache)
+    for a, b in zip(arrays_in(out), arrays_in(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def cotangent(out: Any) -> Any:
+    if hasattr(out, "total"):
+        return 0.7
+    if isinstance(out, tuple):
+        return tuple(cotangent(part) for part in out)
+    return np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("op", WITH_PARAMETERS)
+def test_out_receives_the_parameter_gradients(op: str, dtype: Any) -> None:
+    backward = getattr(ops, f"{op}_backward")
+    arrays, options = cases(dtype)[op]
+    result, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(result)
+    returned = backward(dout, cache)
+    single = op in ("embedding", "rmsnorm")
+    expected = [returned] if op == "embedding" else list(returned[1:])
+    out = tuple(np.full_like(gradient, np.nan) for gradient in expected)
+    backward(dout, cache, out=out[0] if single else out)
+    for written, gradient in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(written, gradient)
+    with pytest.raises(ValueError, match="out must have the gradient's shape"):
+        wrong = tuple(np.zeros((1, 1, 1), dtype) for _ in expected)
+        backward(dout, cache, out=wrong[0] if single else wrong)
+
+
+def test_every_differentiable_op_has_a_case_here() -> None:
+    assert sorted(cases(np.float32)) == sorted(DIFFERENTIABLE)
+
+
+@BOTH
+def test_ops_without_a_backward_keep_the_dtype(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, head = rng.standard_normal((2, 6)).astype(dtype), rng.standard_normal((5, 6)).astype(dtype)
+    assert ops.softmax(x).dtype == dtype
+    assert ops.logits(x, head, head[:, 0]).dtype == dtype
+    flat = [rng.random(7).astype(dtype) for _ in range(4)]
+    scalars = {"lr": np.float64(0.1), "beta1": np.float64(0.9), "beta2": np.float64(0.95)}
+    scalars |= {"eps": np.float64(1e-8), "weight_decay": np.float64(0.1)}
+    ops.adamw(*flat, step=1, n_decayed=3, grad_scale=np.float64(0.5), **scalars)
+    assert all(array.dtype == dtype for array in flat)
+    cache = ops.kv_cache({"embedding.weight": head}, TINY, 2, 4)
+    assert cache.k.dtype == dtype and cache.v.shape == (2, 2, 4, 2, 6)
+
+
+def test_the_embedding_gradient_can_be_added_onto_another() -> None:
+    (ids, table), _ = cases(np.float64)["embedding"]
+    assert ids is not None and table is not None
+    _, cache = ops.embedding_forward(ids, table)
+    dout = cotangent(table[ids])
+    alone = ops.embedding_backward(dout, cache)
+    out = table.copy()
+    ops.embedding_backward(dout, cache, out=out, accumulate=True)
+    np.testing.assert_allclose(out, table + alone, rtol=1e-15)
+    with pytest.raises(ValueError, match="out must be given"):
+        ops.embedding_backward(dout, cache, accumulate=True)
+
+
+def test_accumulate_adds_in_place() -> None:
+    dst, src = np.arange(4.0), np.ones(4)
+    ops.accumulate(dst, src)
+    np.testing.assert_array_equal(dst, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match=r"src must have dst's shape \(4,\), got \(3,\)"):
+        ops.accumulate(dst, src[:3])
+
+
+def test_write_kv_writes_each_row_where_it_stands() -> None:
+    cache = KVCache(np.zeros((2, 2, 5, 1, 3)), np.zeros((2, 2, 5, 1, 3)))
+    k, v = np.ones((2, 2, 1, 3)), np.full((2, 2, 1, 3), 2.0)
+    ops.write_kv(cache, k, v, layer=1, position=np.array([0, 3]))
+    written = cache.k[..., 0, 0] == 1
+    np.testing.assert_array_equal(
+        np.argwhere(written), [[1, 0, 0], [1, 0, 1], [1, 1, 3], [1, 1, 4]]
+    )
+    np.testing.assert_array_equal(cache.v, 2 * cache.k)
+    with pytest.raises(ValueError, match=r"positions 4\.\.5 lie outside the cache"):
+        ops.write_kv(cache, k, v, layer=0, position=4)
+
+
+# ---- bad input: what must hold, what arrived -----------------------------------------------------
+
+F = np.zeros((2, 3, 6))
+Q = np.zeros((2, 3, 4, 2))
+I = np.zeros((2, 3), np.int32)  # noqa: E741
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: ops.add_forward(F, np.zeros(5)),
+        r"add: shapes \(2, 3, 6\) and \(5,\) do not broadcast",
+    ),
+    (lambda: ops.add_forward(F, F.astype(np.float32)), "a is float64, b is float32"),
+    (lambda: ops.scale_forward(I, factor=2), "x is int32"),
+    (lambda: ops.embedding_forward(I + 9, F[0]), r"ids\[0, 0\] is 9"),
+    (lambda: ops.embedding_forward(I - 1, F[0]), r"must lie in 0\.\.2"),
+    (lambda: ops.embedding_forward(F, F[0]), "ids must be integers"),
+    (lambda: ops.embedding_forward(I, F), r"table must be \(V, D\)"),
+    (lambda: ops.linear_forward(F, np.zeros((4, 6))), "is it transposed"),
+    (lambda: ops.linear_forward(F, np.zeros((6, 4)), np.zeros(5)), r"bias must have shape \(4,\)"),
+    (lambda: ops.logits(F, np.zeros((6, 4))), r"head must be \(V, 6\)"),
+    (lambda: ops.logits(F, np.zeros((4, 6)), np.zeros(6)), r"bias must have shape \(4,\)"),
+    (lambda: ops.split_heads_forward(Q, heads=(2, 1)), r"heads \(2, 1\) must add up"),
+    (
+        lambda: ops.split_heads_backward((Q, Q), ops.split_heads_forward(Q, heads=(3, 1))[1]),
+        r"\(3, 1\) heads",
+    ),
+    (lambda: ops.merge_heads_forward(F), r"x must be \(B, T, H, d\)"),
+    (lambda: ops.rmsnorm_forward(F, np.zeros(5), eps=1e-5), r"gain must have shape \(6,\)"),
+    (lambda: ops.layernorm_forward(F, np.zeros(6), np.zeros(5), eps=1e-5), r"bias must have shape"),
+    (lambda: ops.layernorm_forward(F, np.zeros(5), np.zeros(6), eps=1e-5), r"gain must have shape"),
+    (lambda: ops.rope_forward(Q[..., :1], base=1e4), "d even"),
+    (
+        lambda: ops.rope_forward(Q, base=1e4, start=np.zeros(3, int)),
+        r"start must be an int or \(2,\)",
+    ),
+    (lambda: ops.rope_forward(Q, base=1e4, rotate_heads=5), r"rotate_heads must lie in 0\.\.4"),
+    (lambda: ops.attention_forward(Q, Q, Q[0]), "tokens before heads"),
+    (lambda: ops.attention_forward(Q, Q[:, :2], Q), "must agree"),
+    (
+        lambda: ops.attention_forward(Q, Q[:, :, :3], Q[:, :, :3]),
+        r"query heads \(4\) must be a mult",
+    ),
+    (lambda: ops.attention_forward(Q, Q[:, :0], Q[:, :0]), "there must be a key"),
+    (lambda: ops.attention_forward(Q, Q, Q, np.zeros(3)), r"alibi must have shape \(4,\)"),
+    (lambda: ops.attention_forward(Q, Q, Q, None, I), "key_mask must be bool"),
+    (
+        lambda: ops.attention_forward(Q, Q, Q, None, I[:1] == 0),
+        r"key_mask must have shape \(2, 3\)",
+    ),
+    (lambda: ops.attention_forward(Q, Q, Q, None, None, I[:1]), r"documents must have shape"),
+    (
+        lambda: ops.attention_forward(Q, Q[:, :2], Q[:, :2], None, None, I[:, :2]),
+        r"T = 3 > S = 2",
+    ),
+    (lambda: ops.attention_forward(Q, Q, Q, dropout_p=0.1), "needs a key"),
+    (lambda: ops.swiglu_forward(F[..., :5]), "gate and up"),
+    (lambda: ops.dropout_forward(F, p=1.0, key=KEY), r"p must lie in \[0, 1\)"),
+    (
+        lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(seed=2**64)),
+        r"seed must lie in 0\.\.2\^64",
+    ),
+    (lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(sample=2**32 - 1)), "overflows"),
+    (lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(step=-1)), "step must lie in"),
+    (lambda: ops.linear_cross_entropy_forward(F, np.zeros((6, 5)), I), r"head must be \(V, 6\)"),
+    (lambda: ops.linear_cross_entropy_forward(F, np.zeros((5, 6)), I + 5), r"targets\[0, 0\] is 5"),
+    (
+        lambda: ops.linear_cross_entropy_forward(F, np.zeros((5, 6)), I[:1]),
+        "targets must have shape",
+    ),
+    (lambda: ops.linear_cross_entropy_forward(F, np.zeros((5, 6)), I, I), "mask must be bool"),
+    (
+        lambda: ops.linear_cross_entropy_forward(F, np.zeros((5, 6)), I, None, np.zeros(6)),
+        "bias must have shape",
+    ),
+    (lambda: ops.square_sums(F), "x must be flat"),
+    (
+        lambda: ops.kv_cache({"embedding.weight": F[0]}, TINY, 1, 25),
+        r"1\.\.24, the model's context",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_input_is_refused_in_words(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
