@@ -39,6 +39,7 @@ from reference.params import (
     head_specs,
     norm_specs,
 )
+from reference.presets import ORIGINAL_DECODER
 from reference.types import Array, DropoutKey, Loss
 
 
@@ -50,22 +51,7 @@ class EncoderDecoderConfig(Config):
 
 
 ORIGINAL = EncoderDecoderConfig(
-    vocab_size=37_000,
-    d_model=512,
-    n_layers=6,
-    n_encoder_layers=6,
-    n_heads=8,
-    n_kv_heads=8,
-    d_head=64,
-    d_ff=2_048,
-    context_length=1_024,
-    norm="layernorm",
-    norm_placement="post",
-    position="sinusoidal",
-    ffn="relu",
-    ffn_bias=True,
-    dropout_embedding=0.1,
-    dropout_residual=0.1,
+    **{**ORIGINAL_DECODER.to_dict(), "tied": True, "n_encoder_layers": 6}
 )
 
 

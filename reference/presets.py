@@ -1,5 +1,7 @@
 """The family: published models and small ones, as configs of the same parts."""
 
+from dataclasses import replace
+
 from reference.config import Config
 
 MYLLM_1B = Config(
@@ -33,19 +35,7 @@ GPT2_SMALL = Config(
 # As textbooks draw it: exact GELU and no biases in the linear layers. Its weights alone are
 # 12·d²·blocks + V·d + T·d = 124,318,464, since a block has 4·d² in attention and 8·d² in the
 # feed-forward; the gains and shifts of 25 LayerNorms (two a block and the last) are 38,400 more.
-GPT2_TEXTBOOK = Config(
-    vocab_size=50_257,
-    d_model=768,
-    n_layers=12,
-    n_heads=12,
-    n_kv_heads=12,
-    d_head=64,
-    d_ff=3_072,
-    context_length=1_024,
-    norm="layernorm",
-    position="learned",
-    ffn="gelu",
-)
+GPT2_TEXTBOOK = replace(GPT2_SMALL, ffn="gelu", attn_bias=False, ffn_bias=False)
 
 # The decoder stack of Vaswani et al. 2017 (base) on its own: norms after the residual, sinusoidal
 # positions, biases in the feed-forward only. head_bias=True is the variant with a biased head.
