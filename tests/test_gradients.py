@@ -238,3 +238,39 @@ def test_missing_misshapen_and_infinite_gradients_are_named() -> None:
         check_vjp(forward, lambda dout, cache: dout * np.inf, x)
     with pytest.raises(ValueError, match="float64"):
         check_vjp(forward, ops.scale_backward, {"x": x["x"].astype(np.float32)})
+
+
+def test_steps_across_a_kink_are_left_out() -> None:
+    x = np.array([5e-6, -5e-6, 1.0])  # the wider steps cross zero, the narrowest does not
+    asked: list[tuple[Array, Array]] = []
+
+    def smooth(name: str, behind: Array, ahead: Array) -> bool:
+        asked.append((behind, ahead))
+        return bool(((behind > 0) == (ahead > 0)).all())
+
+    with pytest.raises(GradientError, match="gradient of x"):
+        check_vjp(ops.relu_forward, ops.relu_backward, {"x": x}, steps=(1e-4, 1e-5))
+    check_vjp(ops.relu_forward, ops.relu_backward, {"x": x}, smooth=smooth)
+    widths = [ahead - behind for behind, ahead in asked]
+    for (behind, ahead), h in zip(asked, (1e-4, 1e-5, 1e-6), strict=True):
+        np.testing.assert_allclose(behind + ahead, 2 * x, atol=1e-15)
+        np.testing.assert_allclose(ahead - behind, widths[0] * h / 1e-4, rtol=1e-6)
+    with pytest.raises(GradientError, match="every step along the direction of x crosses a kink"):
+        check_vjp(ops.relu_forward, ops.relu_backward, {"x": 0 * x}, smooth=smooth)
+
+
+def test_rounding_alone_is_not_held_against_a_backward() -> None:
+    # RMSNorm of one coordinate is its sign: the gradient is ε's doing, and far below the rounding
+    arrays = {"x": np.array([[2.34]]), "gain": np.array([0.7])}
+    check_vjp(partial(ops.rmsnorm_forward, eps=1e-5), ops.rmsnorm_backward, arrays, seed=3)
+    with pytest.raises(GradientError, match="gradient of x"):
+        check_vjp(
+            partial(ops.rmsnorm_forward, eps=0.1),
+            lambda dout, cache: (0 * dout, ops.rmsnorm_backward(dout, cache)[1]),
+            arrays,
+        )
+
+
+def test_relu_passes_nothing_at_the_kink() -> None:
+    _, cache = ops.relu_forward(np.array([-1.0, 0.0, 1.0]))
+    np.testing.assert_array_equal(ops.relu_backward(np.ones(3), cache), [0, 0, 1])

@@ -309,6 +309,16 @@ def test_each_element_owns_one_word_of_its_counter() -> None:
             assert keep[s].ravel()[i] == (word >= math.floor(0.37 * 2**32))
 
 
+@pytest.mark.parametrize(
+    ("name", "bits"), [("seed", 64), ("step", 32), ("sample", 32), ("site", 32)]
+)
+def test_a_key_beyond_its_counter_is_refused(name: str, bits: int) -> None:
+    last = 2**bits - (2 if name == "sample" else 1)  # the second sample is one further
+    keep_mask((2, 3), 0.5, KEY._replace(**{name: last}))
+    with pytest.raises(ValueError, match=f"{name} must lie in 0..2\\^{bits} - 1, got {2**bits}"):
+        keep_mask((2, 3), 0.5, KEY._replace(**{name: 2**bits}))
+
+
 def test_dropout_keeps_the_expected_share_and_the_mean() -> None:
     x = np.ones((4, 50_000))
     y, _ = ops.dropout_forward(x, p=0.3, key=KEY)

@@ -47,6 +47,7 @@ def test_the_headline_model_has_its_parameters() -> None:
     assert decoder_layout(MYLLM_1B).size == 1_055_231_744
     for n_layers, count in ((27, 1_021_739_264), (29, 1_088_724_224)):
         assert decoder_layout(dataclasses.replace(MYLLM_1B, n_layers=n_layers)).size == count
+    assert (MYLLM_1B.rope_base, MYLLM_1B.norm_eps) == (500_000.0, 1e-5)
     assert size(block_specs(MYLLM_1B, "b", 0.02)) == 33_492_480
     assert size(attention_specs(MYLLM_1B, "a", 0.02)) == 7_340_032
     assert size(feed_forward_specs(MYLLM_1B, "f", 0.02)) == 26_148_864
