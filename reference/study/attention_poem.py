@@ -1,0 +1,140 @@
+"""One head of attention that sees every word so far, and can therefore recite.
+
+Vaswani et al. 2017, cut down to a single causal head with sinusoidal positions: no feed-forward, no
+norm and no residual, so that whatever reaches the prediction has come through attention::
+
+    x_t = E[w_t] + PE_t                          (D,)  the word and where it stands
+    q, k, v = x W_q, x W_k, x W_v                (D,)
+    o_t = Σ_(u ≤ t) softmax_u(q_t·k_u/√D) v_u    (D,)  a weighted mean over the prefix
+    z_t = (o_t W_o) Eᵀ                           (V,)  the score of each next word
+
+The whole poem goes in at once and every position predicts its next word; causality keeps each from
+seeing it. The network of ``bigram_mlp.py`` sees w_t alone and stops at the entropy of the bigrams.
+This one sees the prefix, every prefix of the poem is different, and the loss goes to nothing.
+
+    python -m reference.study.attention_poem
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from reference.attention import AttentionCache, attention_backward, attention_forward
+from reference.blocks import Grads, Params
+from reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from reference.embedding import EmbeddingCache, embedding_backward, embedding_forward
+from reference.linear import LinearCache, linear_backward, linear_forward
+from reference.params import Layout, weight
+from reference.sinusoidal import sinusoidal_table
+from reference.softmax import softmax
+from reference.study.fit import fit
+from reference.study.poem import bigram_counts, bigram_entropy, decode, encode
+from reference.types import Array, Ids
+
+
+def attention_layout(vocab_size: int, width: int = 48) -> Layout:
+    """Return the parameters: the tied table E (V, D) and the four projections (D, D)."""
+    projections = [
+        weight(name, (width, width), std=width**-0.5) for name in ("Wq", "Wk", "Wv", "Wo")
+    ]
+    return Layout([weight("E", (vocab_size, width), std=width**-0.5), *projections])
+
+
+class PoemCache(NamedTuple):
+    embedding: EmbeddingCache
+    q: LinearCache
+    k: LinearCache
+    v: LinearCache
+    attention: AttentionCache
+    o: LinearCache
+    decode: LinearCache
+
+
+def forward(params: Params, ids: Ids) -> tuple[Array, PoemCache]:
+    """Return the scores (T, V) of the word after each prefix of ids (T,)."""
+    E = params["E"]
+    T, D = len(ids), E.shape[1]
+    e, embedding_cache = embedding_forward(ids, E)
+    x = e + sinusoidal_table(T, D, E.dtype)
+    q, q_cache = linear_forward(x, params["Wq"])
+    k, k_cache = linear_forward(x, params["Wk"])
+    v, v_cache = linear_forward(x, params["Wv"])
+    one_head = (1, T, 1, D)  # attention is given (batch, tokens, heads, width)
+    o, attention_cache = attention_forward(*(a.reshape(one_head) for a in (q, k, v)))
+    y, o_cache = linear_forward(o.reshape(T, D), params["Wo"])
+    z, decode_cache = linear_forward(y, E.T)
+    return z, PoemCache(
+        embedding_cache, q_cache, k_cache, v_cache, attention_cache, o_cache, decode_cache
+    )
+
+
+def backward(dz: Array, cache: PoemCache, grads: Grads) -> None:
+    """Write the gradients of the parameters into ``grads``, given that of the scores (T, V)."""
+    dy, dE_decode, _ = linear_backward(dz, cache.decode)  # (T, D), (D, V)
+    do = linear_backward(dy, cache.o, out=(grads["Wo"], None))[0]
+    T, D = do.shape
+    dqkv = attention_backward(do.reshape(1, T, 1, D), cache.attention)
+    dq, dk, dv = (a.reshape(T, D) for a in dqkv)
+    dx = (
+        linear_backward(dq, cache.q, out=(grads["Wq"], None))[0]
+        + linear_backward(dk, cache.k, out=(grads["Wk"], None))[0]
+        + linear_backward(dv, cache.v, out=(grads["Wv"], None))[0]
+    )
+    grads["E"][...] = embedding_backward(dx, cache.embedding) + dE_decode.T
+
+
+def loss_and_grads(params: Params, grads: Grads, ids: Ids) -> float:
+    """Write the gradient of the mean loss into ``grads`` and return that loss, in nats.
+
+    Every word of ids (T + 1,) but the first is a target: the loss has T terms.
+    """
+    z, cache = forward(params, ids[:-1])
+    loss, loss_cache = cross_entropy_forward(z, ids[1:])
+    backward(cross_entropy_backward(1 / loss.n_valid, loss_cache), cache, grads)
+    return loss.total / loss.n_valid
+
+
+def learn(ids: Ids, vocab_size: int, *, steps: int = 500) -> tuple[Params, list[float]]:
+    """Train on a text ``ids`` (T + 1,); return the parameters and the loss by step."""
+    layout = attention_layout(vocab_size)
+    flat = layout.init(seed=0, dtype=np.float64)
+    losses = fit(
+        flat, layout, lambda params, grads: loss_and_grads(params, grads, ids), steps=steps, lr=0.01
+    )
+    return layout.views(flat), losses
+
+
+def recite(params: Params, first: Ids, length: int) -> Ids:
+    """Return ``length`` words that begin with ``first``, each next one the most likely."""
+    ids = first
+    while len(ids) < length:
+        z, _ = forward(params, ids)  # the whole prefix, again for every word
+        ids = np.append(ids, np.argmax(z[-1]).astype(np.int32))
+    return ids
+
+
+def main() -> None:
+    """Train on the poem, recite it, and show one word at two places."""
+    ids, vocabulary = encode()
+    entropy = bigram_entropy(bigram_counts(ids, len(vocabulary)))
+    params, losses = learn(ids, len(vocabulary))
+    print(f"One head of attention, on a poem of {len(ids)} words\n")
+    for step in (1, 10, 30, 100, 300, len(losses)):
+        below = "   below the entropy of bigrams" if losses[step - 1] < entropy else ""
+        print(f"  step {step:>4}   loss {losses[step - 1]:.5f}{below}")
+    print("\nGiven the word 'the', it recites:\n")
+    print(decode(recite(params, ids[:1], len(ids)), vocabulary))
+    print("The same word at two places, told apart by what came before:")
+    z, cache = forward(params, ids)
+    p, looks = softmax(z), cache.attention.p[0, 0, 0]  # (T, V) and (T, T)
+    for t in np.flatnonzero(ids == vocabulary.index("the"))[[2, 3]]:
+        best, most = int(np.argmax(p[t])), int(np.argmax(looks[t]))
+        seen = vocabulary[ids[most]].replace("\n", "end of line")
+        print(
+            f"  word {t + 1}, 'the': next '{vocabulary[best]}' with probability {p[t, best]:.4f}; "
+            f"it looks most at word {most + 1}, '{seen}'"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The training loop of the study models: AdamW without decay, on one flat buffer."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from reference.adamw import adamw
+from reference.blocks import Grads, Params
+from reference.params import Layout
+from reference.types import Array
+
+# writes the gradient of the mean loss into its second argument and returns the loss
+LossAndGrads = Callable[[Params, Grads], float]
+
+
+def fit(
+    flat: Array, layout: Layout, loss_and_grads: LossAndGrads, *, steps: int, lr: float
+) -> list[float]:
+    """Train the parameters ``flat`` (P,) in place and return the loss before each step.
+
+    The learning rate falls to zero in a straight line, so that the last steps settle.
+    """
+    grad, m, v = np.zeros_like(flat), np.zeros_like(flat), np.zeros_like(flat)
+    params, grads = layout.views(flat), layout.views(grad)
+    losses = []
+    for step in range(1, steps + 1):
+        losses.append(loss_and_grads(params, grads))
+        adamw(
+            flat,
+            m,
+            v,
+            grad,
+            step=step,
+            lr=lr * (1 - (step - 1) / steps),
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.0,
+            n_decayed=0,
+        )
+    return losses

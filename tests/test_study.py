@@ -1,0 +1,318 @@
+"""The study models: each rung of the ladder shows what its file says it shows."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.softmax import softmax
+from reference.study import attention_poem, autoregression, bigram_mlp, losses
+from reference.study.poem import POEM, bigram_counts, bigram_entropy, decode, encode
+
+IDS, VOCABULARY = encode()
+COUNTS = bigram_counts(IDS, len(VOCABULARY))
+ENTROPY = bigram_entropy(COUNTS)
+
+
+def central_difference(loss, flat, direction, h=1e-5):
+    """Return d loss(flat + s·direction)/ds at 0, by Richardson extrapolation: error O(h⁴)."""
+    wide = (loss(flat + h * direction) - loss(flat - h * direction)) / (2 * h)
+    narrow = (loss(flat + h / 2 * direction) - loss(flat - h / 2 * direction)) / h
+    return (4 * narrow - wide) / 3
+
+
+def assert_gradient_is_right(layout, loss_and_grads, seed=0):
+    """Compare the whole gradient with differences of the loss along a direction per parameter."""
+    rng = np.random.default_rng(seed)
+    flat = layout.init(seed=1, dtype=np.float64)
+    grad = np.zeros(layout.size)
+    loss_and_grads(layout.views(flat), layout.views(grad))
+
+    def loss(at):
+        return loss_and_grads(layout.views(at), layout.views(np.zeros(layout.size)))
+
+    for name, (start, spec) in layout.offsets.items():
+        direction = np.zeros(layout.size)
+        direction[start : start + spec.size] = rng.standard_normal(spec.size)
+        expected = central_difference(loss, flat, direction)
+        scale = max(abs(expected), np.linalg.norm(grad))
+        assert abs(grad @ direction - expected) <= 1e-7 * scale, name
+
+
+# ---- the poem ------------------------------------------------------------------------------------
+
+
+def test_poem_is_encoded_without_loss():
+    assert decode(IDS, VOCABULARY) == POEM
+    assert len(VOCABULARY) == len(set(VOCABULARY)) == IDS.max() + 1
+
+
+def test_poem_leaves_a_one_word_reader_in_doubt():
+    assert np.count_nonzero(COUNTS[VOCABULARY.index("the")]) == 5
+    assert ENTROPY > 0.7
+
+
+def test_bigram_entropy_of_a_hand_counted_text():
+    # a b a c a b: after a comes b, c, b; after b and c comes a. So 3/5 of log 3 - 2/3 log 2
+    ids, vocabulary = encode("a b a c a b")
+    by_hand = 3 / 5 * (np.log(3) - 2 / 3 * np.log(2))
+    counts = bigram_counts(ids[:-1], len(vocabulary))  # without the end of the line
+    assert bigram_entropy(counts) == pytest.approx(by_hand, rel=1e-14)
+
+
+# ---- autoregression ------------------------------------------------------------------------------
+
+
+def test_teacher_forced_rows_are_the_true_pasts():
+    X, y = autoregression.teacher_forced(np.arange(7.0), 3)
+    assert X.tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+    assert y.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("order", [0, 5, 6])
+def test_teacher_forced_refuses_an_order_without_a_whole_past(order):
+    with pytest.raises(ValueError, match=r"order must lie in 1\.\.4"):
+        autoregression.teacher_forced(np.zeros(5), order)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_least_squares_residual_is_orthogonal_to_every_column(seed, order):
+    series = np.random.default_rng(seed).standard_normal(50)
+    X, y = autoregression.teacher_forced(series, order)
+    w = autoregression.fit(X, y)
+    assert np.linalg.norm(X.T @ (X @ w - y)) <= 1e-12 * np.linalg.norm(X) * np.linalg.norm(y)
+    assert w == pytest.approx(autoregression.fit_by_normal_equations(X, y), rel=1e-9, abs=1e-12)
+
+
+def test_two_waves_are_continued_exactly_from_four_numbers():
+    series = autoregression.two_tides(400, noise=0.0)
+    X, y = autoregression.teacher_forced(series[:300], 4)
+    w = autoregression.fit(X, y)
+    assert np.max(np.abs(w - autoregression.exact_weights())) < 1e-12
+    assert autoregression.generate(series[:300], w, 100) == pytest.approx(series[300:], abs=1e-9)
+
+
+def test_three_numbers_do_not_suffice_for_two_waves():
+    X, y = autoregression.teacher_forced(autoregression.two_tides(300, noise=0.0), 3)
+    assert autoregression.rms(X @ autoregression.fit(X, y) - y) > 1e-3
+
+
+def test_forming_the_normal_equations_squares_the_condition_number_and_costs_digits():
+    X, y = autoregression.teacher_forced(autoregression.two_tides(1_000, noise=0.0), 4)
+    assert np.linalg.cond(X.T @ X) == pytest.approx(np.linalg.cond(X) ** 2, rel=1e-6)
+    exact = autoregression.exact_weights()
+    sound = np.max(np.abs(autoregression.fit(X, y) - exact))
+    by_formula = np.max(np.abs(autoregression.fit_by_normal_equations(X, y) - exact))
+    assert by_formula > 10 * sound
+
+
+def test_errors_feed_on_errors_when_the_model_reads_its_own_guesses():
+    series = autoregression.two_tides(1_240, noise=0.05)
+    w = autoregression.fit(*autoregression.teacher_forced(series[:1_000], 2))
+    X, y = autoregression.teacher_forced(series[998:], 2)
+    free = autoregression.generate(series[:1_000], w, 240)
+    assert autoregression.rms(free - y) > 2 * autoregression.rms(X @ w - y)
+
+
+# ---- one word of context -------------------------------------------------------------------------
+
+
+def test_bigram_mlp_gradient_matches_differences():
+    layout = bigram_mlp.mlp_layout(len(VOCABULARY), width=6, hidden=5)
+    assert_gradient_is_right(
+        layout,
+        lambda params, grads: bigram_mlp.loss_and_grads(params, grads, IDS[:-1], IDS[1:]),
+    )
+
+
+def test_bigram_mlp_comes_down_to_the_entropy_of_bigrams_and_no_further():
+    params, history = bigram_mlp.learn(IDS, len(VOCABULARY))
+    assert min(history) >= ENTROPY
+    assert history[-1] - ENTROPY < 1e-4
+    # and there its predictions are the frequencies of the text
+    seen = np.unique(IDS[:-1])
+    p = softmax(bigram_mlp.forward(params, seen.astype(np.int32))[0])
+    frequencies = COUNTS[seen] / COUNTS[seen].sum(axis=1, keepdims=True)
+    assert np.max(np.abs(p - frequencies)) < 2e-3
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.1, 30))
+def test_no_weights_bring_the_bigram_mlp_below_the_entropy(seed, spread):
+    layout = bigram_mlp.mlp_layout(len(VOCABULARY), width=4, hidden=3)
+    flat = spread * np.random.default_rng(seed).standard_normal(layout.size)
+    grads = layout.views(np.zeros(layout.size))
+    assert bigram_mlp.loss_and_grads(layout.views(flat), grads, IDS[:-1], IDS[1:]) >= ENTROPY
+
+
+# ---- the whole prefix ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def poet():
+    return attention_poem.learn(IDS, len(VOCABULARY))
+
+
+def test_attention_poem_gradient_matches_differences():
+    layout = attention_poem.attention_layout(len(VOCABULARY), width=6)
+    assert_gradient_is_right(
+        layout, lambda params, grads: attention_poem.loss_and_grads(params, grads, IDS)
+    )
+
+
+def test_attention_recites_the_poem(poet):
+    params, history = poet
+    recited = attention_poem.recite(params, IDS[:1], len(IDS))
+    assert decode(recited, VOCABULARY) == POEM
+    assert history[-1] < 0.01 < ENTROPY
+
+
+def test_attention_cannot_recite_before_it_has_learned():
+    layout = attention_poem.attention_layout(len(VOCABULARY))
+    params = layout.views(layout.init(seed=0, dtype=np.float64))
+    assert decode(attention_poem.recite(params, IDS[:1], len(IDS)), VOCABULARY) != POEM
+
+
+def test_attention_never_sees_the_word_it_predicts(poet):
+    params, _ = poet
+    z, _ = attention_poem.forward(params, IDS)
+    for t in (0, 1, 17, len(IDS) - 1):
+        changed = IDS.copy()
+        changed[t] = (changed[t] + 1) % len(VOCABULARY)
+        z_changed, _ = attention_poem.forward(params, changed)
+        np.testing.assert_array_equal(z_changed[:t], z[:t])
+        assert not np.allclose(z_changed[t], z[t])
+
+
+def test_attention_reads_more_than_the_last_word(poet):
+    params, _ = poet
+    p = softmax(attention_poem.forward(params, IDS)[0])
+    the = np.flatnonzero(IDS[:-1] == VOCABULARY.index("the"))
+    assert len(set(np.argmax(p[the], axis=-1))) == 5
+
+
+# ---- losses --------------------------------------------------------------------------------------
+
+SCORES = st.lists(st.floats(-8, 8), min_size=2, max_size=6).map(np.array)
+
+
+@given(SCORES, st.data())
+def test_gradients_of_the_losses_match_differences(z, data):
+    y = data.draw(st.integers(0, len(z) - 1))
+    direction = np.random.default_rng(0).standard_normal(len(z))
+    for loss in (losses.squared_error_on_onehots, losses.cross_entropy):
+        expected = central_difference(lambda at, loss=loss: loss(at, y)[0], z, direction, h=1e-3)
+        assert loss(z, y)[1] @ direction == pytest.approx(expected, abs=1e-9)
+
+
+def test_hinge_and_id_slopes_match_differences_away_from_kinks():
+    z, direction = np.array([0.3, 1.1, -0.4]), np.array([0.7, -1.3, 0.2])
+    for y in range(3):
+        expected = central_difference(lambda at, y=y: losses.hinge(at, y)[0], z, direction)
+        assert losses.hinge(z, y)[1] @ direction == pytest.approx(expected, abs=1e-9)
+    slope = central_difference(lambda at: losses.squared_error_on_ids(at, 4)[0], 2.5, 1.0)
+    assert losses.squared_error_on_ids(2.5, 4)[1] == pytest.approx(slope, abs=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_zero_one_loss_is_flat_where_cross_entropy_slopes(seed):
+    rng = np.random.default_rng(seed)
+    z, v = rng.standard_normal(24), rng.standard_normal(24)
+    order = np.sort(z)
+    step = 0.4 * (order[-1] - order[-2]) / np.abs(v).max()  # too small for the best to change
+    for y in range(24):
+        assert losses.zero_one(z + step * v, y) == losses.zero_one(z, y)
+        assert np.linalg.norm(losses.cross_entropy(z, y)[1]) > 1e-3
+
+
+def test_squared_error_on_ids_predicts_a_word_that_never_follows():
+    q = COUNTS[VOCABULARY.index("the")] / COUNTS[VOCABULARY.index("the")].sum()
+    mean = float(q @ np.arange(len(q)))
+    slope = sum(q_y * losses.squared_error_on_ids(mean, y)[1] for y, q_y in enumerate(q))
+    assert slope == pytest.approx(0, abs=1e-12)  # so the mean is where it is least
+    assert q[round(mean)] == 0
+
+
+def test_squared_error_on_ids_depends_on_how_words_are_numbered():
+    q = np.array([0.5, 0.5, 0.0])
+    renumbered = q[[0, 2, 1]]
+    assert q @ np.arange(3) != renumbered @ np.arange(3)
+
+
+def test_squared_error_on_onehots_hardly_learns_when_surely_wrong():
+    surely_wrong = np.array([20.0, 0.0])
+    loss, slope = losses.squared_error_on_onehots(surely_wrong, 1)
+    assert loss < 2 and np.abs(slope).max() < 1e-8
+    assert np.abs(losses.cross_entropy(surely_wrong, 1)[1]).max() > 0.999
+
+
+def test_squared_error_on_onehots_is_not_convex_and_cross_entropy_is():
+    ends = np.array([0.0, 0.0]), np.array([20.0, 0.0])
+    middle = (ends[0] + ends[1]) / 2
+
+    def excess(loss):
+        """Return how far the middle lies above the chord: positive is not convex."""
+        return loss(middle, 1)[0] - (loss(ends[0], 1)[0] + loss(ends[1], 1)[0]) / 2
+
+    assert excess(losses.squared_error_on_onehots) > 0.5
+    assert excess(losses.cross_entropy) <= 0
+
+
+def random_q(seed, n):
+    return np.random.default_rng(seed).dirichlet(np.ones(n))
+
+
+@given(st.integers(0, 2**32 - 1), SCORES)
+def test_cross_entropy_and_squared_error_are_least_at_the_true_distribution(seed, z):
+    q = random_q(seed, len(z))
+    for loss in (losses.cross_entropy, losses.squared_error_on_onehots):
+        best, slope = losses.expected(loss, np.log(q), q)
+        assert np.abs(slope).max() < 1e-12
+        assert losses.expected(loss, z, q)[0] >= best - 1e-12
+
+
+@given(st.integers(0, 2**32 - 1), SCORES)
+def test_hinge_is_least_at_equal_scores_when_no_word_has_the_majority(seed, z):
+    q = random_q(seed, len(z))
+    if q.max() > 0.5:  # mix in as much of the uniform as takes the best word down to one half
+        share = (q.max() - 0.5) / (q.max() - 1 / len(q))
+        q = (1 - share) * q + share / len(q)
+    assert losses.expected(losses.hinge, np.zeros(len(z)), q)[0] == pytest.approx(1, abs=1e-12)
+    assert losses.expected(losses.hinge, z, q)[0] >= 1 - 1e-12
+
+
+def test_hinge_has_the_same_best_scores_for_a_slight_and_a_large_majority():
+    start = np.array([-2.0, 2.0])
+    slight, large = (
+        losses.descend(losses.hinge, start, np.array(q), steps=5_000, rate=0.01)
+        for q in ((0.6, 0.4), (0.9, 0.1))
+    )
+    assert slight[0] - slight[1] == pytest.approx(1, abs=0.02)
+    assert large[0] - large[1] == pytest.approx(1, abs=0.02)
+
+
+def test_cross_entropy_descends_to_the_true_distribution():
+    for q in (np.array([0.6, 0.4]), np.array([0.4, 0.3, 0.3])):
+        z = losses.descend(losses.cross_entropy, np.zeros(len(q)), q, steps=5_000, rate=0.1)
+        assert softmax(z) == pytest.approx(q, abs=1e-6)
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("autoregression", "reading its own"),
+        ("bigram_mlp", "no one-word model can do better"),
+        ("attention_poem", POEM),
+        ("losses", "hears the majority only"),
+    ],
+)
+def test_each_rung_runs_and_says_what_it_shows(name, says):
+    command = [sys.executable, "-W", "error", "-m", f"reference.study.{name}"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout and done.stderr == ""
