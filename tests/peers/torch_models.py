@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from reference.config import Config
-from tests.peers.weights import Slot, linear_bias, linear_weight, plain
+from reference.encoder_decoder import EncoderDecoderConfig
+from tests.peers.weights import ALL, Slot, linear_bias, linear_weight, plain
 
 torch = pytest.importorskip("torch", reason="needs the optional extra: pip install -e '.[peers]'")
 nn, F = torch.nn, torch.nn.functional
@@ -160,11 +161,13 @@ class Decoder(nn.Module):
                 slots[f"{name}.ffn.b_down"] = linear_bias(f.down)
         if config.norm_placement == "pre":
             slots |= norm_slots("final_norm", self.norm)
-        if not config.tied:
-            slots["head.weight"] = plain(self.head.weight)
-        if config.head_bias:
-            slots["head.bias"] = plain(self.head.bias)
-        return slots
+        return slots | head_slots(config, self.head)
+
+
+def head_slots(config: Config, head: Any) -> dict[str, Slot]:
+    """Return the slots of the head that a model has beside its embedding."""
+    slots = {} if config.tied else {"head.weight": plain(head.weight)}
+    return slots | ({"head.bias": plain(head.bias)} if config.head_bias else {})
 
 
 def norm_slots(name: str, module: Any) -> dict[str, Slot]:
@@ -173,3 +176,110 @@ def norm_slots(name: str, module: Any) -> dict[str, Slot]:
     if isinstance(module, nn.LayerNorm):
         slots[f"{name}.bias"] = plain(module.bias)
     return slots
+
+
+class EncoderDecoder(nn.Module):
+    """The encoder–decoder of a config, of PyTorch's own layers.
+
+    Their biases are all or none; where a config has none in attention, they are left at zero.
+    """
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        assert config.ffn_bias and config.n_heads * config.d_head == config.d_model
+        self.config = config
+        pre = config.norm_placement == "pre"
+        layer = {
+            "d_model": config.d_model,
+            "nhead": config.n_heads,
+            "dim_feedforward": config.d_ff,
+            "dropout": 0.0,
+            "activation": {"relu": F.relu, "gelu": F.gelu}[config.ffn],
+            "layer_norm_eps": config.norm_eps,
+            "batch_first": True,
+            "norm_first": pre,
+        }
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.position = nn.Embedding(config.context_length, config.d_model)
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(**layer) for _ in range(config.n_encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(**layer) for _ in range(config.n_layers)
+        )
+        self.encoder_norm = norm(config) if pre else nn.Identity()
+        self.norm = norm(config) if pre else nn.Identity()
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        if not config.attn_bias:
+            for module in self.modules():
+                if isinstance(module, nn.MultiheadAttention):
+                    nn.init.zeros_(module.in_proj_bias)
+                    nn.init.zeros_(module.out_proj.bias)
+
+    def embed(self, ids: Any) -> Any:
+        T = ids.shape[1]
+        if self.config.position == "learned":
+            return self.embedding(ids) + self.position(torch.arange(T))
+        return self.embedding(ids) + sinusoids(T, self.config.d_model)
+
+    def forward(self, source: Any, target: Any, source_mask: Any = None) -> Any:
+        """Return the logits (B, T, V) after each token of target (B, T)."""
+        padding = None if source_mask is None else ~source_mask
+        memory = self.embed(source)
+        for layer in self.encoder:
+            memory = layer(memory, src_key_padding_mask=padding)
+        memory, x = self.encoder_norm(memory), self.embed(target)
+        later = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        for layer in self.decoder:
+            x = layer(x, memory, tgt_mask=later, memory_key_padding_mask=padding)
+        return self.head(self.norm(x))
+
+    def slots(self) -> dict[str, Slot]:
+        """Return where each parameter of ours lies in this model."""
+        config = self.config
+        slots = {"embedding.weight": plain(self.embedding.weight)}
+        if config.position == "learned":
+            slots["position.weight"] = plain(self.position.weight)
+        for i, layer in enumerate(self.encoder):
+            slots |= self._block_slots(f"encoder.{i}", layer, layer.norm1, layer.norm2)
+        for i, layer in enumerate(self.decoder):
+            slots |= self._block_slots(f"layers.{i}", layer, layer.norm1, layer.norm3)
+            slots |= norm_slots(f"layers.{i}.cross_norm", layer.norm2)
+            # PyTorch keeps q, k and v of one attention in one matrix; ours for k and v is apart
+            cross, D = layer.multihead_attn, config.d_model
+            q, kv = slice(0, D), slice(D, 3 * D)
+            slots |= {
+                f"layers.{i}.cross.wq": Slot([(cross.in_proj_weight, q)], transposed=True),
+                f"layers.{i}.cross.wkv": Slot([(cross.in_proj_weight, kv)], transposed=True),
+                f"layers.{i}.cross.wo": linear_weight(cross.out_proj),
+            }
+            if config.attn_bias:
+                slots |= {
+                    f"layers.{i}.cross.bq": Slot([(cross.in_proj_bias, q)], transposed=False),
+                    f"layers.{i}.cross.bkv": Slot([(cross.in_proj_bias, kv)], transposed=False),
+                    f"layers.{i}.cross.bo": linear_bias(cross.out_proj),
+                }
+        if config.norm_placement == "pre":
+            slots |= norm_slots("encoder_norm", self.encoder_norm)
+            slots |= norm_slots("final_norm", self.norm)
+        return slots | head_slots(config, self.head)
+
+    def _block_slots(self, name: str, layer: Any, norm1: Any, norm2: Any) -> dict[str, Slot]:
+        attention = layer.self_attn
+        slots = {
+            **norm_slots(f"{name}.attention_norm", norm1),
+            **norm_slots(f"{name}.ffn_norm", norm2),
+            f"{name}.attention.wqkv": Slot([(attention.in_proj_weight, ALL)], transposed=True),
+            f"{name}.attention.wo": linear_weight(attention.out_proj),
+            f"{name}.ffn.w_up": linear_weight(layer.linear1),
+            f"{name}.ffn.b_up": linear_bias(layer.linear1),
+            f"{name}.ffn.w_down": linear_weight(layer.linear2),
+            f"{name}.ffn.b_down": linear_bias(layer.linear2),
+        }
+        if self.config.attn_bias:
+            slots[f"{name}.attention.bqkv"] = plain(attention.in_proj_bias)
+            slots[f"{name}.attention.bo"] = linear_bias(attention.out_proj)
+        return slots
