@@ -1,4 +1,4 @@
-"""The training loop of the study models: AdamW without decay, on one flat buffer."""
+"""The training loop of the study models: AdamW without weight decay, on one flat buffer."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import numpy as np
 from reference.adamw import adamw
 from reference.blocks import Grads, Params
 from reference.params import Layout
+from reference.schedule import learning_rate
 from reference.types import Array
 
 # writes the gradient of the mean loss into its second argument and returns the loss
@@ -18,7 +19,8 @@ def fit(
 ) -> list[float]:
     """Train the parameters ``flat`` (P,) in place and return the loss before each step.
 
-    The learning rate falls to zero in a straight line, so that the last steps settle.
+    The learning rate rises to ``lr`` over the first twentieth of the steps, while the moments of
+    AdamW are still young, and then falls to zero in a straight line, so that the last steps settle.
     """
     grad, m, v = np.zeros_like(flat), np.zeros_like(flat), np.zeros_like(flat)
     params, grads = layout.views(flat), layout.views(grad)
@@ -31,7 +33,14 @@ def fit(
             v,
             grad,
             step=step,
-            lr=lr * (1 - (step - 1) / steps),
+            lr=learning_rate(
+                step,
+                peak=lr,
+                warmup_steps=steps // 20,
+                total_steps=steps,
+                schedule="linear",
+                final_fraction=0.0,
+            ),
             beta1=0.9,
             beta2=0.99,
             eps=1e-8,
