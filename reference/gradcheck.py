@@ -16,6 +16,7 @@ rounding can account for, about u Σ|f ∘ u|/h, is never held against the backw
 The method is that of HIPS/autograd's ``check_vjp``.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -122,7 +123,8 @@ def check_vjp(
         numerics = [(4 * along(h / 2) - along(h)) / 3 for h in usable]
         numeric = min(numerics, key=lambda c: abs(analytic - c))
         size = max(abs(analytic), float(np.linalg.norm(gradient)), rounding / tolerance)
-        error = abs(analytic - numeric) / size if analytic != numeric else 0.0
+        gap = abs(analytic - numeric)
+        error = gap / size if size else (math.inf if gap else 0.0)
         checks.append(DirectionCheck(name, analytic, numeric, error))
 
     wrong = [check for check in checks if not check.error <= tolerance]

@@ -186,6 +186,12 @@ def test_chunked_loss_equals_the_loss_in_one_piece(monkeypatch: pytest.MonkeyPat
 # ---- negative controls: the check must be able to fail ------------------------------------------
 
 
+def test_zeros_for_a_gradient_are_caught_where_the_output_is_zero_too() -> None:
+    forward = partial(ops.scale_forward, factor=2.0)
+    with pytest.raises(GradientError, match="gradient of x: the backward says 0 "):
+        check_vjp(forward, lambda dout, cache: np.zeros_like(dout), {"x": np.zeros((2, 3))})
+
+
 def test_a_missing_scale_in_attention_backward_is_caught() -> None:
     def backward(dout: Array, cache: Any) -> tuple[Array, Array, Array]:
         dq, dk, dv = ops.attention_backward(dout, cache)
