@@ -56,11 +56,13 @@ def adamw(
         raise ValueError(f"adamw: step counts from 1, got {step}")
     if not 0 <= n_decayed <= len(master):
         raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
+    # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64
+    lr, beta1, beta2, eps = float(lr), float(beta1), float(beta2), float(eps)
     g = grad * float(grad_scale)
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g
     m_hat = m / (1 - beta1**step)
     v_hat = v / (1 - beta2**step)
     update = m_hat / (np.sqrt(v_hat) + eps)
-    update[:n_decayed] += weight_decay * master[:n_decayed]
+    update[:n_decayed] += float(weight_decay) * master[:n_decayed]
     master -= lr * update

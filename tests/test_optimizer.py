@@ -67,6 +67,16 @@ def test_the_first_step_of_adamw_is_the_learning_rate_whatever_the_gradient() ->
     np.testing.assert_allclose(theta, [-0.1, 0.1, -0.1], rtol=1e-4)
 
 
+def test_adamw_in_float32_gives_the_same_bits_for_numpy_s_scalars_as_for_python_s() -> None:
+    results = []
+    for scalar in (float, np.float64):  # a NumPy float64 scalar would promote the whole step
+        theta, m, v, grad = np.random.default_rng(0).random((4, 1_000)).astype(np.float32)
+        options = {name: scalar(value) for name, value in OPTIONS.items()}
+        ops.adamw(theta, m, v, grad, step=3, n_decayed=500, grad_scale=scalar(0.3), **options)
+        results.append((theta, m, v))
+    np.testing.assert_array_equal(*results)
+
+
 def test_adamw_refuses_what_does_not_fit() -> None:
     a = [np.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"grad must have shape \(4,\)"):
