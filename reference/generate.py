@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from reference.blocks import Params
+from reference.checks import check_ids
 from reference.config import Config
 from reference.model import prefill
 from reference.ops import Ops
@@ -58,7 +59,7 @@ def sample(
     """
     if not np.isfinite(logits).all():
         raise ValueError("sample: the logits are not finite; has the model diverged?")
-    if temperature < 0 or (top_k is not None and top_k < 1):
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
         raise ValueError(
             f"sample: temperature must be >= 0 and top_k >= 1, got {temperature} and {top_k}"
         )
@@ -144,7 +145,13 @@ def stream(
     B, T = len(prompts), int(lengths.max())
     ids = np.zeros((B, T), np.int32)
     for b, prompt in enumerate(prompts):
-        ids[b, : len(prompt)] = prompt
+        given = np.asarray(prompt)
+        if given.ndim != 1:
+            raise ValueError(
+                f"generate: prompts[{b}] must be one row of ids, got shape {given.shape}"
+            )
+        check_ids("generate", f"prompts[{b}]", given, config.vocab_size)
+        ids[b, : len(given)] = given
     room = min(config.context_length, T + max_new_tokens)
     rngs = [np.random.default_rng([seed, b]) for b in range(B)]
     ended = np.zeros(B, np.bool_)
