@@ -5,8 +5,19 @@ import numpy as np
 from reference.types import Array
 
 
+def check_array(op: str, name: str, array: Array) -> None:
+    """Raise unless ``array`` is one: a list has neither shape nor dtype to check."""
+    if not hasattr(array, "dtype"):
+        raise ValueError(
+            f"{op}: {name} must be an array, got {type(array).__name__}; convert with np.asarray"
+        )
+
+
 def check_float(op: str, **arrays: Array | None) -> None:
     """Raise unless the given arrays share one dtype, float32 or float64."""
+    for name, array in arrays.items():
+        if array is not None:
+            check_array(op, name, array)
     given = {name: array.dtype for name, array in arrays.items() if array is not None}
     if len(set(given.values())) > 1 or next(iter(given.values())) not in (np.float32, np.float64):
         found = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
@@ -18,12 +29,14 @@ def check_float(op: str, **arrays: Array | None) -> None:
 
 def check_shape(op: str, name: str, array: Array, shape: tuple[int, ...], why: str) -> None:
     """Raise unless ``array`` has exactly this shape; ``why`` says where the shape comes from."""
+    check_array(op, name, array)
     if array.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {shape} to match {why}, got {array.shape}")
 
 
 def check_ids(op: str, name: str, ids: Array, limit: int, what: str = "vocabulary") -> None:
     """Raise unless ``ids`` are integers in 0 .. limit - 1; the first offender is named."""
+    check_array(op, name, ids)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{op}: {name} must be integers (int32), got {ids.dtype}")
     outside = (ids < 0) | (ids >= limit)
@@ -37,6 +50,7 @@ def check_ids(op: str, name: str, ids: Array, limit: int, what: str = "vocabular
 
 def check_mask(op: str, name: str, mask: Array, shape: tuple[int, ...], why: str) -> None:
     """Raise unless ``mask`` is a bool array of this shape."""
+    check_array(op, name, mask)
     if mask.dtype != np.bool_:
         raise ValueError(f"{op}: {name} must be bool, True = take part, got {mask.dtype}")
     check_shape(op, name, mask, shape, why)

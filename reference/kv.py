@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from reference.checks import check_shape
 from reference.config import Config
 from reference.types import Array, KVCache
 
@@ -39,15 +40,17 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     Raises
     ------
     ValueError
-        When they reach beyond the cache.
+        When they do not have the cache's batch, heads and width, or reach beyond it.
     """
-    batch, length = k.shape[:2]
+    batch, room, *heads = cache.k.shape[1:]
+    for name, array in (("k", k), ("v", v)):
+        check_shape("write_kv", name, array, (batch, k.shape[1], *heads), f"cache {cache.k.shape}")
     rows = np.arange(batch)[:, None]
-    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(length)  # (B, T)
-    if columns.size and (columns.min() < 0 or columns.max() >= cache.k.shape[2]):
+    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(k.shape[1])  # (B, T)
+    if columns.size and (columns.min() < 0 or columns.max() >= room):
         raise ValueError(
             f"write_kv: positions {columns.min()}..{columns.max()} lie outside the cache, which "
-            f"has room for {cache.k.shape[2]} tokens"
+            f"has room for {room} tokens"
         )
     cache.k[layer, rows, columns] = k
     cache.v[layer, rows, columns] = v

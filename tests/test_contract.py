@@ -191,6 +191,7 @@ def test_write_kv_writes_each_row_where_it_stands() -> None:
 F = np.zeros((2, 3, 6))
 Q = np.zeros((2, 3, 4, 2))
 I = np.zeros((2, 3), np.int32)  # noqa: E741
+K = np.zeros((1, 2, 3, 4, 2))  # keys of one layer
 BAD: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: ops.add_forward(F, np.zeros(5)),
@@ -260,6 +261,24 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         "bias must have shape",
     ),
     (lambda: ops.square_sums(F), "x must be flat"),
+    (lambda: ops.linear_forward([[1.0]], np.zeros((1, 2))), "x must be an array, got list"),
+    (lambda: ops.embedding_forward([1], F[0]), "ids must be an array, got list"),
+    (
+        lambda: ops.linear_cross_entropy_forward(F, np.zeros((5, 6)), I.tolist()),
+        "targets must be an array, got list",
+    ),
+    (
+        lambda: ops.attention_forward(Q, Q, Q, None, [[True] * 3] * 2),
+        "key_mask must be an array, got list",
+    ),
+    (
+        lambda: ops.write_kv(KVCache(K, K), K[0, :1], K[0, :1], layer=0, position=0),
+        r"k must have shape \(2, 3, 4, 2\)",
+    ),
+    (
+        lambda: ops.write_kv(KVCache(K, K), K[0], K[0, :, :, :1], layer=0, position=0),
+        r"v must have shape \(2, 3, 4, 2\)",
+    ),
     (
         lambda: ops.kv_cache({"embedding.weight": F[0]}, TINY, 1, 25),
         r"1\.\.24, the model's context",
