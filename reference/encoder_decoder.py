@@ -49,6 +49,14 @@ class EncoderDecoderConfig(Config):
 
     n_encoder_layers: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.position == "alibi":
+            raise ValueError(
+                "position 'alibi' lowers scores by the distance to earlier keys, but an encoder "
+                "also sees later ones, whose scores it would raise; choose another position"
+            )
+
 
 ORIGINAL = EncoderDecoderConfig(
     **{**ORIGINAL_DECODER.to_dict(), "tied": True, "n_encoder_layers": 6}

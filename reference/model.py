@@ -226,13 +226,6 @@ def hidden_forward(
     decode: DecodeState | None = None,
 ) -> tuple[Array, ModelCache]:
     """Return what the head reads, (B, T, D), for ids (B, T), the first at position ``start``."""
-    if ids.ndim != 2:
-        raise ValueError(f"ids must be (B, T), got shape {ids.shape}")
-    if ids.shape[1] > run.config.context_length:
-        raise ValueError(
-            f"a sequence of {ids.shape[1]} tokens exceeds context_length "
-            f"({run.config.context_length}); cut it or use a longer context"
-        )
     x, embed_cache = embed_forward(run, ids, start)
     blocks = []
     for layer in range(run.config.n_layers):
@@ -259,6 +252,13 @@ def embed_forward(
 ) -> tuple[Array, EmbedCache]:
     """Return the embedding of ids (B, T), with positions added where the config says so."""
     ops, config = run.ops, run.config
+    if ids.ndim != 2:
+        raise ValueError(f"ids must be (B, T), got shape {ids.shape}")
+    if ids.shape[1] > config.context_length:
+        raise ValueError(
+            f"a sequence of {ids.shape[1]} tokens exceeds context_length "
+            f"({config.context_length}); cut it or use a longer context"
+        )
     x, token_cache = ops.embedding_forward(ids, run.params["embedding.weight"])
     position_cache = add_cache = None
     if config.position in ("learned", "sinusoidal"):

@@ -376,6 +376,22 @@ def test_bad_input_to_a_model_is_refused_in_words() -> None:
         model.logits(ops, {**params, "extra": flat_like(params)}, config, data["ids"])
 
 
+def test_bad_input_to_an_encoder_decoder_is_refused_in_words() -> None:
+    for position in ("rope", "sinusoidal"):
+        config = encoder_decoder(position=position)
+        layout = seq2seq.encoder_decoder_layout(config)
+        params = layout.views(layout.init(0))
+        short, long = np.zeros((1, 5), np.int32), np.zeros((1, 13), np.int32)
+        for source, target in ((short, long), (long, short)):
+            with pytest.raises(ValueError, match=r"13 tokens exceeds context_length \(12\)"):
+                seq2seq.logits(ops, params, config, source, target)
+            with pytest.raises(ValueError, match=r"ids must be \(B, T\), got shape"):
+                seq2seq.logits(ops, params, config, source[0, :5], short)
+    # -m·(t - u) is a penalty only where no key lies ahead of its query
+    with pytest.raises(ValueError, match=r"position 'alibi' .* encoder"):
+        encoder_decoder(position="alibi")
+
+
 def flat_like(params: dict[str, Array]) -> Array:
     return np.zeros(3, next(iter(params.values())).dtype)
 
