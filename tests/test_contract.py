@@ -184,6 +184,8 @@ def test_write_kv_writes_each_row_where_it_stands() -> None:
     np.testing.assert_array_equal(cache.v, 2 * cache.k)
     with pytest.raises(ValueError, match=r"positions 4\.\.5 lie outside the cache"):
         ops.write_kv(cache, k, v, layer=0, position=4)
+    with pytest.raises(ValueError, match=r"positions -1\.\.0 lie outside the cache"):
+        ops.write_kv(cache, k, v, layer=0, position=-1)
 
 
 # ---- bad input: what must hold, what arrived -----------------------------------------------------

@@ -76,6 +76,12 @@ def test_a_row_s_draws_do_not_depend_on_the_batch() -> None:
     assert together != generate(ops, params, config, PROMPTS, **{**options, "seed": 6})
 
 
+def test_rows_with_one_prompt_draw_apart() -> None:
+    config, params = MODELS["gpt2"], parameters("gpt2")
+    a, b = generate(ops, params, config, PROMPTS[:1] * 2, max_new_tokens=6, temperature=3.0)
+    assert a != b
+
+
 def test_generation_stops_at_a_stop_token_and_at_the_end_of_the_context() -> None:
     config, params = MODELS["myllm"], parameters("myllm")
     free = generate(ops, params, config, PROMPTS, max_new_tokens=99, temperature=0)
@@ -85,6 +91,10 @@ def test_generation_stops_at_a_stop_token_and_at_the_end_of_the_context() -> Non
         ops, params, config, PROMPTS, max_new_tokens=99, temperature=0, stop={free[0][2]}
     )
     assert stopped[0] == free[0][: free[0].index(free[0][2])]
+    first = [row[0] for row in free]  # each of several tokens stops
+    assert generate(ops, params, config, PROMPTS, max_new_tokens=9, temperature=0, stop=first) == [
+        [] for _ in PROMPTS
+    ]
     steps = list(stream(ops, params, config, PROMPTS, max_new_tokens=3, temperature=0))
     assert [[step[b] for step in steps] for b in range(3)] == [row[:3] for row in free]
 
@@ -134,6 +144,8 @@ def test_top_k_and_top_p_keep_the_best() -> None:
     # in combination the nucleus is of what top-k left: 0.4/0.7 = 0.57
     assert kept(top_k=2, top_p=0.5) == {1}
     assert set(np.flatnonzero(np.isfinite(filter_logits(np.zeros(4), top_k=2)))) == {0, 1}
+    # two of four hold one half exactly, and that is enough
+    assert set(np.flatnonzero(np.isfinite(filter_logits(np.zeros(4), top_p=0.5)))) == {0, 1}
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.5, 1.0, 2.0]))

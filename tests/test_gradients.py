@@ -242,6 +242,8 @@ def test_missing_misshapen_and_infinite_gradients_are_named() -> None:
         check_vjp(forward, lambda dout, cache: dout[0], x)
     with pytest.raises(GradientError, match="not finite"):
         check_vjp(forward, lambda dout, cache: dout * np.inf, x)
+    with pytest.raises(GradientError, match="differences of the forward say nan"):
+        check_vjp(lambda x: (x * np.nan, x), lambda dout, cache: dout, x)
     with pytest.raises(ValueError, match="float64"):
         check_vjp(forward, ops.scale_backward, {"x": x["x"].astype(np.float32)})
 

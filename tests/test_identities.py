@@ -1,6 +1,7 @@
 """What the theory says of each op, as tests."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -88,6 +89,17 @@ def test_linear_cross_entropy_is_head_then_cross_entropy() -> None:
     np.testing.assert_allclose(dbias, dz.sum(axis=(0, 1)), rtol=1e-11, atol=1e-12)
 
 
+def test_linear_cross_entropy_never_holds_the_logits_of_all_rows() -> None:
+    rows, V = 4_096, 1_024
+    x, head, targets = normal(0, rows, 2), normal(1, V, 2), np.zeros(rows, np.int32)
+    tracemalloc.start()
+    _, cache = ops.linear_cross_entropy_forward(x, head, targets)
+    ops.linear_cross_entropy_backward(1.0, cache)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rows * V * x.itemsize / 2
+
+
 def test_perplexity_is_the_size_of_an_equally_likely_choice() -> None:
     loss, _ = cross_entropy_forward(np.zeros((7, 13)), np.arange(7, dtype=np.int32))
     assert perplexity(loss) == pytest.approx(13)
@@ -159,6 +171,14 @@ def test_rope_scores_depend_on_distance_alone_and_values_do_not_turn() -> None:
             diagonal = np.diagonal(scores, -distance)
             np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-11)
         np.testing.assert_array_equal(y[:, :, 2], qkv[:, :, 2])
+
+
+def test_rope_in_float32_is_as_exact_far_out_as_near() -> None:
+    x = normal(0, 1, 4, 1, 8)
+    for start in (0, 8_188):  # angles taken in float32 would be off by 1e-4 there
+        exact, _ = ops.rope_forward(x, base=500_000.0, start=start)
+        y, _ = ops.rope_forward(x.astype(np.float32), base=500_000.0, start=start)
+        np.testing.assert_allclose(y, exact, atol=1e-6)
 
 
 def test_rope_takes_a_start_for_each_row() -> None:
@@ -307,6 +327,13 @@ def test_each_element_owns_one_word_of_its_counter() -> None:
             counter = (np.array(i // 4), np.array(KEY.sample + s), np.array(2), np.array(4))
             word = philox(counter, (KEY.seed & 0xFFFFFFFF, KEY.seed >> 32))[i % 4]
             assert keep[s].ravel()[i] == (word >= math.floor(0.37 * 2**32))
+
+
+def test_an_element_is_dropped_where_its_word_is_below_the_floor_of_p() -> None:
+    counter = (np.array(0), np.array(KEY.sample), np.array(KEY.step), np.array(KEY.site))
+    word = int(philox(counter, (KEY.seed & 0xFFFFFFFF, KEY.seed >> 32))[0])
+    for above, keeps in ((0.0, True), (0.6, True), (1.0, False)):
+        assert keep_mask((1, 1), (word + above) / 2**32, KEY)[0, 0] == keeps
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,21 @@ def test_initialisation_is_scaled_seeded_and_keyed_by_name() -> None:
     for name in ("layers.3.attention.wo", "layers.3.ffn.w_down"):
         assert views[name].std() == pytest.approx(0.02 / np.sqrt(2 * 8), rel=0.02)
     assert (views["layers.0.ffn_norm.gain"] == 1).all()
+    # no two parameters of one shape are alike
+    assert (views["layers.2.ffn.w_down"] != views["layers.3.ffn.w_down"]).mean() > 0.99
     deeper = decoder_layout(dataclasses.replace(config, n_layers=9))
     again = deeper.views(deeper.init(0))
     np.testing.assert_array_equal(views["layers.2.ffn.w_gate_up"], again["layers.2.ffn.w_gate_up"])
     assert (layout.init(0) != layout.init(1)).any()
     np.testing.assert_array_equal(layout.init(0).astype(np.float64), layout.init(0, np.float64))
+
+
+def test_an_encoder_decoder_scales_residual_projections_by_the_branches_of_their_stack() -> None:
+    config = encoder_decoder(d_model=128, d_ff=256, n_layers=5, n_encoder_layers=3)
+    layout = seq2seq.encoder_decoder_layout(config)
+    views = layout.views(layout.init(0))
+    assert views["encoder.0.ffn.w_down"].std() == pytest.approx(0.02 / np.sqrt(2 * 3), rel=0.02)
+    assert views["layers.0.ffn.w_down"].std() == pytest.approx(0.02 / np.sqrt(3 * 5), rel=0.02)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
@@ -350,6 +360,70 @@ def test_dropout_draws_the_same_bits_however_the_batch_is_split() -> None:
     assert whole.total == pytest.approx(sum(parts), rel=1e-13)
     evaluation, _ = model.loss_forward(ops, params, config, **data)
     assert evaluation.total != pytest.approx(whole.total, rel=1e-4)
+
+
+class Recorder:
+    """The reference, which notes the options that its ops are called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arrays: Any, **options: Any) -> Any:
+            self.calls.append((name, options))
+            return getattr(ops, name)(*arrays, **options)
+
+        return call
+
+    def options(self, op: str, option: str) -> list[Any]:
+        return [options[option] for name, options in self.calls if name == op]
+
+
+def dropout_draws(recorder: Recorder) -> list[tuple[int, float]]:
+    """Return the site and rate of every dropout that was drawn, on activations and attention."""
+    draws = []
+    for _, options in recorder.calls:
+        if "dropout_key" in options:
+            draws.append((options["dropout_key"].site, options["dropout_p"]))
+        elif "p" in options:
+            draws.append((options["key"].site, options["p"]))
+    return sorted(draws)
+
+
+RATES = {"dropout_embedding": 0.1, "dropout_attention": 0.2, "dropout_residual": 0.3}
+
+
+def test_every_dropout_has_a_site_of_its_own_and_the_rate_of_its_kind() -> None:
+    def block(n: int, *, cross: bool) -> list[tuple[int, float]]:
+        first = 8 * (n + 1)
+        between = [(first + 2, 0.2), (first + 3, 0.3)] if cross else []
+        return [(first, 0.2), (first + 1, 0.3), *between, (first + 4, 0.3)]
+
+    config = toy(MYLLM_1B, **RATES)
+    layout, recorder = decoder_layout(config), Recorder()
+    model.loss_forward(
+        recorder, layout.views(layout.init(0)), config, **batch(config), dropout_key=KEY
+    )
+    assert dropout_draws(recorder) == [(0, 0.1), *block(0, cross=False), *block(1, cross=False)]
+
+    both = encoder_decoder(position="rope", **RATES)  # two decoder blocks, three encoder blocks
+    layout, recorder = seq2seq.encoder_decoder_layout(both), Recorder()
+    ids, targets = batch(both)["ids"], batch(both)["targets"]
+    params = layout.views(layout.init(0))
+    seq2seq.loss_forward(recorder, params, both, ids, ids, targets, dropout_key=KEY)
+    blocks = [draw for n in range(5) for draw in block(n, cross=n < 2)]
+    assert dropout_draws(recorder) == [(0, 0.1), (1, 0.1), *blocks]
+
+
+def test_the_config_s_epsilon_and_base_reach_every_op() -> None:
+    for choices in ({}, {"norm": "layernorm"}):
+        config = toy(MYLLM_1B, norm_eps=0.03, rope_base=77.0, **choices)
+        layout, recorder = decoder_layout(config), Recorder()
+        model.logits(recorder, layout.views(layout.init(0)), config, batch(config)["ids"])
+        assert recorder.options(f"{config.norm}_forward", "eps") == [0.03] * 5
+        assert recorder.options("rope_forward", "base") == [77.0] * 2
+        # the queries and keys turn, the values do not
+        assert recorder.options("rope_forward", "rotate_heads") == [4 + 2] * 2
 
 
 # ---- bad input -----------------------------------------------------------------------------------
