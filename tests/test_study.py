@@ -17,6 +17,7 @@ from reference.gradcheck import check_vjp
 from reference.params import Layout
 from reference.softmax import softmax
 from reference.study import attention_poem, autoregression, bigram_mlp, copy_task, losses
+from reference.study.attention_poem import Knows
 from reference.study.fit import LossAndGrads
 from reference.study.poem import POEM, bigram_counts, bigram_entropy, decode, encode
 from reference.types import Array
@@ -201,11 +202,22 @@ def test_attention_never_sees_the_word_it_predicts(poet: Poet) -> None:
         assert not np.allclose(z_changed[t], z[t])
 
 
-def test_attention_reads_more_than_the_last_word(poet: Poet) -> None:
+def test_place_or_prefix_tell_one_word_s_occurrences_apart(poet: Poet) -> None:
+    def final_loss(place: bool, prefix: bool) -> float:
+        return attention_poem.learn(IDS, len(VOCABULARY), Knows(place, prefix))[1][-1]
+
+    assert final_loss(False, False) == pytest.approx(ENTROPY, abs=1e-3)  # one word, once more
+    assert final_loss(True, False) < 0.01  # the place is enough: the poem as a list
+    assert final_loss(False, True) < 0.1 < ENTROPY  # and so, nearly, is the prefix
+
+
+def test_attention_reads_the_prefix_unless_told_not_to(poet: Poet) -> None:
     params, _ = poet
-    p = softmax(attention_poem.forward(params, IDS)[0])
-    the = np.flatnonzero(IDS[:-1] == VOCABULARY.index("the"))
-    assert len(set(np.argmax(p[the], axis=-1))) == 5
+    changed = IDS.copy()
+    changed[3] = (changed[3] + 1) % len(VOCABULARY)
+    for knows, differs in ((Knows(), True), (Knows(prefix=False), False)):
+        z, z_changed = (attention_poem.forward(params, ids, knows)[0] for ids in (IDS, changed))
+        assert (z[10] != z_changed[10]).any() == differs
 
 
 # ---- losses --------------------------------------------------------------------------------------
