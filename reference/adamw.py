@@ -1,8 +1,10 @@
 """AdamW: a step for each coordinate, as long as its gradient is steady."""
 
+import math
+
 import numpy as np
 
-from reference.checks import check_float, check_shape
+from reference.checks import check_float, check_number, check_shape
 from reference.types import Array
 
 
@@ -52,8 +54,17 @@ def adamw(
     check_float("adamw", master=master, m=m, v=v, grad=grad)
     for name, array in (("m", m), ("v", v), ("grad", grad)):
         check_shape("adamw", name, array, master.shape, "master")
-    if step < 1:
+    if master.ndim != 1:
+        raise ValueError(f"adamw: master must be flat, got shape {master.shape}")
+    if step < 1 or step != int(step):
         raise ValueError(f"adamw: step counts from 1, got {step}")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"adamw: {name} must be a finite number >= 0, got {value}")
+    check_number("adamw", "grad_scale", grad_scale)
     if not 0 <= n_decayed <= len(master):
         raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
     # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64

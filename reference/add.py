@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_float, check_shape
 from reference.types import Array
 
 
@@ -37,6 +37,8 @@ def add_forward(a: Array, b: Array) -> tuple[Array, AddCache]:
 
 def add_backward(dout: Array, cache: AddCache) -> tuple[Array, Array]:
     """Return (da, db), each of its own array's shape."""
+    shape = np.broadcast_shapes(cache.a_shape, cache.b_shape)
+    check_shape("add_backward", "dout", dout, shape, "the output")
     return _sum_to(dout, cache.a_shape), _sum_to(dout, cache.b_shape)
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.checks import check_float, check_mask, check_shape
+from reference.checks import check_dout, check_float, check_mask, check_number, check_shape
 from reference.dropout import check_dropout
 from reference.philox import keep_mask
 from reference.softmax import softmax_backward
@@ -90,6 +90,7 @@ def attention_forward(
     S, Hkv, dv = v.shape[1:]
     G = Hq // Hkv
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
+    check_number("attention", "scale", scale)
 
     # heads before tokens, so that @ multiplies per head; a key/value head meets its G query heads
     q = q.reshape(B, T, Hkv, G, d).transpose(0, 2, 3, 1, 4)
@@ -121,6 +122,7 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     """Return (dq, dk, dv), shaped as q, k and v were given."""
     q, k, v, p, dropout, scale = cache
     B, Hkv, G, T, d = q.shape
+    check_dout("attention", dout, (B, T, Hkv * G, v.shape[-1]), v)
     do = dout.reshape(B, T, Hkv, G, -1).transpose(0, 2, 3, 1, 4)  # (B, Hkv, G, T, dv)
 
     p_dropped = p if dropout is None else p * dropout
@@ -155,6 +157,8 @@ def _allowed(
         tests.append(key_mask[:, None, :])  # (B, 1, S)
     if documents is not None:
         check_shape("attention", "documents", documents, (B, S), "the batch and keys")
+        if not np.issubdtype(documents.dtype, np.integer):
+            raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
         if S < T:
             raise ValueError(
                 "attention: documents need the queries to be the last T of the S positions, "
@@ -180,7 +184,7 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
             "attention: q (B, T, Hq, d), k (B, S, Hkv, d) and v (B, S, Hkv, dv) must agree in "
             f"B, S, Hkv and d, got {q.shape}, {k.shape} and {v.shape}"
         )
-    if 0 in k.shape[1:3]:
+    if 0 in k.shape[1:]:
         raise ValueError(f"attention: there must be a key and a key head, got k {k.shape}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(

@@ -19,6 +19,7 @@ from reference.ops import (
     Ops,
     block_site,
 )
+from reference.params import Layout
 from reference.types import Array, DropoutKey, KVCache
 
 Params = Mapping[str, Array]
@@ -33,6 +34,7 @@ class Pass(NamedTuple):
     params: Params
     dropout: DropoutKey | None  # None: nothing is dropped (evaluation); its site is filled in
     alibi: Array | None  # (Hq,) slopes when positions are ALiBi's
+    layout: Layout  # of the parameters, and so of their gradients
 
 
 class DecodeState(NamedTuple):

@@ -1,5 +1,7 @@
 """Checks at the public boundary: one sentence that says what must hold and what arrived."""
 
+import math
+
 import numpy as np
 
 from reference.types import Array
@@ -27,11 +29,23 @@ def check_float(op: str, **arrays: Array | None) -> None:
         )
 
 
+def check_rows(op: str, x: Array) -> None:
+    """Raise unless ``x`` has a last axis for the op to work along."""
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least one axis, got a single number")
+
+
 def check_shape(op: str, name: str, array: Array, shape: tuple[int, ...], why: str) -> None:
     """Raise unless ``array`` has exactly this shape; ``why`` says where the shape comes from."""
     check_array(op, name, array)
     if array.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {shape} to match {why}, got {array.shape}")
+
+
+def check_dout(op: str, dout: Array, shape: tuple[int, ...], like: Array) -> None:
+    """Raise unless ``dout`` has the shape of the forward's output and the dtype of ``like``."""
+    check_shape(f"{op}_backward", "dout", dout, shape, "the output")
+    check_float(f"{op}_backward", dout=dout, forward=like)
 
 
 def check_ids(op: str, name: str, ids: Array, limit: int, what: str = "vocabulary") -> None:
@@ -56,11 +70,32 @@ def check_mask(op: str, name: str, mask: Array, shape: tuple[int, ...], why: str
     check_shape(op, name, mask, shape, why)
 
 
+def check_number(
+    op: str, name: str, value: float, *, at_least: float = -math.inf, above: float = -math.inf
+) -> None:
+    """Raise unless ``value`` is a finite number within the bounds."""
+    if not (np.ndim(value) == 0 and math.isfinite(value) and value >= at_least and value > above):
+        bound = f" >= {at_least:g}" if at_least > -math.inf else ""
+        bound += f" > {above:g}" if above > -math.inf else ""
+        raise ValueError(f"{op}: {name} must be a finite number{bound}, got {value!r}")
+
+
+def check_position(op: str, name: str, position: int | Array, batch: int) -> None:
+    """Raise unless ``position`` is an int or one int for each row of the batch."""
+    integer = np.issubdtype(np.asarray(position).dtype, np.integer)
+    if not integer or np.shape(position) not in ((), (batch,)):
+        raise ValueError(
+            f"{op}: {name} must be an int or ({batch},) ints, one for each row, "
+            f"got {position if np.ndim(position) == 0 else np.asarray(position)!r}"
+        )
+
+
 def write_out(out: Array | None, gradient: Array) -> None:
     """Write a parameter gradient where the caller wants it, if anywhere."""
     if out is not None:
-        if out.shape != gradient.shape:
+        if out.shape != gradient.shape or out.dtype != gradient.dtype:
             raise ValueError(
-                f"out must have the gradient's shape {gradient.shape}, got {out.shape}"
+                f"out must have the gradient's shape {gradient.shape} and dtype "
+                f"{gradient.dtype}, got {out.shape} and {out.dtype}"
             )
         out[...] = gradient

@@ -57,7 +57,8 @@ def perplexity(loss: Loss) -> float:
     """
     if loss.n_valid < 1:
         raise ValueError("perplexity: there are no valid targets to take the mean over")
-    return math.exp(loss.total / loss.n_valid)
+    mean = loss.total / loss.n_valid
+    return math.exp(mean) if mean < 709 else math.inf  # exp(709.8) is beyond float64
 
 
 def nll(logits: Array, targets: Array) -> Array:

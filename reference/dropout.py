@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.checks import check_float
+from reference.checks import check_float, check_rows, check_shape
 from reference.philox import keep_mask
 from reference.types import Array, DropoutKey
 
@@ -39,6 +39,7 @@ def dropout_forward(
         When p is not in [0, 1) or a positive p comes without a key.
     """
     check_float("dropout", x=x)
+    check_rows("dropout", x)
     check_dropout(p, key)
     if p == 0 or key is None:
         return x, DropoutCache(None, 0.0)
@@ -50,4 +51,5 @@ def dropout_backward(dout: Array, cache: DropoutCache) -> Array:
     """Return dx."""
     if cache.keep is None:
         return dout
+    check_shape("dropout_backward", "dout", dout, cache.keep.shape, "the output")
     return np.where(cache.keep, dout / (1 - cache.p), 0)

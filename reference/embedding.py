@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_ids, write_out
+from reference.checks import check_float, check_ids, check_shape, write_out
 from reference.types import Array
 
 
@@ -48,6 +48,8 @@ def embedding_backward(
     """
     if accumulate and out is None:
         raise ValueError("embedding: accumulate=True adds onto out, so out must be given")
+    shape = (*cache.ids.shape, cache.table_shape[1])
+    check_shape("embedding_backward", "dout", dout, shape, "the output")
     dtable = np.zeros(cache.table_shape, dout.dtype)
     # add.at, unlike dtable[ids] += dout, counts an id that occurs twice twice
     np.add.at(dtable, cache.ids.reshape(-1), dout.reshape(-1, cache.table_shape[1]))

@@ -35,6 +35,7 @@ from reference.params import (
     INIT_STD,
     Layout,
     block_specs,
+    check_names,
     embedding_specs,
     head_specs,
     norm_specs,
@@ -132,6 +133,7 @@ def loss_backward(dloss: float, cache: EncoderDecoderCache, grads: Grads) -> Non
     """Write the gradient of dloss · total into ``grads``; every element is overwritten."""
     run, ops = cache.run, cache.run.ops
     config = run.config
+    check_names(list(grads), run.layout, "the gradients")
     pre = config.norm_placement == "pre"
     name = "embedding.weight" if config.tied else "head.weight"
     out = (grads[name], grads.get("head.bias"))

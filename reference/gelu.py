@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_dout, check_float
 from reference.types import Array
 
 
@@ -37,6 +37,7 @@ def gelu_forward(x: Array) -> tuple[Array, GELUCache]:
 def gelu_backward(dout: Array, cache: GELUCache) -> Array:
     """Return dx."""
     x = cache.x
+    check_dout("gelu", dout, x.shape, x)
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     return np.asarray(dout * (_normal_cdf(x) + x * density))
 
@@ -62,6 +63,7 @@ def gelu_tanh_forward(x: Array) -> tuple[Array, GELUCache]:
 def gelu_tanh_backward(dout: Array, cache: GELUCache) -> Array:
     """Return dx."""
     x = cache.x
+    check_dout("gelu_tanh", dout, x.shape, x)
     h = np.tanh(_C * (x + _A * x * x * x))
     slope = 0.5 * (1 + h) + 0.5 * x * (1 - h * h) * _C * (1 + 3 * _A * x * x)
     return np.asarray(dout * slope)

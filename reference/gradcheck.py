@@ -86,6 +86,8 @@ def check_vjp(
     ValueError
         When an input is not float64: differences in float32 cannot decide at this tolerance.
     """
+    if not arrays or not all(array.size for array in arrays.values()):
+        raise ValueError("check_vjp needs inputs with at least one element: nothing to move")
     for name, array in arrays.items():
         if array.dtype != np.float64:
             raise ValueError(f"check_vjp works in float64, but {name} is {array.dtype}")
@@ -93,8 +95,9 @@ def check_vjp(
     out, cache = forward(**arrays)
     u = [rng.standard_normal(part.shape) for part in _parts(out)]
     gradients = backward(_like(out, u), cache)
-    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-    if len(gradients) < len(arrays):
+    gradients = tuple(gradients) if isinstance(gradients, (tuple, list)) else (gradients,)
+    # a None behind the last input stands for an array that was not given: a bias, say
+    if len(gradients) < len(arrays) or any(g is not None for g in gradients[len(arrays) :]):
         raise GradientError(f"{len(arrays)} inputs, but the backward returned {len(gradients)}")
 
     # what rounding alone makes of a difference quotient at the widest step

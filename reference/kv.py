@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from reference.checks import check_shape
+from reference.checks import check_position, check_shape
 from reference.config import Config
 from reference.types import Array, KVCache
 
@@ -42,7 +42,10 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     ValueError
         When they do not have the cache's batch, heads and width, or reach beyond it.
     """
-    batch, room, *heads = cache.k.shape[1:]
+    n_layers, batch, room, *heads = cache.k.shape
+    if not 0 <= layer < n_layers:
+        raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
+    check_position("write_kv", "position", position, batch)
     for name, array in (("k", k), ("v", v)):
         check_shape("write_kv", name, array, (batch, k.shape[1], *heads), f"cache {cache.k.shape}")
     rows = np.arange(batch)[:, None]

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_shape, write_out
+from reference.checks import (
+    check_dout,
+    check_float,
+    check_number,
+    check_rows,
+    check_shape,
+    write_out,
+)
 from reference.types import Array
 
 
@@ -43,6 +50,8 @@ def layernorm_forward(
         When gain or bias does not have the width of x or the dtypes differ.
     """
     check_float("layernorm", x=x, gain=gain, bias=bias)
+    check_rows("layernorm", x)
+    check_number("layernorm", "eps", eps, at_least=0)
     check_shape("layernorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
     check_shape("layernorm", "bias", bias, x.shape[-1:], f"x {x.shape}")
     centred = x - np.mean(x, axis=-1, keepdims=True)
@@ -59,6 +68,7 @@ def layernorm_backward(
 ) -> tuple[Array, Array, Array]:
     """Return (dx, dgain, dbias)."""
     n, gain, rstd = cache
+    check_dout("layernorm", dout, n.shape, n)
     dn = dout * gain
     along_n = n * np.mean(dn * n, axis=-1, keepdims=True)
     dx = rstd * (dn - np.mean(dn, axis=-1, keepdims=True) - along_n)

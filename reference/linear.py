@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_shape, write_out
+from reference.checks import check_dout, check_float, check_rows, check_shape, write_out
 from reference.types import Array
 
 
@@ -39,6 +39,7 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
         When the widths do not fit or the dtypes differ.
     """
     check_float("linear", x=x, weight=weight, bias=bias)
+    check_rows("linear", x)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
         hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
         raise ValueError(
@@ -60,6 +61,7 @@ def linear_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     x, weight, has_bias = cache
+    check_dout("linear", dout, (*x.shape[:-1], weight.shape[1]), weight)
     rows = dout.reshape(-1, weight.shape[1])
     dx = dout @ weight.T
     dweight = x.reshape(-1, weight.shape[0]).T @ rows
@@ -81,6 +83,7 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     bias : (V,), optional
     """
     check_float("logits", x=x, head=head, bias=bias)
+    check_rows("logits", x)
     if head.ndim != 2 or head.shape[1] != x.shape[-1]:
         raise ValueError(
             f"logits: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"

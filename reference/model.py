@@ -29,6 +29,7 @@ from reference.blocks import (
     norm_backward,
     norm_forward,
 )
+from reference.checks import check_position
 from reference.config import Config
 from reference.ops import EMBEDDING_SITE, Ops
 from reference.params import Layout, check_names, decoder_layout
@@ -103,6 +104,7 @@ def loss_backward(dloss: float, cache: ModelCache, grads: Grads) -> None:
     ``accumulate``.
     """
     run = cache.run
+    check_names(list(grads), run.layout, "the gradients")
     name = "embedding.weight" if run.config.tied else "head.weight"
     out = (grads[name], grads.get("head.bias"))
     dx = run.ops.linear_cross_entropy_backward(dloss, cache.loss, out=out)[0]
@@ -173,6 +175,7 @@ def decode_step(
         When a position lies outside the cache.
     """
     B, capacity = token.shape[0], cache.k.shape[2]
+    check_position("decode_step", "position", position, B)
     positions = np.broadcast_to(np.asarray(position, dtype=np.int32), (B,))
     if positions.min() < 0 or positions.max() >= capacity:
         raise ValueError(
@@ -203,7 +206,7 @@ def start_pass(
     if config.position == "alibi":
         slopes = alibi_slopes(config.n_heads, constant_dtype(params))
         alibi = ops.from_numpy(slopes)
-    return Pass(ops, config, params, dropout, alibi)
+    return Pass(ops, config, params, dropout, alibi, layout)
 
 
 def constant_dtype(params: Params) -> type[np.floating[Any]]:

@@ -8,9 +8,10 @@ The decay rule: a parameter with two axes or more (every matrix and table) decay
 axis (norm gains and shifts, biases) does not. A decayed gain would pull a normalised layer's output
 towards zero rather than make the function simpler.
 
-Weights are ``(in, out)``: y = x W. Sources for the initialisation: Radford et al. 2019 (GPT-2),
-section 2.3: normal with standard deviation 0.02, projections into the residual stream scaled by
-1/√(number of residual branches), which is 1/√(2L) for L blocks of two branches.
+Weights are ``(in, out)``: y = x W. They start from a normal distribution with standard deviation
+0.02 (Radford et al. 2018, GPT, section 4.1); projections into the residual stream are scaled by
+1/√(number of residual branches) (Radford et al. 2019, GPT-2, section 2.3), which is 1/√(2L) for L
+blocks of two branches.
 """
 
 import math
@@ -199,6 +200,8 @@ class Layout:
         Each parameter draws from a stream of its own, keyed by the seed and its name, so a weight
         does not change when another layer is added, and is the same for every backend.
         """
+        if dtype not in (np.float32, np.float64):
+            raise ValueError(f"parameters are float32 or float64, not {np.dtype(dtype)}")
         flat = np.empty(self.size, dtype)
         for name, view in self.views(flat).items():
             spec = self.offsets[name][1]
@@ -215,16 +218,16 @@ def decoder_layout(config: Config) -> Layout:
     return Layout(decoder_specs(config))
 
 
-def check_names(params: Sequence[str], layout: Layout) -> None:
+def check_names(params: Sequence[str], layout: Layout, what: str = "the parameters") -> None:
     """Raise a ``ValueError`` that names what is missing or unknown in a set of parameter names."""
     missing = [name for name in layout.offsets if name not in params]
     unknown = [name for name in params if name not in layout.offsets]
     if missing or unknown:
         raise ValueError(
-            "the parameters do not fit the config: "
+            f"{what} do not fit the config: "
             + "; ".join(
-                f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
-                for what, names in (("missing", missing), ("unknown", unknown))
+                f"{wrong} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+                for wrong, names in (("missing", missing), ("unknown", unknown))
                 if names
             )
         )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_dout, check_float
 from reference.types import Array
 
 
@@ -20,4 +20,5 @@ def relu_forward(x: Array) -> tuple[Array, ReLUCache]:
 
 def relu_backward(dout: Array, cache: ReLUCache) -> Array:
     """Return dx."""
+    check_dout("relu", dout, cache.x.shape, cache.x)
     return np.where(cache.x > 0, dout, 0)

@@ -19,7 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_shape, write_out
+from reference.checks import (
+    check_dout,
+    check_float,
+    check_number,
+    check_rows,
+    check_shape,
+    write_out,
+)
 from reference.types import Array
 
 
@@ -45,6 +52,8 @@ def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNor
         When gain does not have the width of x or the dtypes differ.
     """
     check_float("rmsnorm", x=x, gain=gain)
+    check_rows("rmsnorm", x)
+    check_number("rmsnorm", "eps", eps, at_least=0)
     check_shape("rmsnorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
     rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + float(eps))
     return x * rstd * gain, RMSNormCache(x, gain, rstd)
@@ -55,6 +64,7 @@ def rmsnorm_backward(
 ) -> tuple[Array, Array]:
     """Return (dx, dgain)."""
     x, gain, rstd = cache
+    check_dout("rmsnorm", dout, x.shape, x)
     n = x * rstd
     dn = dout * gain
     dx = rstd * (dn - n * np.mean(dn * n, axis=-1, keepdims=True))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_float, check_number, check_position, check_shape
 from reference.types import Array
 
 
@@ -25,6 +25,7 @@ class RopeCache(NamedTuple):
     cos: Array  # (T, 1, d/2) or (B, T, 1, d/2)
     sin: Array  # the same
     rotate_heads: int  # the first so many heads turn
+    x_shape: tuple[int, ...]  # (B, T, H, d)
 
 
 def rope_forward(
@@ -52,21 +53,23 @@ def rope_forward(
         raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
     batch, length, n_heads, d_head = x.shape
     rotate_heads = n_heads if rotate_heads is None else rotate_heads
-    if not 0 <= rotate_heads <= n_heads:
+    if rotate_heads != int(rotate_heads) or not 0 <= rotate_heads <= n_heads:
         raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
-    if np.shape(start) not in ((), (batch,)):
-        raise ValueError(f"rope: start must be an int or ({batch},), got {np.shape(start)}")
+    check_number("rope", "base", base, above=0)
+    check_position("rope", "start", start, batch)
     omega = float(base) ** (-np.arange(0, d_head, 2) / d_head)  # (d/2,)
     position = np.expand_dims(start, -1) + np.arange(length)  # (T,) or (B, T)
     angle = position[..., None, None] * omega  # in float64, as 8191·ω in float32 is off by 1e-4
     cache = RopeCache(
-        np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype), int(rotate_heads)
+        np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype), int(rotate_heads), x.shape
     )
     return _rotate(x, cache.cos, cache.sin, cache.rotate_heads), cache
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
     """Return dx: the gradient turned back."""
+    check_shape("rope_backward", "dout", dout, cache.x_shape, "the output")
+    check_float("rope_backward", dout=dout, forward=cache.cos)
     return _rotate(dout, cache.cos, -cache.sin, cache.rotate_heads)
 
 

@@ -2,21 +2,24 @@
 
 from typing import NamedTuple
 
-from reference.checks import check_float
+from reference.checks import check_float, check_number, check_shape
 from reference.types import Array
 
 
 class ScaleCache(NamedTuple):
     factor: float
+    shape: tuple[int, ...]
 
 
 def scale_forward(x: Array, *, factor: float) -> tuple[Array, ScaleCache]:
     """Return factor · x, of x's shape and dtype."""
     check_float("scale", x=x)
+    check_number("scale", "factor", factor)
     # float(): a NumPy float64 scalar would promote a float32 array, a Python float does not
-    return x * float(factor), ScaleCache(float(factor))
+    return x * float(factor), ScaleCache(float(factor), x.shape)
 
 
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:
     """Return dx."""
+    check_shape("scale_backward", "dout", dout, cache.shape, "the output")
     return dout * cache.factor

@@ -42,6 +42,8 @@ def learning_rate(
             "learning_rate: steps count from 1 and 0 <= warmup_steps <= total_steps must hold, "
             f"got step {step}, warmup_steps {warmup_steps}, total_steps {total_steps}"
         )
+    if not 0 <= peak < math.inf:
+        raise ValueError(f"peak must be a finite learning rate >= 0, got {peak}")
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"final_fraction must lie in [0, 1], got {final_fraction}")
     if schedule == "wsd" and (

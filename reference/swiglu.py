@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_dout, check_float, check_rows
 from reference.types import Array
 
 
@@ -27,6 +27,7 @@ def swiglu_forward(x: Array) -> tuple[Array, SwiGLUCache]:
         When the last axis is odd.
     """
     check_float("swiglu", x=x)
+    check_rows("swiglu", x)
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu: the last axis holds gate and up, so must be even, got {x.shape}")
     gate, up = np.split(x, 2, axis=-1)
@@ -36,6 +37,7 @@ def swiglu_forward(x: Array) -> tuple[Array, SwiGLUCache]:
 def swiglu_backward(dout: Array, cache: SwiGLUCache) -> Array:
     """Return dx (..., 2F)."""
     gate, up = np.split(cache.x, 2, axis=-1)
+    check_dout("swiglu", dout, gate.shape, gate)
     sigma = _sigmoid(gate)
     dgate = dout * up * sigma * (1 + gate * (1 - sigma))
     dup = dout * gate * sigma

@@ -194,6 +194,8 @@ F = np.zeros((2, 3, 6))
 Q = np.zeros((2, 3, 4, 2))
 I = np.zeros((2, 3), np.int32)  # noqa: E741
 K = np.zeros((1, 2, 3, 4, 2))  # keys of one layer
+SLOTS = KVCache(np.zeros((2, 2, 5, 1, 3)), np.zeros((2, 2, 5, 1, 3)))
+KEYS = np.ones((2, 2, 1, 3))
 BAD: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: ops.add_forward(F, np.zeros(5)),
@@ -212,7 +214,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: ops.split_heads_forward(Q, heads=(2, 1)), r"heads \(2, 1\) must add up"),
     (
         lambda: ops.split_heads_backward((Q, Q), ops.split_heads_forward(Q, heads=(3, 1))[1]),
-        r"\(3, 1\) heads",
+        r"dout must have shape \(2, 3, 3, 2\)",
     ),
     (lambda: ops.merge_heads_forward(F), r"x must be \(B, T, H, d\)"),
     (lambda: ops.rmsnorm_forward(F, np.zeros(5), eps=1e-5), r"gain must have shape \(6,\)"),
@@ -263,6 +265,30 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         "bias must have shape",
     ),
     (lambda: ops.square_sums(F), "x must be flat"),
+    (lambda: ops.scale_forward(F, factor=np.nan), "factor must be a finite number"),
+    (lambda: ops.linear_forward(np.float64(1) + np.zeros(()), F[0]), "at least one axis"),
+    (lambda: ops.swiglu_forward(np.zeros(())), "at least one axis"),
+    (lambda: ops.split_heads_forward(Q, heads=(5, -1)), "must add up"),
+    (
+        lambda: ops.split_heads_backward((Q,), ops.split_heads_forward(Q, heads=(3, 1))[1]),
+        "2 parts, got 1",
+    ),
+    (lambda: ops.rmsnorm_forward(F, np.ones(6), eps=-1.0), "eps must be a finite number >= 0"),
+    (lambda: ops.layernorm_forward(F, F[0, 0], F[0, 0], eps=np.inf), "eps must be a finite"),
+    (lambda: ops.rope_forward(Q, base=0.0), "base must be a finite number > 0"),
+    (lambda: ops.rope_forward(Q, base=1e4, start=1.5), "start must be an int"),  # type: ignore[arg-type]
+    (lambda: ops.attention_forward(Q, Q, Q, scale=np.nan), "scale must be a finite number"),
+    (lambda: ops.attention_forward(Q, Q, Q, None, None, F[..., 0]), "documents must be int32"),
+    (
+        lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=2, position=0),
+        r"layer must lie in 0\.\.1, got 2",
+    ),
+    (lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=-1, position=0), "layer must lie in"),
+    (lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=0, position=1.5), "position must be an int"),  # type: ignore[arg-type]
+    (
+        lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=0, position=I[0]),
+        r"\(2,\) ints, one for each row",
+    ),
     (lambda: ops.linear_forward([[1.0]], np.zeros((1, 2))), "x must be an array, got list"),
     (lambda: ops.embedding_forward([1], F[0]), "ids must be an array, got list"),
     (
@@ -292,3 +318,43 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 def test_bad_input_is_refused_in_words(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# ---- bad cotangents ------------------------------------------------------------------------------
+
+
+def wrong_shape(dout: Any) -> Any:
+    if isinstance(dout, tuple):
+        return tuple(wrong_shape(part) for part in dout)
+    return np.swapaxes(dout, 0, 1)
+
+
+def in_other_dtype(dout: Any) -> Any:
+    if isinstance(dout, tuple):
+        return tuple(in_other_dtype(part) for part in dout)
+    return dout.astype(np.float32)
+
+
+@pytest.mark.parametrize("op", [op for op in DIFFERENTIABLE if op != "linear_cross_entropy"])
+def test_a_cotangent_of_another_shape_is_refused(op: str) -> None:
+    arrays, options = cases(np.float64)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    with pytest.raises(ValueError, match="dout must have shape"):
+        getattr(ops, f"{op}_backward")(wrong_shape(cotangent(out)), cache)
+
+
+DTYPED = ["linear", "rmsnorm", "layernorm", "rope", "attention", "swiglu", "gelu", "gelu_tanh"]
+
+
+@pytest.mark.parametrize("op", [*DTYPED, "relu"])
+def test_a_cotangent_of_another_dtype_is_refused(op: str) -> None:
+    arrays, options = cases(np.float64)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    with pytest.raises(ValueError, match="must share one dtype"):
+        getattr(ops, f"{op}_backward")(in_other_dtype(cotangent(out)), cache)
+
+
+def test_an_out_of_another_dtype_is_refused() -> None:
+    _, cache = ops.rmsnorm_forward(F, np.ones(6), eps=1e-5)
+    with pytest.raises(ValueError, match=r"dtype float64, got .* float32"):
+        ops.rmsnorm_backward(F, cache, out=np.zeros(6, np.float32))

@@ -244,6 +244,10 @@ def test_missing_misshapen_and_infinite_gradients_are_named() -> None:
         check_vjp(forward, lambda dout, cache: dout * np.inf, x)
     with pytest.raises(GradientError, match="differences of the forward say nan"):
         check_vjp(lambda x: (x * np.nan, x), lambda dout, cache: dout, x)
+    with pytest.raises(GradientError, match="1 inputs, but the backward returned 2"):
+        check_vjp(forward, lambda dout, cache: (2 * dout, dout), x)
+    with pytest.raises(ValueError, match="at least one element"):
+        check_vjp(forward, ops.scale_backward, {})
     with pytest.raises(ValueError, match="float64"):
         check_vjp(forward, ops.scale_backward, {"x": x["x"].astype(np.float32)})
 
@@ -282,3 +286,15 @@ def test_rounding_alone_is_not_held_against_a_backward() -> None:
 def test_relu_passes_nothing_at_the_kink() -> None:
     _, cache = ops.relu_forward(np.array([-1.0, 0.0, 1.0]))
     np.testing.assert_array_equal(ops.relu_backward(np.ones(3), cache), [0, 0, 1])
+
+
+def test_richardson_removes_the_error_in_h_squared() -> None:
+    # sin at a step of 0.1: the plain central difference is off by h²/6 = 1.7e-3, this by h⁴/30
+    checks = check_vjp(
+        lambda x: (np.sin(x), x),
+        lambda dout, x: dout * np.cos(x),
+        {"x": np.array([0.3])},
+        steps=(0.1,),
+        tolerance=1e-3,
+    )
+    assert checks[0].error < 1e-4

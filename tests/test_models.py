@@ -426,6 +426,31 @@ def test_the_config_s_epsilon_and_base_reach_every_op() -> None:
         assert recorder.options("rope_forward", "rotate_heads") == [4 + 2] * 2
 
 
+def test_each_dropout_rate_acts_alone() -> None:
+    for site in ("dropout_embedding", "dropout_attention", "dropout_residual"):
+        config = toy(MYLLM_1B, **{site: 0.5})
+        layout = decoder_layout(config)
+        params, data = layout.views(parameters(layout)), batch(config)
+        training, _ = model.loss_forward(ops, params, config, **data, dropout_key=KEY)
+        evaluation, _ = model.loss_forward(ops, params, config, **data)
+        assert training.total != pytest.approx(evaluation.total, rel=1e-4), site
+
+
+def test_padding_of_the_source_is_seen_by_neither_encoder_nor_decoder() -> None:
+    config = encoder_decoder()
+    layout = seq2seq.encoder_decoder_layout(config)
+    params, data = layout.views(parameters(layout)), batch(config)
+    source = np.random.default_rng(0).integers(0, config.vocab_size, (B, 7)).astype(np.int32)
+    mask = np.arange(7)[None, :] < np.array([[7], [4]])
+    padded = np.where(mask, source, 5).astype(np.int32)
+    results = [
+        seq2seq.logits(ops, params, config, text, data["ids"], mask) for text in (source, padded)
+    ]
+    np.testing.assert_array_equal(results[0], results[1])
+    alone = seq2seq.logits(ops, params, config, source[1:, :4], data["ids"][1:])
+    np.testing.assert_allclose(results[0][1:], alone, rtol=1e-11, atol=1e-11)
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
@@ -443,6 +468,9 @@ def test_bad_input_to_a_model_is_refused_in_words() -> None:
         model.logits(ops, params, config, data["ids"][0])
     with pytest.raises(ValueError, match=r"targets must have shape \(2, 9\)"):
         model.loss_forward(ops, params, config, data["ids"], data["targets"][:, 1:])
+    _, cache = model.loss_forward(ops, params, config, data["ids"], data["targets"])
+    with pytest.raises(ValueError, match=r"the gradients do not fit .* missing embedding\.weight"):
+        model.loss_backward(1.0, cache, {})
     without = {name: view for name, view in params.items() if name != "final_norm.gain"}
     with pytest.raises(ValueError, match=r"missing final_norm\.gain"):
         model.logits(ops, without, config, data["ids"])

@@ -83,6 +83,13 @@ def test_adamw_refuses_what_does_not_fit() -> None:
         ops.adamw(*a[:3], np.zeros(5), step=1, n_decayed=0, **OPTIONS)
     with pytest.raises(ValueError, match="step counts from 1"):
         ops.adamw(*a, step=0, n_decayed=0, **OPTIONS)
+    for name, value in (("beta1", 1.0), ("beta2", -0.1), ("lr", math.nan), ("eps", -1.0)):
+        with pytest.raises(ValueError, match=f"adamw: {name} must"):
+            ops.adamw(*a, step=1, n_decayed=0, **{**OPTIONS, name: value})
+    with pytest.raises(ValueError, match="grad_scale must be a finite number"):
+        ops.adamw(*a, step=1, n_decayed=0, grad_scale=math.nan, **OPTIONS)
+    with pytest.raises(ValueError, match="master must be flat"):
+        ops.adamw(*(x.reshape(2, 2) for x in a), step=1, n_decayed=0, **OPTIONS)
     with pytest.raises(ValueError, match=r"n_decayed must lie in 0\.\.4, got 5"):
         ops.adamw(*a, step=1, n_decayed=5, **OPTIONS)
 
@@ -121,6 +128,8 @@ def test_schedules_refuse_numbers_that_contradict_each_other() -> None:
         learning_rate(0, **RATE)
     with pytest.raises(ValueError, match="warmup_steps 20, total_steps 10"):
         learning_rate(1, peak=1.0, warmup_steps=20, total_steps=10)
+    with pytest.raises(ValueError, match="peak must be a finite learning rate"):
+        learning_rate(1, peak=math.nan, warmup_steps=0, total_steps=10)
     with pytest.raises(ValueError, match=r"final_fraction must lie in \[0, 1\]"):
         learning_rate(1, peak=1.0, warmup_steps=0, total_steps=10, final_fraction=2)
     with pytest.raises(ValueError, match=r"needs decay_steps in 1\.\.100"):
