@@ -1,0 +1,453 @@
+"""The kernel cache: how every Numba kernel of this project is compiled, kept and found again.
+
+``@jit`` is ``numba.njit`` with another cache behind it. Numba's own looks at the file of the
+function being compiled and at nothing else: change a helper, a constant or an intrinsic in the file
+next door, and the old machine code is served as if nothing had happened. Here all compiled code of
+a folder of sources lives in one cache folder whose **name** is a hash of
+
+- the text of every ``*.py`` file in the folder of the kernel, and of this file;
+- the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
+- the name and the features of the processor.
+
+Whatever changes, the name changes, and the kernels are compiled again. The rule this asks for:
+**a kernel and everything it freezes (helpers, constants, intrinsics) lie in one folder.** A kernel
+that calls a kernel of another folder is refused.
+
+Where: ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the user's cache folder, in all of them
+under ``kernels/``. A folder that can be read but not written still serves what it holds. Nothing is
+looked up, created or compiled before a kernel is first called.
+
+Several processes that start together on a cold cache take turns through a lock file: each kernel is
+compiled by one of them, and the others load what it wrote.
+
+Threads: one number, ``threads()``, governs all of the project's own parallelism. It comes from
+``set_threads``, else ``$MYLLM_THREADS``, else the processor cores this process may use, shared out
+between the ranks that MPI started on this machine.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import pickle
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import llvmlite
+import numba
+from numba.core import config
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.np import numpy_support
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# --- the decorator -------------------------------------------------------------------------------
+
+
+@overload
+def jit(func: F, /) -> F: ...
+@overload
+def jit(**options: Any) -> Callable[[F], F]: ...
+def jit(func: F | None = None, /, **options: Any) -> F | Callable[[F], F]:
+    """Compile a function with Numba on its first call and keep the machine code on disk.
+
+    Use it as ``@jit`` or ``@jit(nogil=True, parallel=True, fastmath={"contract"}, ...)``. A package
+    may state in ``COMPILE_SECONDS`` how long a cold compile of all its kernels takes; the first
+    user is told.
+
+    Parameters
+    ----------
+    func : callable
+        The function, when used without parentheses.
+    **options
+        Options of ``numba.njit``; ``cache`` is not one of them, since caching is the point.
+
+    Returns
+    -------
+    kernel
+        A Numba dispatcher (typed as the function it came from). With ``NUMBA_DISABLE_JIT=1``, the
+        function itself.
+    """
+    if func is None:
+        return lambda function: jit(function, **options)
+    if "cache" in options:
+        raise ValueError("jit always caches: leave the option 'cache' out")
+    if config.DISABLE_JIT:
+        return func
+    locals_ = options.pop("locals", {})
+    return Kernel(func, locals_, {"nopython": True, "boundscheck": None, **options})
+
+
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A Numba dispatcher that compiles under the lock and keeps its code in a ``Store``."""
+
+    def __init__(
+        self,
+        py_func: Callable[..., Any],
+        locals: dict[str, Any] | None = None,
+        targetoptions: dict[str, Any] | None = None,
+        **rest: Any,
+    ):
+        super().__init__(py_func, locals, targetoptions, **rest)
+        self._store = _store_of(py_func)
+        if self._store is not None:
+            self._cache = _LazyCache(py_func, self._store)
+
+    def compile(self, sig: Any) -> Any:
+        """Load or compile the version of this kernel for the argument types ``sig``."""
+        with global_compiler_lock:
+            if self.targetoptions.get("parallel"):
+                _ready_threads()
+            if self._store is None:
+                return super().compile(sig)
+            with self._store.compiling(self.py_func):
+                return super().compile(sig)
+
+
+# --- where compiled code is kept -----------------------------------------------------------------
+
+
+class Store:
+    """The cache folder of one folder of kernel sources.
+
+    Parameters
+    ----------
+    sources : Path
+        The folder whose ``*.py`` files decide the name of the cache folder.
+    """
+
+    def __init__(self, sources: Path):
+        self.sources = sources
+        self.born = time.time()
+        self._root: Path | None = None
+        self._name: str | None = None
+        self._lock: int | None = (
+            None  # file descriptor of the lock file while this process holds it
+        )
+        self._silent = False  # an announcement was made, here or by a process we waited for
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds the caches and the lock file."""
+        if self._root is None:
+            if self._changed_since_import():
+                _say(
+                    f"{self.sources} changed while it was in use: kernels compiled now are not kept"
+                )
+                self._root = _private_folder()
+            else:
+                self._root = default_root() or _temporary_root("the user has no home folder")
+        return self._root
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder, named by everything the machine code depends on."""
+        if self._name is None:
+            self._name = f"{self.sources.name}-{self.digest()}"
+        return self.root / self._name
+
+    def digest(self) -> str:
+        """Hash what the machine code of these sources depends on."""
+        parts = [
+            sys.implementation.cache_tag or "",
+            platform.python_version(),
+            numba.__version__,
+            llvmlite.__version__,
+            str(numpy_support.numpy_version),
+            f"{config.OPT} {config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}",
+            # triple, processor name and processor features
+            str(cpu_target.target_context.codegen().magic_tuple()),
+        ]
+        hashed = hashlib.sha256("\n".join(parts).encode())
+        for path in [*self._files(), Path(__file__)]:
+            text = path.read_bytes()
+            hashed.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
+        return hashed.hexdigest()[:16]
+
+    @contextlib.contextmanager
+    def compiling(self, py_func: Callable[..., Any]) -> Iterator[None]:
+        """Surround one load-or-compile; the outermost one gives the lock back."""
+        global _active
+        if _active is not None and _active is not self:
+            raise RuntimeError(
+                f"kernel {py_func.__qualname__} of {self.sources} is called by a kernel of "
+                f"{_active.sources}, whose cache would not notice a change of it: "
+                "keep kernels that call each other in one folder"
+            )
+        outermost = _active is None
+        _active = self
+        try:
+            yield
+        finally:
+            if outermost:
+                _active = None
+                self._unlock()
+
+    def lock(self) -> None:
+        """Take the lock that lets one process at a time compile; waits while another one does."""
+        if self._lock is not None:
+            return
+        try:
+            self._lock = self._open_lock()
+        except OSError as error:
+            if _named_root() is not None:
+                raise OSError(
+                    error.errno,
+                    f"compiled kernels cannot be kept in {self.folder} ({error.strerror}): "
+                    f"make it writable or point {_named_root()} elsewhere",
+                ) from error
+            self._root = _temporary_root(f"{self.root} cannot be written ({error.strerror})")
+            self._lock = self._open_lock()
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._silent = True  # the process that holds it has said what is going on
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def announce(self, py_func: Callable[..., Any]) -> None:
+        """Say once what the wait is for."""
+        if not self._silent:
+            self._silent = True
+            package = py_func.__module__.rpartition(".")[0]
+            seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
+            about = "" if seconds is None else f", ~{seconds} s if all are needed"
+            _say(f"compiling kernels of {package or py_func.__module__} once{about}")
+
+    def _open_lock(self) -> int:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.folder).close()  # a folder of another user exists, too
+        return os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)  # closing gives the lock back
+            self._lock = None
+
+    def _files(self) -> list[Path]:
+        return sorted(self.sources.glob("*.py"))
+
+    def _changed_since_import(self) -> bool:
+        # The functions in memory would be compiled under the name of sources they do not come from.
+        return any(path.stat().st_mtime > self.born for path in self._files())
+
+
+_stores: dict[Path, Store] = {}
+_active: Store | None = None  # the store of the kernel being compiled; guarded by Numba's own lock
+
+
+def _store_of(py_func: Callable[..., Any]) -> Store | None:
+    """Return the store of a function's folder; None for one typed at a prompt."""
+    path = Path(py_func.__code__.co_filename)
+    if not path.is_file():
+        return None
+    return _stores.setdefault(path.parent, Store(path.parent))
+
+
+class _Locator(_CacheLocator):  # type: ignore[misc]
+    """Tell Numba's cache files where they live."""
+
+    def __init__(self, store: Store, line: int):
+        self._store = store
+        self._line = line
+
+    def get_cache_path(self) -> str:
+        return str(self._store.folder)
+
+    def get_source_stamp(self) -> str:
+        return self._store.folder.name
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> "_Locator":
+        return cls(
+            _stores[Path(py_func.__code__.co_filename).parent], py_func.__code__.co_firstlineno
+        )
+
+
+class _DiskImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_Locator,)
+
+
+class _DiskCache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _DiskImpl
+
+
+class _LazyCache(_Cache):  # type: ignore[misc]
+    """Numba's cache of one function, made when first asked, locked around what is missing."""
+
+    def __init__(self, py_func: Callable[..., Any], store: Store):
+        self._py_func = py_func
+        self._store = store
+        self._disk: Any = None
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._store.folder)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the stored code for ``sig``; None, with the lock held, if it must be compiled."""
+        found = self._read(sig, target_context)
+        if found is None:
+            self._store.lock()
+            found = self._read(sig, target_context)  # the process we waited for may have written it
+        if found is None:
+            self._store.announce(self._py_func)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Store freshly compiled code; what cannot be stored still runs."""
+        try:
+            self._files().save_overload(sig, data)
+        except OSError as error:
+            _say(f"a compiled kernel could not be kept in {self.cache_path}: {error}")
+
+    def enable(self) -> None:
+        self._files().enable()
+
+    def disable(self) -> None:
+        self._files().disable()
+
+    def flush(self) -> None:
+        self._files().flush()
+
+    def _files(self) -> Any:
+        if self._disk is None or self._disk.cache_path != self.cache_path:
+            self._disk = _DiskCache(self._py_func)
+        return self._disk
+
+    def _read(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return self._files().load_overload(sig, target_context)
+        except OSError:
+            return None  # no such folder, or not ours to read: taking the lock tells which, and why
+        except (EOFError, pickle.UnpicklingError) as error:
+            # A full disk or a power cut left half a file. Forget it; it is written anew.
+            _say(f"a damaged kernel in {self.cache_path} is compiled again ({error})")
+            self._store.lock()
+            self._files().flush()
+            return None
+
+
+# --- cache roots ---------------------------------------------------------------------------------
+
+
+def default_root() -> Path | None:
+    """Return the folder under which compiled kernels are kept; None where there is no home."""
+    named = _named_root()
+    if named is not None:
+        return Path(os.environ[named]).expanduser().absolute() / "kernels"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        return None
+    if sys.platform == "darwin":
+        return Path(home, "Library", "Caches", "myllm", "kernels")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "myllm" / "kernels"
+
+
+def _named_root() -> str | None:
+    """Return the environment variable by which the user chose a cache folder, if one did."""
+    return next((n for n in ("MYLLM_CACHE_DIR", "NUMBA_CACHE_DIR") if os.environ.get(n)), None)
+
+
+def _temporary_root(why: str) -> Path:
+    """Return a folder under the system's temporary one, which only this user can write.
+
+    Compiled code is loaded from it, so a folder that somebody else could fill is not used.
+    """
+    path = Path(tempfile.gettempdir(), f"myllm-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    info = path.lstat()
+    ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
+    if not ours or stat.S_IMODE(info.st_mode) & 0o022 or not os.access(path, os.W_OK):
+        path = _private_folder()
+    _say(f"{why}: compiled kernels go to {path}; set MYLLM_CACHE_DIR to a folder that lasts")
+    return path / "kernels"
+
+
+def _private_folder() -> Path:
+    """Return a new folder that goes when this process ends."""
+    path = tempfile.mkdtemp(prefix="myllm-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
+
+
+def _say(message: str) -> None:
+    print(f"myllm: {message}", file=sys.stderr, flush=True)
+
+
+# --- threads -------------------------------------------------------------------------------------
+
+_threads: int | None = None
+_pool_started = False
+
+
+def available_cores() -> int:
+    """Return how many processor cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads() -> int:
+    """Return the number of threads that parallel kernels and pools of this process use.
+
+    Raises
+    ------
+    ValueError
+        If ``$MYLLM_THREADS`` is not a number from 1 to the cores available.
+    """
+    if _threads is not None:
+        return _threads
+    cores = available_cores()
+    text = os.environ.get("MYLLM_THREADS")
+    if text:
+        return _checked("MYLLM_THREADS", int(text) if text.isdecimal() else text)
+    if cores < (os.cpu_count() or 1):
+        return cores  # the launcher has bound this rank to cores of its own
+    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
+    return max(1, cores // int(ranks))
+
+
+def set_threads(n: int) -> None:
+    """Let parallel kernels and pools of this process use ``n`` threads.
+
+    Raises
+    ------
+    ValueError
+        If ``n`` is not a number from 1 to the cores available.
+    """
+    global _threads
+    _threads = _checked("threads", n)
+    if _pool_started:
+        numba.set_num_threads(_threads)
+
+
+def _checked(name: str, value: object) -> int:
+    cores = available_cores()
+    if not isinstance(value, int) or not 1 <= value <= cores:
+        raise ValueError(
+            f"{name} must be a number from 1 to {cores}, the cores here, got {value!r}"
+        )
+    return value
+
+
+def _ready_threads() -> None:
+    """Tell Numba's pool the number of threads, before the first parallel kernel starts it."""
+    global _pool_started
+    if not _pool_started:
+        _pool_started = True
+        numba.set_num_threads(threads())
