@@ -1,0 +1,267 @@
+"""To and from the files of others: Hugging Face's ``tokenizer.json`` and OpenAI's ``.tiktoken``.
+
+Ids are kept in both directions. Neither file holds the Unicode class table; an import takes the
+installed one.
+"""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenizer.classes import installed_classes
+from tokenizer.fileformat import write_atomically
+from tokenizer.patterns import GPT2
+from tokenizer.reference import encode_word
+from tokenizer.tokenizer import Tokenizer
+from tokenizer.vocabulary import Vocabulary
+
+# --- bytes as printable characters ---------------------------------------------------------------
+
+
+def byte_letters() -> list[str]:
+    """Return the 256 characters that stand for bytes in GPT-2's files.
+
+    Printable ones stand for themselves.
+
+    Source: ``bytes_to_unicode`` of GPT-2's ``encoder.py`` (Radford et al., 2019).
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _spell(token: bytes, letters: list[str]) -> str:
+    return "".join(letters[byte] for byte in token)
+
+
+def _unspell(text: str, values: Mapping[str, int], path: object) -> bytes:
+    try:
+        return bytes(values[letter] for letter in text)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: token {text!r} holds {error.args[0]!r}, which stands for no byte: only "
+            "byte-level vocabularies can be imported"
+        ) from None
+
+
+# --- Hugging Face --------------------------------------------------------------------------------
+
+
+def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
+    """Write a ``tokenizer.json`` that Hugging Face's ``tokenizers`` encodes with to the same ids.
+
+    A vocabulary without a list of merges (imported from ``.tiktoken``) gets one derived from it.
+    """
+    vocabulary = tokenizer.vocabulary
+    letters = byte_letters()
+    merges = vocabulary.merges
+    pairs = _derived_merges(vocabulary) if merges is None else merges.tolist()
+    spelled = {i: _spell(token, letters) for i, token in vocabulary.tokens.items()}
+    for name, i in vocabulary.special_tokens.items():
+        spelled[i] = name
+    if len(set(spelled.values())) < len(spelled):
+        raise ValueError("a special token is spelled as another token is: rename it first")
+    split = {
+        "type": "Split",
+        # In Hugging Face's dialect $ also matches before every newline.
+        "pattern": {"Regex": vocabulary.pattern.replace(r"\s++$", r"\s++\z")},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": name,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for name, i in sorted(vocabulary.special_tokens.items(), key=lambda item: item[1])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {**level, "use_regex": False}],
+        },
+        "post_processor": None,
+        "decoder": {**level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": vocabulary.whole_pieces or merges is None,
+            "vocab": {spelled[i]: i for i in sorted(spelled)},
+            "merges": [[spelled[a], spelled[b]] for a, b in pairs],
+        },
+    }
+    write_atomically(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
+
+
+def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
+    """Return, for each token in the order of ids, the two tokens that earlier ones leave of it."""
+    ranks: dict[tuple[int, int], tuple[int, int]] = {}
+    by_left: dict[int, list[tuple[int, int]]] = {}
+    for a, b, rank, result in zip(*(x.tolist() for x in vocabulary.ranked_pairs()), strict=True):
+        by_left.setdefault(result, []).append((a, b))
+        del rank
+    byte_ids = vocabulary.byte_ids.tolist()
+    out = []
+    for i in sorted(vocabulary.tokens):
+        parts = encode_word(vocabulary.tokens[i], byte_ids, ranks)
+        if len(parts) == 2:
+            out.append((parts[0], parts[1]))
+        for pair in by_left.get(i, ()):
+            ranks[pair] = (i, i)
+    return out
+
+
+def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
+    """Read a byte-level BPE ``tokenizer.json``; its added tokens become special tokens.
+
+    Raises
+    ------
+    ValueError
+        If the file is no such tokenizer, or does something to text that loses it (a normalizer, a
+        prefix space).
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+        model = content["model"]
+        if model.get("type", "BPE") != "BPE":
+            raise ValueError(f"{path}: a {model['type']} model; only byte-level BPE is known")
+        for field in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+            if model.get(field):
+                raise ValueError(f"{path}: the model has {field} = {model[field]!r}; cannot import")
+        if content.get("normalizer"):
+            raise ValueError(f"{path}: its normalizer changes text; that is not lossless")
+        specials = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        values = {letter: byte for byte, letter in enumerate(byte_letters())}
+        tokens = {
+            i: _unspell(text, values, path)
+            for text, i in model["vocab"].items()
+            if text not in specials
+        }
+        ids = {token: i for i, token in tokens.items()}
+        pairs = [entry.split(" ") if isinstance(entry, str) else entry for entry in model["merges"]]
+        merges = [[ids[_unspell(part, values, path)] for part in pair] for pair in pairs]
+        vocabulary = Vocabulary(
+            dict(sorted(tokens.items())),
+            np.array(merges, np.int32).reshape(-1, 2),
+            specials,
+            _pattern_of(content["pre_tokenizer"], path),
+            installed_classes(),
+            model.get("ignore_merges") is True,
+        )
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json that can be read: {error!r}") from None
+    return Tokenizer(vocabulary)
+
+
+def _pattern_of(pre_tokenizer: Any, path: object) -> str:
+    """Return the pattern of a ByteLevel pre-tokenizer, or of a Split before one."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step["type"] for step in steps]
+    if kinds[-1:] != ["ByteLevel"] or kinds[:-1] not in ([], ["Split"]):
+        raise ValueError(f"{path}: it cuts text by {' + '.join(kinds)}; known is Split + ByteLevel")
+    level = steps[-1]
+    if level.get("add_prefix_space"):
+        raise ValueError(f"{path}: it adds a space before the text, which is not lossless")
+    own = level.get("use_regex", True)
+    if len(steps) == 1:
+        return GPT2 if own else r"(?s:.+)"
+    split = steps[0]
+    if own or split["behavior"] != "Isolated" or split.get("invert"):
+        raise ValueError(f"{path}: only an isolating Split by one pattern can be imported")
+    pattern = split["pattern"]
+    text = pattern["Regex"] if "Regex" in pattern else _escape(pattern["String"])
+    return str(text).replace(r"\s++\z", r"\s++$")
+
+
+def _escape(text: str) -> str:
+    return "".join(rf"\u{ord(c):04x}" if ord(c) < 1 << 16 else rf"\U{ord(c):08x}" for c in text)
+
+
+# --- tiktoken ------------------------------------------------------------------------------------
+
+
+def to_tiktoken(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
+    """Write tokens and ranks as ``tiktoken.load.load_tiktoken_bpe`` reads them; ranks are ids.
+
+    The file holds neither the special tokens nor the pattern: give both to ``tiktoken.Encoding``.
+
+    Raises
+    ------
+    ValueError
+        If the order of ids is not the order of merges.
+    """
+    vocabulary = tokenizer.vocabulary
+    if vocabulary.merges is not None:
+        single = int(vocabulary.byte_ids.max())
+        if (np.diff(vocabulary.results, prepend=single) <= 0).any():
+            raise ValueError("ids do not follow the order of merges, which tiktoken takes them for")
+        if len(vocabulary.tokens) != 256 + len(vocabulary.results):
+            raise ValueError("some tokens are made by no merge; tiktoken would make them")
+    lines = [
+        base64.b64encode(token) + b" " + str(i).encode() + b"\n"
+        for i, token in sorted(vocabulary.tokens.items())
+    ]
+    write_atomically(Path(path), b"".join(lines))
+
+
+def from_tiktoken(
+    path: str | os.PathLike[str],
+    *,
+    pattern: str = "gpt4",
+    special_tokens: Mapping[str, int] | None = None,
+) -> Tokenizer:
+    """Read a ``.tiktoken`` file.
+
+    Parameters
+    ----------
+    path : path
+        Lines of a token in base64, a space, and its rank, which is its id.
+    pattern : str
+        The ``pat_str`` of the encoding.
+    special_tokens : mapping, optional
+        Name -> id, as given to ``tiktoken.Encoding``.
+
+    Raises
+    ------
+    ValueError
+        If a line cannot be read; the message says which.
+    """
+    tokens: dict[int, bytes] = {}
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        if not line:
+            continue
+        try:
+            encoded, rank = line.split()
+            token, i = base64.b64decode(encoded, validate=True), int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(f"{path}, line {number}: not a token in base64 and a rank") from None
+        if i in tokens:
+            raise ValueError(f"{path}, line {number}: rank {i} has come before")
+        tokens[i] = token
+    if not tokens:
+        raise ValueError(f"{path} holds no token")
+    vocabulary = Vocabulary(
+        dict(sorted(tokens.items())), None, dict(special_tokens or {}), pattern, installed_classes()
+    )
+    return Tokenizer(vocabulary)

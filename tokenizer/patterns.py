@@ -1,0 +1,83 @@
+r"""Pre-tokenization patterns: where text is cut into the words that merges may not cross.
+
+``GPT4`` and ``GPT2`` are the patterns of OpenAI's cl100k_base and r50k_base. A pattern that means
+one of them (with any number of digits per piece) has a state machine of its own, ``Machine``, in
+``tokenizer.kernels.split``; any other is matched by ``regex``, some ten times slower.
+"""
+
+from typing import NamedTuple
+
+import regex
+
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+GPT4 = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+NAMED = {"gpt2": GPT2, "gpt4": GPT4}
+
+
+class Machine(NamedTuple):
+    """Which state machine stands for a pattern."""
+
+    kind: int  # 2 or 4: of GPT-2 or of GPT-4
+    max_digits: int  # digits in one piece, at most (GPT-4 only)
+    whole_tail: bool  # white space before the end of the text is one piece, newlines or not
+
+
+# The parts of the GPT-4 pattern as they are spelled by OpenAI, rustbpe, Llama 3 and Qwen.
+_CONTRACTION = (
+    r"'(?i:[sdmt]|ll|ve|re)",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+)
+_WORD = (r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?+\p{L}++")
+_SIGNS = (
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*+",
+)
+_SPACES = (
+    r"\s*[\r\n]|\s+(?!\S)|\s+",
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"\s*[\r\n]|\s+(?!\S)|\s",
+    r"\s*[\r\n]+|\s+(?!\S)|\s",
+)
+_GPT2_SPELLINGS = (
+    GPT2,
+    r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+)
+
+
+def machine_of(pattern: str) -> Machine | None:
+    """Return the state machine that cuts exactly as ``pattern`` does; None if there is none."""
+    if pattern in _GPT2_SPELLINGS:
+        return Machine(2, 1, False)
+    for contraction in _CONTRACTION:
+        for word in _WORD:
+            head = f"{contraction}|{word}|"
+            if not pattern.startswith(head):
+                continue
+            number, _, rest = pattern[len(head) :].partition("|")
+            digits = regex.fullmatch(r"\\p\{N\}(?:\{1,([1-9])\}\+?)?", number)
+            if digits is None:
+                continue
+            for signs in _SIGNS:
+                for tail in ("", r"\s++$|"):
+                    if any(rest == f"{signs}|{tail}{spaces}" for spaces in _SPACES):
+                        return Machine(4, int(digits[1] or 1), bool(tail))
+    return None
+
+
+def compiled(pattern: str) -> "regex.Pattern[str]":
+    """Compile a pattern given by its name or its text.
+
+    Raises
+    ------
+    ValueError
+        If it is not a regular expression.
+    """
+    try:
+        return regex.compile(NAMED.get(pattern, pattern))
+    except regex.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None

@@ -1,0 +1,185 @@
+"""Byte-level byte-pair encoding, written to be read: the plain layer the kernels are held to.
+
+Byte-pair encoding (Gage, 1994; Sennrich, Haddow and Birch, "Neural Machine Translation of Rare
+Words with Subword Units", 2016) starts from single symbols and repeats one step: count all pairs of
+neighbours, and make the most frequent pair a new symbol. Taken over bytes (Radford et al.,
+"Language Models are Unsupervised Multitask Learners", 2019) nothing is ever unknown. Merges do not
+cross words: a pattern cuts the text first, so that ``dog.`` and ``dog!`` do not become tokens.
+
+Four ideas, in the order they are used:
+
+1. ``split``: bytes -> words (pieces), by a regular expression;
+2. ``count``: how often each distinct word occurs, all that training needs to know of a text;
+3. ``train``: words and counts -> merges, in the order they were learned;
+4. ``encode_word``: one word -> ids, by replaying the merges, the earliest learned first.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import regex
+
+from tokenizer.classes import UnicodeClasses
+
+Pair = tuple[int, int]
+
+# Well-formed UTF-8 (Unicode 16.0, table 3-7), and lone surrogates beside it: a Python str may hold
+# them, so they must survive. Bytes that do not match are no character, and each becomes a piece.
+CHARACTERS = regex.compile(
+    rb"(?:[\x00-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}"
+    rb"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2})++"
+)
+
+
+def to_bytes(text: str) -> bytes:
+    """Return the UTF-8 bytes of a str, lone surrogates included."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def split(data: bytes, pattern: "regex.Pattern[str]", classes: UnicodeClasses) -> list[bytes]:
+    """Cut bytes into pieces that concatenate to them again.
+
+    Each run of whole characters is cut by the pattern as a text of its own; each byte that belongs
+    to no character is a piece; and so is what the pattern skips.
+    """
+    pieces = []
+    end = 0
+    for run in CHARACTERS.finditer(data):
+        pieces += [data[i : i + 1] for i in range(end, run.start())]
+        pieces += split_text(run.group().decode("utf-8", "surrogatepass"), pattern, classes)
+        end = run.end()
+    return pieces + [data[i : i + 1] for i in range(end, len(data))]
+
+
+def split_text(
+    text: str, pattern: "regex.Pattern[str]", classes: UnicodeClasses
+) -> Iterator[bytes]:
+    """Cut a text of whole characters by the pattern, under the frozen Unicode classes."""
+    seen = text.translate(classes.substitutes) if classes.substitutes else text
+    end = 0
+    for match in pattern.finditer(seen):
+        for start, stop in ((end, match.start()), match.span()):
+            if start < stop:
+                yield to_bytes(text[start:stop])
+        end = max(end, match.end())
+    if end < len(text):
+        yield to_bytes(text[end:])
+
+
+def count(
+    texts: Iterable[str], pattern: "regex.Pattern[str]", classes: UnicodeClasses
+) -> Counter[bytes]:
+    """Count the words of all texts."""
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        counts.update(split(to_bytes(text), pattern, classes))
+    return counts
+
+
+def train(
+    words: Mapping[bytes, int], n_merges: int, *, first_id: int = 0, min_count: int = 1
+) -> list[Pair]:
+    """Learn merges from words and their counts.
+
+    The pair with the highest count is merged next; among equal counts, the smallest pair of ids.
+    Counts of pairs are kept up to date rather than recounted: a merge changes only the words that
+    contain the pair, and in them only its neighbours. The heap is lazy: an entry whose count has
+    changed since it was pushed is pushed back with the count of now.
+
+    Parameters
+    ----------
+    words : mapping
+        Word -> how often it occurs.
+    n_merges : int
+        How many merges to learn; fewer are returned when no pair is left.
+    first_id : int
+        The id of byte 0. Bytes have ids from here on; the k-th merge makes ``first_id + 256 + k``.
+    min_count : int
+        Pairs that occur less often are not merged.
+
+    Returns
+    -------
+    merges : list
+        The pairs of ids, in the order learned.
+    """
+    ids = [[first_id + byte for byte in word] for word in words]
+    weights = list(words.values())
+    counts: defaultdict[Pair, int] = defaultdict(int)
+    where: defaultdict[Pair, set[int]] = defaultdict(set)  # words that contain, or contained, it
+    for w, symbols in enumerate(ids):
+        for pair in pairwise(symbols):
+            counts[pair] += weights[w]
+            where[pair].add(w)
+
+    heap = [(-n, pair) for pair, n in counts.items()]
+    heapq.heapify(heap)
+    merges: list[Pair] = []
+    while heap and len(merges) < n_merges:
+        negative, pair = heapq.heappop(heap)
+        if counts[pair] != -negative:
+            if counts[pair] >= min_count:
+                heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        if -negative < min_count:
+            break
+        new = first_id + 256 + len(merges)
+        merges.append(pair)
+        born = set()
+        for w in where.pop(pair):
+            before = ids[w]
+            after = ids[w] = merge(before, pair, new)
+            for old in pairwise(before):
+                counts[old] -= weights[w]
+            for now in pairwise(after):
+                counts[now] += weights[w]
+                where[now].add(w)
+                if new in now:
+                    born.add(now)
+        for now in born:
+            heapq.heappush(heap, (-counts[now], now))
+    return merges
+
+
+def merge(symbols: Sequence[int], pair: Pair, new: int) -> list[int]:
+    """Replace every occurrence of ``pair``, from left to right, by ``new``."""
+    out: list[int] = []
+    i = 0
+    while i < len(symbols):
+        if i + 1 < len(symbols) and (symbols[i], symbols[i + 1]) == pair:
+            out.append(new)
+            i += 2
+        else:
+            out.append(symbols[i])
+            i += 1
+    return out
+
+
+def encode_word(
+    word: bytes, byte_ids: Sequence[int], ranks: Mapping[Pair, tuple[int, int]]
+) -> list[int]:
+    """Encode one word: of all pairs present, merge the one with the lowest rank, and again.
+
+    Parameters
+    ----------
+    word : bytes
+        A piece, as ``split`` gives it.
+    byte_ids : sequence
+        The 256 ids of single bytes.
+    ranks : mapping
+        Pair of ids -> its rank, and the id it becomes.
+    """
+    symbols = [byte_ids[byte] for byte in word]
+    while len(symbols) > 1:
+        present = [ranks[pair] + (pair,) for pair in pairwise(symbols) if pair in ranks]
+        if not present:
+            break
+        rank, new, _ = min(present)
+        # Pairs of one rank make the same token (a vocabulary of ranks alone may have several);
+        # the leftmost goes first.
+        for i in range(len(symbols) - 1):
+            if ranks.get((symbols[i], symbols[i + 1]), (None,))[0] == rank:
+                symbols[i : i + 2] = [new]
+                break
+    return symbols
