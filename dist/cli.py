@@ -24,7 +24,16 @@ class Command(NamedTuple):
 
 
 # One or two words -> where the subcommand lives. A line appears here when its subcommand works.
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
+    "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),
+    "tokenizer decode": Command("tokenizer.cli:decode", "ids to text"),
+    "tokenizer info": Command("tokenizer.cli:info", "size, special ids, bytes per token"),
+    "tokenizer export": Command("tokenizer.cli:export", "to Hugging Face or tiktoken"),
+    "tokenizer import": Command("tokenizer.cli:import_", "from Hugging Face or tiktoken"),
+    "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
+    "bench tokenizer": Command("tokenizer.bench:main", "beside tiktoken, rustbpe, Hugging Face"),
+}
 
 
 def usage() -> str:

@@ -107,7 +107,13 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
         raise ValueError(f"{path} is damaged: its bytes do not match the hash at its end")
     try:
         return _parse(body, end_of_name + 1)
-    except (KeyError, TypeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+    ) as error:
         raise ValueError(f"{path} has a header that cannot be read: {error!r}") from None
     except ValueError as error:
         raise ValueError(f"{path} holds no valid vocabulary: {error}") from None

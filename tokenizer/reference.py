@@ -18,12 +18,14 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import regex
 
 from tokenizer.classes import UnicodeClasses
 
 Pair = tuple[int, int]
+Word = TypeVar("Word", bound=Sequence[int])
 
 # Well-formed UTF-8 (Unicode 16.0, table 3-7), and lone surrogates beside it: a Python str may hold
 # them, so they must survive. Bytes that do not match are no character, and each becomes a piece.
@@ -79,7 +81,12 @@ def count(
 
 
 def train(
-    words: Mapping[bytes, int], n_merges: int, *, first_id: int = 0, min_count: int = 1
+    words: Mapping[Word, int],
+    n_merges: int,
+    *,
+    first_id: int = 0,
+    n_symbols: int = 256,
+    min_count: int = 1,
 ) -> list[Pair]:
     """Learn merges from words and their counts.
 
@@ -91,11 +98,11 @@ def train(
     Parameters
     ----------
     words : mapping
-        Word -> how often it occurs.
+        Word, as bytes or other small integers, -> how often it occurs.
     n_merges : int
         How many merges to learn; fewer are returned when no pair is left.
-    first_id : int
-        The id of byte 0. Bytes have ids from here on; the k-th merge makes ``first_id + 256 + k``.
+    first_id, n_symbols : int
+        Byte b has the id ``first_id + b``; the k-th merge makes ``first_id + n_symbols + k``.
     min_count : int
         Pairs that occur less often are not merged.
 
@@ -124,7 +131,7 @@ def train(
             continue
         if -negative < min_count:
             break
-        new = first_id + 256 + len(merges)
+        new = first_id + n_symbols + len(merges)
         merges.append(pair)
         born = set()
         for w in where.pop(pair):
@@ -170,7 +177,12 @@ def encode_word(
     ranks : mapping
         Pair of ids -> its rank, and the id it becomes.
     """
-    symbols = [byte_ids[byte] for byte in word]
+    return encode_symbols([byte_ids[byte] for byte in word], ranks)
+
+
+def encode_symbols(symbols: list[int], ranks: Mapping[Pair, tuple[int, int]]) -> list[int]:
+    """Merge the pair of lowest rank, the leftmost among equals, until none is left."""
+    symbols = list(symbols)
     while len(symbols) > 1:
         present = [ranks[pair] + (pair,) for pair in pairwise(symbols) if pair in ranks]
         if not present:

@@ -1,0 +1,256 @@
+r"""Read texts: files, folders, globs, standard input; plain, JSON lines, Parquet; gzip, Zstandard.
+
+A file is what its name says: ``.jsonl`` holds one JSON object a line, ``.parquet`` rows, both with
+a text in one field; any other is one text. ``.gz`` or ``.zst`` after that is unpacked on the way.
+
+A line that is no JSON object, has no text in the field, or is no UTF-8 is **bad**: an error that
+names file and line, unless the caller has a place to report it to and goes on without the line.
+"""
+
+import glob
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import regex
+
+BLOCK_BYTES = 1 << 23
+_TAIL = 1 << 16
+
+# Between an ASCII letter and a space no piece of the GPT-4 and GPT-2 patterns goes on, and neither
+# looks back or ahead across it: two halves cut here have the pieces of the whole.
+_SAFE_CUT = regex.compile(rb"[A-Za-z](?=[ \n])")
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class Source:
+    """Where texts come from.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Files, folders (all files below, by name, but hidden ones), globs, or ``-``, standard input.
+    field : str
+        The field of JSON lines and Parquet rows that holds the text.
+    report_bad : callable, optional
+        Takes a sentence on each bad line, which is then left out. Without it the first is an error.
+    advance : callable, optional
+        Takes the bytes read from disk so far, for a progress bar.
+    """
+
+    paths: Sequence[str]
+    field: str = "text"
+    report_bad: Report | None = None
+    advance: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.files = expand(self.paths)
+        self._before = 0  # bytes of the files that are read to the end
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk of all files; 0 if standard input is among them."""
+        return 0 if "-" in self.files else sum(Path(name).stat().st_size for name in self.files)
+
+    def texts(self, *, cut_freely: bool = False) -> Iterator[bytes]:
+        """Yield the texts of all files as UTF-8.
+
+        Parameters
+        ----------
+        cut_freely : bool
+            Plain files may come in parts of some MB, cut where no piece of a built-in pattern can
+            cross; else each comes as a whole.
+        """
+        for name in self.files:
+            kind = name.removesuffix(".gz").removesuffix(".zst")
+            if kind.endswith(".parquet"):
+                yield from self._parquet(name)
+                self._advance(name, None)
+                continue
+            with _open(name) as (file, raw):
+                if kind.endswith((".jsonl", ".ndjson")):
+                    for number, line in enumerate(file, 1):
+                        text = self._json_text(line, f"{_show(name)}, line {number}")
+                        if text is not None:
+                            yield text
+                        if number % 256 == 0:
+                            self._advance(name, raw)
+                else:
+                    yield from self._plain(file, raw, name, cut_freely)
+            self._advance(name, None)
+
+    def _plain(self, file: IO[bytes], raw: IO[bytes], name: str, cut: bool) -> Iterator[bytes]:
+        held: list[bytes] = []
+        line = 1
+        while True:
+            block = file.read(BLOCK_BYTES)
+            self._advance(name, raw)
+            if cut and block:
+                tail = max(0, len(block) - _TAIL)
+                found = None
+                for found in _SAFE_CUT.finditer(block, tail):  # noqa: B007 - the last one is wanted
+                    pass
+                if found is None:
+                    held.append(block)
+                    continue
+                held.append(block[: found.end()])
+                rest = [block[found.end() :]]
+            elif block:
+                held.append(block)
+                continue
+            else:
+                rest = []
+            text = b"".join(held)
+            held = rest
+            newlines = text.count(b"\n")
+            text = self._checked(text, name, line)
+            line += newlines
+            if text:
+                yield text
+            if not block:
+                return
+
+    def _checked(self, text: bytes, name: str, line: int) -> bytes:
+        """Return the text without its lines that are no UTF-8."""
+        try:
+            text.decode()
+            return text
+        except UnicodeDecodeError:
+            pass
+        good = []
+        for number, part in enumerate(io.BytesIO(text), line):
+            try:
+                part.decode()
+                good.append(part)
+            except UnicodeDecodeError as error:
+                where = f"{_show(name)}, line {number}"
+                self._bad(f"{where}: byte 0x{part[error.start]:02x} at {error.start} is no UTF-8")
+        return b"".join(good)
+
+    def _json_text(self, line: bytes, where: str) -> bytes | None:
+        if not line.strip():
+            return None
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            self._bad(f"{where}: no JSON: {error}")
+            return None
+        if not isinstance(row, dict):
+            self._bad(f"{where}: no JSON object but {type(row).__name__}")
+            return None
+        return self._text_of(row.get(self.field), where, row)
+
+    def _text_of(self, value: object, where: str, row: dict[str, Any]) -> bytes | None:
+        if isinstance(value, str):
+            return value.encode("utf-8", "surrogatepass")
+        if self.field in row:
+            self._bad(f"{where}: field {self.field!r} is no text")
+            return None
+        have = ", ".join(map(repr, row)) or "none"
+        self._bad(f"{where}: no field {self.field!r}; its fields: {have}")
+        return None
+
+    def _parquet(self, name: str) -> Iterator[bytes]:
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError:
+            raise ImportError(
+                f"{name}: reading Parquet needs pyarrow: pip install pyarrow"
+            ) from None
+        import pyarrow
+
+        try:
+            table = parquet.ParquetFile(name)
+            if self.field not in table.schema_arrow.names:
+                have = ", ".join(map(repr, table.schema_arrow.names))
+                raise ValueError(f"{name}: no column {self.field!r}; its columns: {have}")
+            number = 0
+            for batch in table.iter_batches(columns=[self.field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    text = self._text_of(value, f"{name}, row {number}", {self.field: value})
+                    if text is not None:
+                        yield text
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{name} is no Parquet file that can be read: {error}") from None
+
+    def _bad(self, sentence: str) -> None:
+        if self.report_bad is None:
+            raise ValueError(f"{sentence} (--skip-bad-lines leaves such lines out)")
+        self.report_bad(sentence)
+
+    def _advance(self, name: str, raw: IO[bytes] | None) -> None:
+        if raw is None and name != "-":
+            self._before += Path(name).stat().st_size
+        if self.advance is not None:
+            self.advance(self._before + (raw.tell() if raw is not None and raw.seekable() else 0))
+
+
+def expand(paths: Sequence[str]) -> list[str]:
+    """Return the files that paths, folders and globs stand for.
+
+    Raises
+    ------
+    ValueError
+        If one of them stands for no file.
+    """
+    out = []
+    for path in paths:
+        if path == "-":
+            found = ["-"]
+        elif Path(path).is_dir():
+            below = sorted(Path(path).rglob("*"))
+            hidden = [p for p in below if any(q.startswith(".") for q in p.relative_to(path).parts)]
+            found = [str(p) for p in below if p.is_file() and p not in set(hidden)]
+        elif Path(path).exists():
+            found = [path]
+        else:
+            found = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
+        if not found:
+            what = "holds no file" if Path(path).is_dir() else "is no file, folder or glob of files"
+            raise ValueError(f"{path!r} {what}")
+        out += found
+    return out
+
+
+def _show(name: str) -> str:
+    return "standard input" if name == "-" else name
+
+
+@contextmanager
+def _open(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, unpacking it; give the unpacked stream and the one that counts bytes on disk."""
+    if name == "-":
+        yield sys.stdin.buffer, sys.stdin.buffer
+        return
+    with open(name, "rb") as raw:
+        try:
+            if name.endswith(".gz"):
+                with gzip.open(raw) as file:
+                    yield file, raw  # type: ignore[misc]
+            elif name.endswith(".zst"):
+                try:
+                    import zstandard
+                except ImportError:
+                    raise ImportError(
+                        f"{name}: unpacking Zstandard needs zstandard: pip install zstandard"
+                    ) from None
+                try:
+                    with zstandard.ZstdDecompressor().stream_reader(
+                        raw, read_across_frames=True
+                    ) as stream:
+                        yield io.BufferedReader(stream), raw
+                except zstandard.ZstdError as error:
+                    raise ValueError(f"{name} cannot be unpacked: {error}") from None
+            else:
+                yield raw, raw
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{name} cannot be unpacked: {error}") from None
