@@ -248,8 +248,13 @@ def test_numpy_ids_of_any_integer_type_decode() -> None:
 
 
 def test_what_is_no_str_is_refused() -> None:
-    with pytest.raises(ValueError, match="text must be a str, got bytes"):
-        small().encode_ordinary(b"bytes")  # type: ignore[arg-type]
+    for encode in (small().encode, small().encode_ordinary, small().encode_to_numpy):
+        with pytest.raises(ValueError, match="a text must be a str, got bytes"):
+            encode(b"bytes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got one str"):
+        small().encode_batch("one text")
+    with pytest.raises(ValueError, match="ids must be integers, got bytes"):
+        small().decode(b"abcd")
 
 
 # --- no pathological input
@@ -274,3 +279,12 @@ def test_a_million_bytes_of_anything_come_back(make: Callable[[], bytes]) -> Non
 
 def test_gpt4_is_the_default_pattern() -> None:
     assert small().vocabulary.pattern == GPT4
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xe0\x80", b"\xf0\x80", b"\xf4\x90", b"\xff", b"\x80", b"\xc3a", b"\xe4\xb8a"]
+)
+def test_a_stream_shows_at_once_what_can_never_be_whole(raw: bytes) -> None:
+    stream = DecodeStream(small())
+    shown = "".join(stream.step(FIRST_BYTE + byte) for byte in raw)
+    assert shown == raw.decode("utf-8", "replace") and stream.finish() == ""

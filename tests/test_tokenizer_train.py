@@ -167,6 +167,8 @@ def test_wrong_parameters_are_refused(arguments: dict[str, object], message: str
 def test_what_is_no_text_is_refused() -> None:
     with pytest.raises(ValueError, match="texts must be str or bytes, got int"):
         train_from_iterator([1], 300)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="several texts, got one str"):
+        train_from_iterator("text", 300)
 
 
 def test_counts_beyond_32_bits_are_refused_not_wrapped() -> None:

@@ -182,6 +182,8 @@ def count_words(
     n_threads : int
         How many threads count; the result is the same for any number.
     """
+    if isinstance(texts, str | bytes):
+        raise ValueError(f"texts must be several texts, got one {type(texts).__name__}")
     if machine_of(pattern) is None:
         expression = compiled(pattern)
         counts: Counter[bytes] = Counter()

@@ -71,6 +71,8 @@ def save(vocabulary: Vocabulary, path: str | os.PathLike[str]) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

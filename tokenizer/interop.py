@@ -135,6 +135,8 @@ def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
 def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
     """Read a byte-level BPE ``tokenizer.json``; its added tokens become special tokens.
 
+    What it puts around a text (a post-processor) is left out: ``encode`` adds nothing.
+
     Raises
     ------
     ValueError

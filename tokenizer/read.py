@@ -75,7 +75,7 @@ class Source:
                 yield from self._parquet(name)
                 self._advance(name, None)
                 continue
-            with _open(name) as (file, raw):
+            with opened(name) as (file, raw):
                 if kind.endswith((".jsonl", ".ndjson")):
                     for number, line in enumerate(file, 1):
                         text = self._json_text(line, f"{_show(name)}, line {number}")
@@ -226,7 +226,7 @@ def _show(name: str) -> str:
 
 
 @contextmanager
-def _open(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def opened(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, unpacking it; give the unpacked stream and the one that counts bytes on disk."""
     if name == "-":
         yield sys.stdin.buffer, sys.stdin.buffer

@@ -14,6 +14,7 @@ import regex
 from accel.jit import threads
 from tokenizer import fileformat, reference
 from tokenizer.arrays import Array
+from tokenizer.kernels import decode as decoding
 from tokenizer.kernels import encode as kernels
 from tokenizer.kernels.words import MAX_PACKED, PADDING
 from tokenizer.patterns import compiled, machine_of
@@ -25,6 +26,8 @@ BATCH_BYTES = 1 << 19  # of text handed to a thread at once
 CACHE_BITS = 15  # 2 MB: pieces of up to 15 bytes that one thread remembers
 LONG_CACHE_BITS = 12  # 0.5 MB: longer ones
 _GAP = b"\0" * PADDING
+_ZERO = np.zeros(1, np.int64)
+_NONE = np.zeros(0, np.int64)
 
 
 class Tokenizer:
@@ -44,6 +47,7 @@ class Tokenizer:
         self._machine = machine_of(vocabulary.pattern)
         self._pattern = compiled(vocabulary.pattern)
         self._idle: list[_Tables] = []  # encoder tables no thread is using
+        self._marks: dict[tuple[object, ...], _Marks] = {}
 
     # --- files
 
@@ -182,8 +186,8 @@ class Tokenizer:
             If an id is not in the vocabulary; the message says which, and where.
         """
         numbers = _id_array(ids)
-        flat, offsets, lengths = self._flat_tokens
-        size = int(kernels.decoded_size(numbers, offsets, lengths))
+        table, flat = self._decode_table
+        size = int(decoding.decoded_size(numbers, table))
         if size < 0:
             raise ValueError(
                 f"id {numbers[-1 - size]} at position {-1 - size} is not in the vocabulary, "
@@ -191,7 +195,7 @@ class Tokenizer:
                 f"below {self.n_vocab}"
             )
         out = np.empty(size + PADDING, np.uint8)
-        kernels.decode_ids(numbers, flat, offsets, lengths, out)
+        decoding.decode_ids(numbers, table, flat, out)
         return out[:size].tobytes()
 
     def decode(self, ids: Sequence[int] | Array, errors: str = "replace") -> str:
@@ -215,19 +219,19 @@ class Tokenizer:
     # --- how it is done
 
     @cached_property
-    def _flat_tokens(self) -> tuple[Array, Array, Array]:
-        """Bytes of all tokens, and by id where they begin and how many they are; -1: no token."""
+    def _decode_table(self) -> tuple[Array, Array]:
+        """By id, the first 8 bytes, start and size of its bytes; and the bytes of all."""
         vocabulary = self.vocabulary
         by_id = dict(vocabulary.tokens)
         by_id |= {i: reference.to_bytes(name) for name, i in vocabulary.special_tokens.items()}
-        ids = np.array(sorted(by_id), np.int64)
-        tokens = [by_id[i] for i in ids.tolist()]
-        sizes = np.array([len(token) for token in tokens], np.int64)
-        offsets = np.zeros(self.n_vocab, np.int64)
-        lengths = np.full(self.n_vocab, -1, np.int64)
-        offsets[ids] = np.cumsum(sizes) - sizes
-        lengths[ids] = sizes
-        return np.frombuffer(b"".join(tokens) + _GAP, np.uint8), offsets, lengths
+        tokens = list(by_id.values())
+        sizes = np.array([len(token) for token in tokens], np.uint64)
+        starts = np.cumsum(sizes, dtype=np.uint64) - sizes
+        table = np.zeros((self.n_vocab, 2), np.uint64)
+        ids = np.array(list(by_id), np.int64)
+        table[ids, 0] = np.frombuffer(b"".join(t[:8].ljust(8, b"\0") for t in tokens), "<u8")
+        table[ids, 1] = starts << np.uint64(32) | sizes
+        return table.reshape(-1), np.frombuffer(b"".join(tokens) + _GAP, np.uint8)
 
     @cached_property
     def _template(self) -> "_Tables":
@@ -243,20 +247,23 @@ class Tokenizer:
 
     def _encode_parts(self, parts: list[bytes], checked: bool) -> list[Array]:
         """Encode byte strings, in one call of the kernel; ``checked`` ones are whole characters."""
-        ends = np.zeros(0, np.int64)
-        sizes = np.array([len(part) for part in parts], np.int64)
-        starts = np.cumsum(sizes + PADDING) - (sizes + PADDING)
-        if self._machine is None:
-            ends = self._ends(parts, starts)
-        buf = np.frombuffer(_GAP.join([*parts, b""]), np.uint8)
-        out = np.empty(int(sizes.sum()) + 2, np.int32)
+        if len(parts) == 1:  # a short text is encoded in less time than these arrays take
+            starts, part_stops = _ZERO, np.array([len(parts[0])])
+            buf = np.frombuffer(parts[0] + _GAP, np.uint8)
+        else:
+            sizes = np.array([len(part) for part in parts], np.int64)
+            starts = np.cumsum(sizes + PADDING) - (sizes + PADDING)
+            part_stops = starts + sizes
+            buf = np.frombuffer(_GAP.join([*parts, b""]), np.uint8)
+        ends = self._ends(parts, starts) if self._machine is None else _NONE
+        out = np.empty(buf.size + 2, np.int32)
         stops = np.empty(len(parts), np.int64)
         try:
             tables = self._idle.pop()
         except IndexError:
             tables = self._template.fresh()
         knowledge: tuple[Any, ...] = (*self._cutter, *tables)
-        kernels.encode_texts(buf, starts, starts + sizes, checked, ends, out, stops, *knowledge)
+        kernels.encode_texts(buf, starts, part_stops, checked, ends, out, stops, *knowledge)
         self._idle.append(tables)
         begin = 0
         arrays = []
@@ -274,13 +281,20 @@ class Tokenizer:
         return np.concatenate([np.zeros(0, np.int64), *ends])
 
     def _encode(self, text: str, allowed: Names, disallowed: Names) -> Array:
-        marks = _Marks(self.vocabulary.special_tokens, allowed, disallowed)
-        return self._encode_marked([text], marks)[0]
+        return self._encode_marked([text], self._marks_of(allowed, disallowed))[0]
+
+    def _marks_of(self, allowed: Names, disallowed: Names) -> "_Marks":
+        key = tuple(
+            names if names == "all" else frozenset(names) for names in (allowed, disallowed)
+        )
+        if key not in self._marks:
+            self._marks[key] = _Marks(self.vocabulary.special_tokens, allowed, disallowed)
+        return self._marks[key]
 
     def _encode_marked(self, texts: list[str], marks: "_Marks") -> list[Array]:
         """Encode texts with their special tokens."""
         cut = [marks.cut(text) for text in texts]
-        parts = [_to_bytes(part) for pieces in cut for part in pieces[::2]]
+        parts = [reference.to_bytes(part) for pieces in cut for part in pieces[::2]]
         encoded = iter(self._encode_parts(parts, True))
         out = []
         for pieces in cut:
@@ -295,7 +309,9 @@ class Tokenizer:
         self, texts: Iterable[str], allowed: Names, disallowed: Names, num_threads: int | None
     ) -> Iterator[list[Array]]:
         """Encode texts group by group, in order, on several threads."""
-        marks = _Marks(self.vocabulary.special_tokens, allowed, disallowed)
+        if isinstance(texts, str):
+            raise ValueError("texts must be several texts, got one str; see encode")
+        marks = self._marks_of(allowed, disallowed)
         n_threads = threads() if num_threads is None else num_threads
         if n_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {n_threads}")
@@ -322,6 +338,8 @@ class _Marks:
 
     def cut(self, text: str) -> list[str]:
         """Cut a text at its special tokens: text, name, text, name, ..., text."""
+        if not isinstance(text, str):
+            raise ValueError(f"a text must be a str, got {type(text).__name__}; see encode_bytes")
         if self._forbidden is not None:
             found = self._forbidden.search(text)
             if found is not None:
@@ -412,7 +430,7 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _to_bytes(text: str) -> bytes:
     if not isinstance(text, str):
-        raise ValueError(f"text must be a str, got {type(text).__name__}; see encode_bytes")
+        raise ValueError(f"a text must be a str, got {type(text).__name__}; see encode_bytes")
     return reference.to_bytes(text)
 
 
@@ -425,6 +443,8 @@ def _id_array(ids: Sequence[int] | Array) -> Array:
             where = int(np.flatnonzero((ids >= 1 << 31) | (ids < -(1 << 31)))[0])
             raise ValueError(f"id {ids[where]} at position {where} is not in the vocabulary")
         return np.ascontiguousarray(ids, np.int32)
+    if isinstance(ids, bytes | bytearray | str):  # array.array would take them for memory
+        raise ValueError(f"ids must be integers, got {type(ids).__name__}")
     try:
         return np.frombuffer(array.array("i", ids), np.int32)
     except (TypeError, OverflowError):

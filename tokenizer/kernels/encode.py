@@ -23,7 +23,6 @@ from tokenizer.kernels.words import (
     load64,
     same_bytes,
     slot_of,
-    store64,
 )
 
 MAX_SCAN = 96  # bytes of a piece that is merged by scanning; longer ones use a heap
@@ -485,31 +484,3 @@ def encode_texts(
                     k += many.size
             i = end
         out_stops[t] = k
-
-
-@jit(nogil=True)
-def decoded_size(ids: Array, offsets: Array, lengths: Array) -> Int:
-    """Return the bytes that ids stand for; ``-1 - i`` if the i-th id names no token."""
-    total = 0
-    for i in range(ids.size):
-        t = np.int64(ids[i])
-        if t < 0 or t >= lengths.size or lengths[t] < 0:
-            return -1 - i
-        total += lengths[t]
-    return total
-
-
-@jit(nogil=True)
-def decode_ids(ids: Array, token_bytes: Array, offsets: Array, lengths: Array, out: Array) -> None:
-    """Write the bytes of ids into ``out``, which ends in PADDING bytes of room."""
-    at = 0
-    for i in range(ids.size):
-        t = np.int64(ids[i])
-        start = offsets[t]
-        size = lengths[t]
-        store64(out, at, load64(token_bytes, start))
-        k = 8
-        while k < size:
-            store64(out, at + k, load64(token_bytes, start + k))
-            k += 8
-        at += size

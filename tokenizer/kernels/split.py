@@ -25,6 +25,7 @@ OTHER, LETTER, NUMBER, WHITE, NEWLINE, NON_ASCII = 0, 1, 2, 3, 4, 9  # as in tok
 
 BLOCK = 512
 
+_8 = np.uint64(8)
 _EACH = 0x0101010101010101
 _HIGH_BITS = np.uint64(0x80 * _EACH)
 _LOW_BITS = np.uint64(0x7F * _EACH)
@@ -138,6 +139,17 @@ def end_gpt4(
     """Return the end of the piece of the GPT-4 pattern that begins at ``i``."""
     c = buf[i]
     kind = np.int64(ascii[c])
+    # Most pieces are ASCII letters, or one other character and then letters. Both are measured, and
+    # one of them selected, without a branch between them: which it is cannot be predicted.
+    word = load64(buf, i)
+    letters = letters_ahead(word)
+    after_one = letters_ahead(word >> _8)
+    one = (kind == OTHER) | (kind == WHITE)
+    if (letters > 0) | (one & (after_one > 0) & (c != ord("'"))):
+        j = i + (letters if letters > 0 else 1 + after_one)
+        if (j - i >= 8) | (buf[j] >= 0x80):
+            return end_of_letters(buf, j, n, table)
+        return j
     size = 1
     if kind == NON_ASCII:
         kind, size = character(buf, i, table)

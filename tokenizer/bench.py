@@ -1,0 +1,351 @@
+"""``myllm bench tokenizer``: train, encode and decode beside tiktoken, rustbpe, Hugging Face.
+
+Every measurement runs in a process of its own, with the number of threads fixed for all libraries,
+first ours, then the peer, round after round; the table shows medians. Peers that are not installed
+are left out. All encode with the vocabulary that ours was trained to, exported to their format, and
+the ids are compared in the process that is timed.
+
+What is timed: training from a list of str in memory to merges, at N = 65,520 ids without the 16
+control ids, and the GPT-4 pattern; encoding a list of documents into a list of lists of ids, and
+for us and tiktoken also into arrays, of which the ratio takes each library's faster; decoding one
+long list, and for us an array. On one thread seconds are CPU seconds, on two of the clock.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizer import Tokenizer, to_huggingface, to_tiktoken, train_from_iterator
+from tokenizer.patterns import GPT4
+from tokenizer.read import Source
+
+VOCAB = 65_536
+MERGES_AND_BYTES = VOCAB - 20
+BARS = {  # what is promised: (limit, whether less is better)
+    "train / rustbpe": (0.30, True),
+    "train / tokenizers": (0.12, True),
+    "encode / tiktoken": (3.5, False),
+    "encode, 2 threads / 1": (1.8, False),
+    "decode / tiktoken": (4.0, False),
+    "memory of training, MB": (1000.0, True),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and print a table."""
+    parser = argparse.ArgumentParser(
+        prog="myllm bench tokenizer",
+        description="Measure training, encoding and decoding beside the peers that are installed.",
+        epilog="example: myllm bench tokenizer corpus.jsonl --rounds 5",
+    )
+    parser.add_argument("paths", nargs="*", metavar="PATHS", help="corpus (Python's own library)")
+    parser.add_argument("--mb", type=float, default=100, help="MB of text to train on, at most")
+    parser.add_argument("--encode-mb", type=float, default=30, help="MB of text to encode, at most")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="also train on 500 M characters")
+    parser.add_argument("--work", metavar="TASK", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.work:
+        print(json.dumps(_work(json.loads(options.work))))
+        return 0
+    paths = options.paths or [str(Path(sysconfig.get_paths()["stdlib"]) / "**/*.py")]
+    with tempfile.TemporaryDirectory() as folder:
+        n_bytes = _prepare(Path(folder), paths, options)
+        _print_table(_measure(Path(folder), options), n_bytes)
+    return 0
+
+
+def _prepare(folder: Path, paths: list[str], options: argparse.Namespace) -> int:
+    """Write the corpus and our vocabulary in all formats, compiling kernels on the way."""
+    size = 0
+    texts = []
+    for text in Source(paths, report_bad=lambda sentence: None).texts():
+        if size + len(text) > options.mb * 1e6:
+            break
+        size += len(text)
+        texts.append(text.decode("utf-8", "replace"))
+    if not texts:
+        raise ValueError("the corpus holds no text that fits --mb")
+    with (folder / "corpus.jsonl").open("w") as file:
+        file.writelines(json.dumps(text) + "\n" for text in texts)
+    tokenizer = train_from_iterator(texts, VOCAB, min_count=1)
+    tokenizer.decode(tokenizer.encode_ordinary("kernels are compiled by now"))
+    tokenizer.save(folder / "ours.tok")
+    to_tiktoken(tokenizer, folder / "ours.tiktoken")
+    to_huggingface(tokenizer, folder / "ours.json")
+    return size
+
+
+def _measure(folder: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Run all tasks, alternating, and return their results by name."""
+    peers = [name for name in ("rustbpe", "tokenizers", "tiktoken") if find_spec(name)]
+    tasks: list[tuple[str, int]] = [("train ours", 1)]
+    tasks += [(f"train {name}", 1) for name in peers if name != "tiktoken"]
+    tasks += [("encode ours", 1), ("encode ours", 2)]
+    tasks += [(f"encode {name}", 1) for name in peers if name != "rustbpe"]
+    tasks += [("encode tiktoken", 2)] if "tiktoken" in peers else []
+    tasks += [("decode ours", 1)] + ([("decode tiktoken", 1)] if "tiktoken" in peers else [])
+    results: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(options.rounds):
+        for task, n_threads in tasks:
+            results.setdefault(f"{task}, {n_threads}", []).append(
+                _spawn(folder, task, n_threads, options)
+            )
+    if options.large:
+        results["train large, 1"] = [_spawn(folder, "train large", 1, options)]
+    return results
+
+
+def _spawn(folder: Path, task: str, n_threads: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one task in a process of its own."""
+    work = {"folder": str(folder), "task": task, "threads": n_threads, "mb": options.encode_mb}
+    env = os.environ | {
+        "RAYON_NUM_THREADS": str(n_threads),
+        "TOKENIZERS_PARALLELISM": str(n_threads > 1).lower(),
+        "MYLLM_THREADS": str(n_threads),
+    }
+    command = [sys.executable, "-m", "dist", "bench", "tokenizer", "--work", json.dumps(work)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{task} with {n_threads} threads failed: {done.stderr.strip()}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+# --- in the process that is timed
+
+
+def _work(work: dict[str, Any]) -> dict[str, Any]:
+    kind, who = work["task"].split()
+    folder = Path(work["folder"])
+    if who == "large":
+        return _train_large(folder)
+    with (folder / "corpus.jsonl").open() as file:
+        texts = [json.loads(line) for line in file]
+    if kind == "train":
+        return _train(who, texts)
+    part, size = [], 0
+    for text in texts:
+        if size and size + len(text) > work["mb"] * 1e6:
+            break
+        part.append(text)
+        size += len(text)
+    tokenizer = Tokenizer.load(folder / "ours.tok")
+    expected = tokenizer.encode_batch(part, disallowed_special=(), num_threads=1)
+    run = _encode if kind == "encode" else _decode
+    return run(who, folder, part, tokenizer, expected, work["threads"])
+
+
+def _timed(function: Callable[[], Any], n_threads: int = 1) -> tuple[Any, float]:
+    """Run three times; return the result and the median of the seconds.
+
+    On one thread they are CPU seconds, which other work on the machine disturbs less.
+    """
+    clock = time.process_time if n_threads == 1 else time.perf_counter
+    runs = []
+    for _ in range(3):
+        out = None  # the memory of the run before is free again
+        start = clock()
+        out = function()
+        runs.append(clock() - start)
+    return out, statistics.median(runs)
+
+
+def _train(who: str, texts: list[str]) -> dict[str, Any]:
+    start = time.process_time()
+    if who == "ours":
+        ours = train_from_iterator(texts, VOCAB, min_count=1, num_threads=1)
+        n = len(ours.vocabulary.tokens)
+    elif who == "rustbpe":
+        import rustbpe
+
+        theirs = rustbpe.Tokenizer()
+        theirs.train_from_iterator(iter(texts), MERGES_AND_BYTES, pattern=GPT4)
+        n = theirs.vocab_size
+    else:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+        face = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(GPT4), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        face.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+        trainer = trainers.BpeTrainer(
+            vocab_size=MERGES_AND_BYTES,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        face.train_from_iterator(texts, trainer, length=len(texts))
+        n = face.get_vocab_size()
+    return {"seconds": time.process_time() - start, "size": n, **_memory()}
+
+
+def _train_large(folder: Path) -> dict[str, Any]:
+    """Train on 500 M characters that are never all in memory: the corpus, again and again.
+
+    Each time round every word gets another ending, so that the words are not the same ones again.
+    """
+
+    def texts() -> Any:
+        done = k = 0
+        while done < 500_000_000:
+            with (folder / "corpus.jsonl").open() as file:
+                for line in file:
+                    text = json.loads(line)
+                    if k:
+                        text = text.replace("e ", chr(0x61 + k % 26) + chr(0x61 + k // 26) + " ")
+                    yield text
+                    done += len(text)
+                    if done >= 500_000_000:
+                        return
+            k += 1
+
+    start = time.process_time()
+    ours = train_from_iterator(texts(), VOCAB, num_threads=1)
+    return {"seconds": time.process_time() - start, "size": ours.n_vocab, **_memory()}
+
+
+def _memory() -> dict[str, float]:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
+
+
+def _tiktoken(folder: Path, tokenizer: Tokenizer) -> Any:
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    return tiktoken.Encoding(
+        "ours",
+        pat_str=tokenizer.vocabulary.pattern,
+        mergeable_ranks=load_tiktoken_bpe(str(folder / "ours.tiktoken")),
+        special_tokens=tokenizer.special_tokens,
+    )
+
+
+def _encode(
+    who: str,
+    folder: Path,
+    texts: list[str],
+    tokenizer: Tokenizer,
+    expected: list[list[int]],
+    n_threads: int,
+) -> dict[str, Any]:
+    if who == "ours":
+        lists = lambda: tokenizer.encode_batch(  # noqa: E731 - what is timed
+            texts, disallowed_special=(), num_threads=n_threads
+        )
+        arrays = _arrays_of(tokenizer, texts, n_threads)
+        (got, first), (_, second) = _timed(lists, n_threads), _timed(arrays, n_threads)
+    elif who == "tiktoken":
+        encoding = _tiktoken(folder, tokenizer)
+        if n_threads == 1:
+            lists = lambda: [encoding.encode_ordinary(text) for text in texts]  # noqa: E731
+        else:
+            lists = lambda: encoding.encode_ordinary_batch(texts, num_threads=n_threads)  # noqa: E731
+        arrays = lambda: [encoding.encode_to_numpy(t, disallowed_special=()) for t in texts]  # noqa: E731
+        got, first = _timed(lists, n_threads)
+        second = _timed(arrays)[1] if n_threads == 1 else first
+    else:
+        import tokenizers
+
+        face = tokenizers.Tokenizer.from_file(str(folder / "ours.json"))
+        got, first = _timed(
+            lambda: [face.encode(text, add_special_tokens=False).ids for text in texts]
+        )
+        second = first
+    n_bytes = sum(len(text.encode()) for text in texts)
+    same = sum(a == b for a, b in zip(got, expected, strict=True)) / len(texts)
+    out = {"mb_s": n_bytes / first / 1e6, "mb_s_array": n_bytes / second / 1e6, "same": same}
+    if who == "ours" and n_threads == 2:  # the same work on one thread, by the same clock
+        out["speedup"] = _timed(_arrays_of(tokenizer, texts, 1), 2)[1] / second
+    return out
+
+
+def _arrays_of(tokenizer: Tokenizer, texts: list[str], n_threads: int) -> Callable[[], Any]:
+    return lambda: tokenizer.encode_batch_to_numpy(
+        texts, disallowed_special=(), num_threads=n_threads
+    )
+
+
+def _decode(
+    who: str,
+    folder: Path,
+    texts: list[str],
+    tokenizer: Tokenizer,
+    expected: list[list[int]],
+    n_threads: int,
+) -> dict[str, Any]:
+    import numpy as np
+
+    ids = [i for row in expected for i in row]
+    whole = "".join(texts).encode()
+    if who == "ours":
+        tokenizer.decode_bytes(ids[:10])
+        got, first = _timed(lambda: tokenizer.decode_bytes(ids))
+        array = np.array(ids, tokenizer.dtype)
+        got_too, second = _timed(lambda: tokenizer.decode_bytes(array))
+    else:
+        encoding = _tiktoken(folder, tokenizer)
+        got, first = _timed(lambda: encoding.decode_bytes(ids))
+        got_too, second = got, first
+    if not got == got_too == whole:
+        raise ValueError(f"{who} decodes to other bytes")
+    return {"mb_s": len(whole) / first / 1e6, "mb_s_array": len(whole) / second / 1e6}
+
+
+# --- the table
+
+
+def _print_table(results: dict[str, list[dict[str, Any]]], n_bytes: int) -> None:
+    median = {
+        name: {field: statistics.median(run[field] for run in runs) for field in runs[0]}
+        for name, runs in results.items()
+    }
+    print(f"corpus: {n_bytes / 1e6:.1f} MB; medians of {len(results['train ours, 1'])} runs\n")
+    print(f"{'training, one thread':34}{'CPU s':>10}{'ids':>10}{'peak MB':>10}")
+    for name, row in median.items():
+        if name.startswith("train"):
+            who = name.removeprefix("train ").removesuffix(", 1")
+            who = "ours, 500 M characters" if who == "large" else who
+            print(f"  {who:32}{row['seconds']:10.2f}{row['size']:10.0f}{row['peak_mb']:10.0f}")
+    print(f"\n{'encoding and decoding':34}{'list MB/s':>10}{'array MB/s':>11}{'same ids':>10}")
+    for name, row in median.items():
+        if not name.startswith("train"):
+            same = f"{row['same']:10.2%}" if "same" in row else ""
+            print(f"  {name:32}{row['mb_s']:10.1f}{row['mb_s_array']:11.1f}{same}")
+    print(f"\n{'against the bars':34}{'is':>10}{'bar':>10}")
+    for name, value in _ratios(median).items():
+        limit, less = BARS[name]
+        met = value <= limit if less else value >= limit
+        bar = f"{'<=' if less else '>='} {limit:g}"
+        print(f"  {name:32}{value:10.3g}{bar:>10}  {'met' if met else 'MISSED'}")
+
+
+def _ratios(median: dict[str, dict[str, float]]) -> dict[str, float]:
+    def best(name: str) -> float:
+        return max(median[name]["mb_s"], median[name]["mb_s_array"])
+
+    out = {}
+    for peer in ("rustbpe", "tokenizers"):
+        if f"train {peer}, 1" in median:
+            ours = median["train ours, 1"]["seconds"]
+            out[f"train / {peer}"] = ours / median[f"train {peer}, 1"]["seconds"]
+    if "encode tiktoken, 1" in median:
+        out["encode / tiktoken"] = best("encode ours, 1") / best("encode tiktoken, 1")
+    out["encode, 2 threads / 1"] = median["encode ours, 2"]["speedup"]
+    if "decode tiktoken, 1" in median:
+        out["decode / tiktoken"] = best("decode ours, 1") / best("decode tiktoken, 1")
+    if "train large, 1" in median:
+        out["memory of training, MB"] = median["train large, 1"]["peak_mb"]
+    return out
