@@ -1,1 +1,53 @@
-"""The same functions as ``reference``, made fast. ``accel.jit`` owns the cache of Numba kernels."""
+"""The same functions as ``reference``, made fast. ``load`` hands out the backends by name."""
+
+import importlib
+from typing import cast
+
+from reference.ops import Ops
+
+__all__ = ["load"]
+
+BACKENDS = ("reference", "cpu", "cuda")
+COMPUTE = ("float32", "bf16")
+
+
+def load(backend: str, *, compute: str = "float32") -> Ops:
+    """Return a backend: a module with the functions of ``reference.ops``.
+
+    Parameters
+    ----------
+    backend : str
+        ``"reference"`` (NumPy, to be read), ``"cpu"`` (Numba) or ``"cuda"`` (an NVIDIA GPU).
+    compute : str
+        ``"float32"``; or ``"bf16"``, in which products and attention read bfloat16 operands and add
+        up in float32. Parameters and optimizer stay in float32 either way.
+
+    Raises
+    ------
+    ValueError
+        When there is no such backend, or it has no such mode.
+    ImportError
+        When this machine or installation lacks what it needs; the message says what, and how to
+        get it. Nothing else is taken in its place.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if compute not in COMPUTE:
+        raise ValueError(f"there is no compute mode {compute!r}; known: {', '.join(COMPUTE)}")
+    if backend == "cuda":
+        from accel.cuda.cupy_device import backend as cuda_backend  # needs CuPy only when called
+
+        return cuda_backend(compute)
+    if backend == "reference":
+        if compute != "float32":
+            raise ValueError(
+                f"the reference computes in the type of the arrays it is given, not in {compute}; "
+                "leave compute at 'float32'"
+            )
+        return cast(Ops, importlib.import_module("reference.ops"))
+    if compute == "bf16":
+        from accel.cpu import amx
+
+        amx.enable()
+        return cast(Ops, importlib.import_module("accel.cpu.ops_bf16"))
+    return cast(Ops, importlib.import_module("accel.cpu.ops"))

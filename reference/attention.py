@@ -84,7 +84,7 @@ def attention_forward(
         When shapes, head counts or dtypes do not fit.
     """
     check_float("attention", q=q, k=k, v=v, alibi=alibi)
-    _check_shapes(q, k, v)
+    check_heads(q, k, v)
     check_dropout(dropout_p, dropout_key)
     B, T, Hq, d = q.shape
     S, Hkv, dv = v.shape[1:]
@@ -173,7 +173,8 @@ def _allowed(
     return np.asarray(allowed[:, None, None])
 
 
-def _check_shapes(q: Array, k: Array, v: Array) -> None:
+def check_heads(q: Array, k: Array, v: Array) -> None:
+    """Raise unless q, k and v agree in batch, positions, heads and widths."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(
             "attention: q, k and v must be (B, T, H, d) with tokens before heads, "

@@ -8,6 +8,7 @@ may stand at different positions.
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from reference.checks import check_position, check_shape
 from reference.config import Config
@@ -34,6 +35,25 @@ def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: in
     return KVCache(np.zeros(shape, dtype), np.zeros(shape, dtype))
 
 
+def check_write(
+    cache: KVCache, k: Array, v: Array, layer: int, position: int | Array
+) -> npt.NDArray[np.int64]:
+    """Return the places (B, T) that a write goes to, once it is seen to fit the cache."""
+    n_layers, batch, room, *heads = cache.k.shape
+    if not 0 <= layer < n_layers:
+        raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
+    check_position("write_kv", "position", position, batch)
+    for name, array in (("k", k), ("v", v)):
+        check_shape("write_kv", name, array, (batch, k.shape[1], *heads), f"cache {cache.k.shape}")
+    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(k.shape[1])
+    if columns.size and (columns.min() < 0 or columns.max() >= room):
+        raise ValueError(
+            f"write_kv: positions {columns.min()}..{columns.max()} lie outside the cache, which "
+            f"has room for {room} tokens"
+        )
+    return columns
+
+
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
     """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row.
 
@@ -42,18 +62,7 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     ValueError
         When they do not have the cache's batch, heads and width, or reach beyond it.
     """
-    n_layers, batch, room, *heads = cache.k.shape
-    if not 0 <= layer < n_layers:
-        raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
-    check_position("write_kv", "position", position, batch)
-    for name, array in (("k", k), ("v", v)):
-        check_shape("write_kv", name, array, (batch, k.shape[1], *heads), f"cache {cache.k.shape}")
-    rows = np.arange(batch)[:, None]
-    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(k.shape[1])  # (B, T)
-    if columns.size and (columns.min() < 0 or columns.max() >= room):
-        raise ValueError(
-            f"write_kv: positions {columns.min()}..{columns.max()} lie outside the cache, which "
-            f"has room for {room} tokens"
-        )
+    columns = check_write(cache, k, v, layer, position)
+    rows = np.arange(len(columns))[:, None]
     cache.k[layer, rows, columns] = k
     cache.v[layer, rows, columns] = v

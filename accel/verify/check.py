@@ -1,0 +1,265 @@
+"""The checks themselves, for Python and pytest: one op, or everything a module offers."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from accel.verify.contract import DTYPES, SPECS, Case
+from accel.verify.files import save_failure
+from accel.verify.hints import hints_for
+from accel.verify.report import Report
+from accel.verify.search import Failure, OpReport, require_hypothesis, search
+from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
+from accel.verify.trial import run_case
+
+EXAMPLES = 100  # cases of an op in one precision, times the op's weight
+THOROUGH = 10  # as many times more with thorough
+# Ops with more ways to go wrong get more cases.
+_WEIGHT = {"attention": 3, "linear_cross_entropy": 2, "rope": 2, "linear": 1.5, "adamw": 1.5}
+
+
+class VerificationError(AssertionError):
+    """A kernel does not do what the reference does; ``report`` has the details."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.text())
+        self.report = report
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to try, and where failures go."""
+
+    ops: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    seed: int = 0
+    examples: int | None = None  # cases of every op in one precision; by the op's weight when None
+    thorough: bool = False
+    shrink: bool = True
+    save: Path | None = None  # the folder for .npz files of failures; None writes none
+
+
+def check_module(
+    module: Any,
+    *,
+    ops: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    seed: int = 0,
+    examples: int | None = None,
+    thorough: bool = False,
+    shrink: bool = True,
+    save: str | Path | None = None,
+    raises: bool = True,
+) -> Report:
+    """Hold every function that a module offers to the reference.
+
+    Parameters
+    ----------
+    module : module, object with functions as attributes, or path of a Python file
+        It offers functions named like those of ``reference.ops.Ops``; any part of them will do.
+    ops : iterable of str, optional
+        Only these: ``["attention", "rmsnorm"]``.
+    dtypes : iterable of {"float32", "float64", "bf16"}, optional
+        The precisions to check in. When None, the module's ``DTYPES`` or else those of float32 and
+        float64 that it works in (bf16 where its ``from_numpy`` rounds to bf16).
+    seed : int
+        The same seed gives the same cases.
+    examples : int, optional
+        Cases of every op in one precision.
+    thorough : bool
+        Ten times as many cases as by default.
+    shrink : bool
+        Whether to look for the smallest case that fails.
+    save : path, optional
+        A folder for the failing cases, one ``.npz`` each.
+    raises : bool
+        Whether a failure raises, or is only reported.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    VerificationError
+        When a result is wrong; an ``AssertionError``, whose message is the report.
+    SubjectError
+        A ``ValueError``: the file does not import, offers nothing, or an op or dtype is unknown.
+    """
+    subject = as_subject(module)
+    options = Options(
+        _known("op", ops, SPECS),
+        _known("dtype", dtypes, DTYPES),
+        seed,
+        examples,
+        thorough,
+        shrink,
+        None if save is None else Path(save),
+    )
+    report = check_subject(subject, options)
+    if raises and not report.ok:
+        raise VerificationError(report)
+    return report
+
+
+def check_op(
+    op: str,
+    module: Any = None,
+    *,
+    forward: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Hold one op to the reference: of a module, or given as functions.
+
+    Parameters
+    ----------
+    op : str
+        ``"rmsnorm"``, ``"attention"``, …
+    module : module, object or path, optional
+        As for ``check_module``.
+    forward, backward : callable, optional
+        Instead of a module. A forward gives ``(out, cache)`` or ``out`` alone, a backward takes
+        ``(dout, cache)``; where no cache was given it takes ``(dout, inputs)``, a NamedTuple of the
+        forward's arguments, ``out``, and for attention ``lse``.
+    **options
+        Those of ``check_module``.
+
+    Raises
+    ------
+    VerificationError, SubjectError
+        As ``check_module``.
+    """
+    (name,) = _known("op", [op], SPECS) or ()
+    if module is None:
+        spec = SPECS[name]
+        given = {spec.forward: forward, spec.backward: backward}
+        module = SimpleNamespace(**{n: f for n, f in given.items() if f is not None})
+        module.__name__ = getattr(forward or backward, "__module__", None) or op
+        if forward is None and backward is None:
+            raise SubjectError(f"check_op({op!r}) needs a module, a forward or a backward")
+    elif forward is not None or backward is not None:
+        raise SubjectError("check_op takes a module, or a forward and backward, but not both")
+    return check_module(module, ops=[name], **options)
+
+
+def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in known:
+            short = re.sub(r"_(forward|backward)$", "", name)
+            near = f"; did you mean {short}?" if short in known else ""
+            raise SubjectError(
+                f"there is no {what} {name!r}{near or '; known: ' + ', '.join(known)}"
+            )
+    return names
+
+
+# What a run says while it goes on: (op, dtype, cases so far, cases in all).
+Progress = Callable[[str, str, int, int], None]
+
+
+def check_subject(
+    subject: Subject, options: Options, progress: Progress = lambda *_: None
+) -> Report:
+    """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
+    require_hypothesis()
+    specs = subject.specs()
+    if options.ops is not None:
+        offered = {spec.name for spec in specs}
+        missing = [op for op in options.ops if op not in offered]
+        if missing:
+            raise SubjectError(f"{subject.name} offers no {', '.join(missing)}")
+        specs = [SPECS[op] for op in options.ops]
+    try:
+        dtypes = options.dtypes or subject.dtypes()
+    except KernelError as error:
+        raise SubjectError(f"{subject.name}: {error}") from None
+    chosen = options.dtypes is not None or subject.declared_dtypes() is not None
+
+    report = Report(subject.name, options.seed)
+    for spec in specs:
+        known: dict[tuple[str, str], str] = {}
+        passed: set[str] = set()
+        for dtype in dtypes:
+            if not applies(spec, dtype):
+                continue
+            count = cases_of(spec.name, options)
+            done = 0
+
+            def tick(op: str = spec.name, dtype: str = dtype, count: int = count) -> None:
+                nonlocal done
+                done += 1
+                progress(op, dtype, min(done, count), count)
+
+            found = search(
+                subject,
+                spec,
+                dtype,
+                seed=options.seed,
+                examples=count,
+                shrink=options.shrink,
+                known=frozenset(known),
+                tick=tick,
+            )
+            if not chosen and dtype != "float32" and "float32" in passed:
+                _leave_out(found)
+            if found.ok:
+                passed.add(dtype)
+            for failure in found.failures:
+                known[failure.name, failure.kind] = dtype
+                _explain(subject, failure, options)
+            report.ops.append(found)
+    report.notes = sorted(subject.notes)
+    return report
+
+
+def cases_of(op: str, options: Options) -> int:
+    """Return how many cases of an op are tried in one precision."""
+    if options.examples is not None:
+        return max(1, options.examples)
+    return int(EXAMPLES * _WEIGHT.get(op, 1) * (THOROUGH if options.thorough else 1))
+
+
+def _leave_out(found: OpReport) -> None:
+    """Take a precision that nobody asked for, and that the op never manages, as not offered.
+
+    A float32 kernel behind ctypes is right in float32 and gives float32, or raises, for float64.
+    """
+    if found.cases and found.refused == found.cases:
+        worst = found.failures[0].judged.problem if found.failures else ""
+        found.not_offered = worst
+        found.failures.clear()
+
+
+def _explain(subject: Subject, failure: Failure, options: Options) -> None:
+    """Add hints, the file, and the command that runs the case again."""
+    failure.hints = hints_for(subject, failure.case, failure.judged)
+    failure.rerun = (
+        f"myllm verify {subject.command} --op {failure.op} --dtype {failure.dtype} "
+        f"--seed {options.seed}"
+    )
+    if options.save is not None:
+        what = re.sub(r"\W+", "", failure.name) or failure.kind
+        if failure.name and failure.kind != "value":
+            what += f"-{failure.kind}"
+        path = options.save / f"{failure.op}-{what}-{failure.dtype}.npz"
+        save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
+        failure.file = str(path)
+        failure.rerun = f"myllm verify {subject.command} --case {path}"
+
+
+def replay(subject: Subject, case: Case) -> list[Failure]:
+    """Run one case again and return what is wrong with it."""
+    failures = []
+    for judged in run_case(subject, case):
+        if not judged.ok:
+            failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
+            failure.hints = hints_for(subject, case, judged)
+            failures.append(failure)
+    return failures

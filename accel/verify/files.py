@@ -1,0 +1,113 @@
+"""Cases as files: what a failure leaves behind, and how it is run again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.verify.contract import SPECS, Case, contract_parameters, expected
+from accel.verify.trial import Judged
+from reference.types import Array, DropoutKey
+
+
+def options_to_json(options: dict[str, Any]) -> str:
+    """Return the options of a case as JSON; arrays and keys become lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        return list(value) if isinstance(value, tuple) else value
+
+    return json.dumps({name: plain(value) for name, value in options.items()})
+
+
+def options_from_json(text: str) -> dict[str, Any]:
+    """Return the options that ``options_to_json`` wrote."""
+    options = json.loads(text)
+    for name in ("key", "dropout_key"):
+        if options.get(name) is not None:
+            options[name] = DropoutKey(*options[name])
+    if isinstance(options.get("start"), list):
+        options["start"] = np.array(options["start"], np.int64)
+    if "heads" in options:
+        options["heads"] = tuple(options["heads"])
+    return dict(options)
+
+
+def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
+    """Write a failing case: inputs, what was expected and what was got.
+
+    The names in the file are ``input.q``, ``dout``, ``expected.dk``, ``got.dk``, and ``case``, the
+    options and the manner of the call as JSON.
+    """
+    arrays: dict[str, Any] = {f"input.{n}": a for n, a in case.arrays.items() if a is not None}
+    arrays |= cotangent_arrays(case.cotangent)
+    arrays |= {f"expected.{name}": value for name, value in expected(case).exact.items()}
+    for result in judged:
+        if result.got is not None and f"got.{result.name}" not in arrays:
+            arrays[f"got.{result.name}"] = result.got
+    arrays["case"] = np.array(
+        json.dumps(
+            {
+                "op": case.op,
+                "dtype": case.dtype,
+                "options": options_to_json(case.options),
+                "layouts": case.layouts,
+                "out": case.out,
+                "interleaved": case.interleaved,
+            }
+        )
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+
+
+def cotangent_arrays(cotangent: Any) -> dict[str, Array]:
+    """Return a cotangent by name: dout, or dout[0], dout[1], … of several outputs."""
+    if cotangent is None:
+        return {}
+    if isinstance(cotangent, tuple):
+        return {f"dout[{i}]": part for i, part in enumerate(cotangent)}
+    return {"dout": np.asarray(cotangent)}
+
+
+def load_failure(path: str | Path) -> Case:
+    """Read a case that ``save_failure`` wrote.
+
+    Raises
+    ------
+    ValueError
+        When the file is missing or holds no case.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            content = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no .npz of a case: {error}") from None
+    try:
+        about = json.loads(str(content["case"]))
+        spec = SPECS[about["op"]]
+    except (KeyError, json.JSONDecodeError):
+        raise ValueError(
+            f"{path} holds no case of myllm verify; give a file that a failure left behind"
+        ) from None
+
+    names = [p.name for p in contract_parameters(spec.forward) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    arrays = {name: content.get(f"input.{name}") for name in names}
+    dout: Any = None
+    if "dout" in content:
+        dout = content["dout"] if content["dout"].ndim else float(content["dout"])
+    elif "dout[0]" in content:
+        count = sum(name.startswith("dout[") for name in content)
+        dout = tuple(content[f"dout[{i}]"] for i in range(count))
+    return Case(
+        spec.name,
+        about["dtype"],
+        arrays,
+        options_from_json(about["options"]),
+        dout,
+        about["layouts"],
+        about["out"],
+        about["interleaved"],
+    )

@@ -1,0 +1,216 @@
+"""What a run found, for people (a table and the failures) and for programs (JSON)."""
+
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from accel.verify.contract import Case
+from accel.verify.search import Failure, OpReport
+from reference.types import Array
+
+
+@dataclasses.dataclass
+class Report:
+    """The result of checking one module or backend."""
+
+    subject: str
+    seed: int
+    ops: list[OpReport] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(op.ok for op in self.ops)
+
+    @property
+    def cases(self) -> int:
+        return sum(op.cases for op in self.ops)
+
+    @property
+    def failures(self) -> list[Failure]:
+        return [failure for op in self.ops for failure in op.failures]
+
+    def text(self) -> str:
+        """Return the report as plain text."""
+        buffer = io.StringIO()
+        show(self, Console(file=buffer, width=110, no_color=True))
+        return buffer.getvalue()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        return {
+            "subject": self.subject,
+            "seed": self.seed,
+            "ok": self.ok,
+            "cases": self.cases,
+            "notes": self.notes,
+            "ops": [_op_dict(op) for op in self.ops],
+        }
+
+
+def _op_dict(op: OpReport) -> dict[str, Any]:
+    return {
+        "op": op.op,
+        "dtype": op.dtype,
+        "ok": op.ok,
+        "cases": op.cases,
+        "seconds": round(op.seconds, 3),
+        "not_covered": op.not_covered,
+        "not_offered": op.not_offered,
+        "results": {
+            name: {
+                "cases": tally.cases,
+                "failed": tally.failed,
+                "worst_error": _finite(tally.error),
+                "bound": _finite(tally.bound),
+                "worst_ratio": _finite(tally.ratio),
+            }
+            for name, tally in op.results.items()
+        },
+        "failures": [
+            {
+                "result": failure.name,
+                "kind": failure.kind,
+                "problem": problem_line(failure),
+                "also": failure.also,
+                "case": failure.case.describe(),
+                "hints": failure.hints,
+                "file": failure.file,
+                "rerun": failure.rerun,
+            }
+            for failure in op.failures
+        ],
+    }
+
+
+def _finite(x: float) -> float | None:
+    """Return x, or None where JSON has no number for it."""
+    return float(x) if np.isfinite(x) else None
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table, then each failure."""
+    table = Table(title=f"{escape(report.subject)}, seed {report.seed}", title_justify="left")
+    table.add_column("op", no_wrap=True)
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("cases", justify="right")
+    table.add_column("result", no_wrap=True)
+    for title in ("worst error", "allowed", "of allowed"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict")
+    for op in report.ops:
+        lead = [op.op, op.dtype, str(op.cases)]
+        if op.not_offered:
+            table.add_row(*lead, "", "", "", "", "[yellow]not offered[/]")
+            continue
+        calls = [f for f in op.failures if not f.name]
+        if calls:
+            kinds = ", ".join(dict.fromkeys(f.kind for f in calls))
+            table.add_row(*lead, "", "", "", "", f"[red]FAIL[/] {kinds}")
+            lead = ["", "", ""]
+        for name, tally in op.results.items():
+            percent = f"{100 * tally.ratio:.0f} %" if tally.ratio < 10 else f"{tally.ratio:.2g} ×"
+            verdict = "[green]ok[/]"
+            if tally.failed:
+                verdict = f"[red]FAIL[/] in {tally.failed}"
+            table.add_row(
+                *lead, escape(name), f"{tally.error:.1e}", f"{tally.bound:.1e}", percent, verdict
+            )
+            lead = ["", "", ""]
+    console.print(table)
+    for op in report.ops:
+        if op.not_offered:
+            console.print(
+                f"{op.op} does not work in {op.dtype} ({escape(op.not_offered)}), which was left "
+                "out; DTYPES in the module says so for all ops",
+                style="yellow",
+                highlight=False,
+            )
+    lacking: dict[str, list[str]] = {}
+    for op in report.ops:
+        if op.not_covered:
+            lacking[op.op] = op.not_covered
+    for name, parameters in lacking.items():
+        console.print(f"not covered: {name} takes no {', '.join(parameters)}", highlight=False)
+    for note in report.notes:
+        console.print(f"note: {escape(note)}", highlight=False)
+    told: set[tuple[str, str, str]] = set()
+    for failure in report.failures:
+        key = (failure.op, failure.name, failure.kind)
+        if key in told:
+            line = f"FAIL {failure.where} ({failure.dtype}): the same; again: {failure.rerun}"
+            console.print(escape(line), highlight=False, soft_wrap=True)
+            continue
+        told.add(key)
+        console.print()
+        console.print(escape(failure_text(failure)), highlight=False, soft_wrap=True)
+    verdict = "[green]all as the reference[/]" if report.ok else "[red]not as the reference[/]"
+    seconds = sum(op.seconds for op in report.ops)
+    console.print(f"{report.cases} cases in {seconds:.1f} s: {verdict}", highlight=False)
+
+
+def problem_line(failure: Failure) -> str:
+    """Return what is wrong, in one line."""
+    judged = failure.judged
+    if judged.problem:
+        return judged.problem
+    near = judged.closeness
+    assert near is not None
+    times = f"{near.ratio:.3g} times what is allowed" if np.isfinite(near.ratio) else "unbounded"
+    return f"{failure.name} is off by {near.error:.2e} relative, {times}"
+
+
+def failure_text(failure: Failure) -> str:
+    """Return one failure in words: what, the case, the first wrong element, hints, the command."""
+    lines = [f"FAIL {failure.where} ({failure.dtype}): {problem_line(failure)}"]
+    lines.append(f"  smallest case: {failure.case.describe()}")
+    lines += [f"    {line}" for line in small_arrays(failure.case)]
+    judged = failure.judged
+    if (
+        judged.got is not None
+        and judged.exact is not None
+        and judged.got.shape == judged.exact.shape
+    ):
+        lines.append(f"  {first_difference(failure.name, judged.got, judged.exact)}")
+        if 1 < judged.exact.size <= 12:
+            lines.append(f"    expected {_numbers(judged.exact)}")
+            lines.append(f"    got      {_numbers(judged.got)}")
+    if failure.also:
+        lines.append(f"  wrong in the same case: {', '.join(failure.also)}")
+    lines += [f"  hint: {hint}" for hint in failure.hints]
+    if failure.file:
+        lines.append(f"  saved: {failure.file}")
+    if failure.rerun:
+        lines.append(f"  again: {failure.rerun}")
+    return "\n".join(lines)
+
+
+def small_arrays(case: Case) -> list[str]:
+    """Return the inputs of a case that are short enough to read."""
+    given: dict[str, Any] = {n: a for n, a in case.arrays.items() if a is not None}
+    if case.cotangent is not None and not isinstance(case.cotangent, tuple):
+        given["dout"] = np.asarray(case.cotangent)
+    return [f"{name} = {_numbers(a)}" for name, a in given.items() if a.size <= 8]
+
+
+def _numbers(a: Array) -> str:
+    return np.array2string(a, precision=6, separator=", ", max_line_width=200).replace("\n", "")
+
+
+def first_difference(name: str, got: Array, exact: Array) -> str:
+    """Name the first element that differs by more than a hundredth of the largest difference."""
+    g, e = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    off = np.abs(g - e)
+    off = np.where(np.isnan(off), np.inf, off)
+    top = float(off.max(initial=0.0))
+    if top == 0:
+        return f"every element of {name} has the right value"
+    at = np.argwhere(off >= (top / 100 if np.isfinite(top) else np.inf))[0]
+    where = f"[{', '.join(str(i) for i in at)}]" if len(at) else ""
+    index = tuple(int(i) for i in at)
+    return f"first difference: {name}{where} is {g[index]:.9g}, should be {e[index]:.9g}"

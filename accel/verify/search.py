@@ -1,0 +1,334 @@
+"""Try many cases of an op, and shrink one that fails to the smallest that still does.
+
+The first pass tries all cases and stops at none, so that everything that fails is known. Its
+choices are dealt like cards: each option of a choice comes up once before any comes up twice, so a
+few dozen cases see every size, mask and memory layout. Then, for each result that fails, Hypothesis
+shrinks the choices of a failing case towards the first, simplest options. All is drawn from the
+seed: the same seed gives the same cases.
+"""
+
+import dataclasses
+import importlib.util
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.verify.cases import Draw, Pick
+from accel.verify.contract import Case, Spec, contract_parameters, draw_case
+from accel.verify.subject import Subject
+from accel.verify.trial import Judged, run_case
+
+SHRINK_RUNS = 500  # of the kernel, for one failing result; the smallest case found is kept
+
+
+class Found(NamedTuple):
+    """A case that fails, in what, and the choices that made it."""
+
+    case: Case
+    judged: Judged
+    choices: list[int]
+
+
+@dataclasses.dataclass
+class Failure:
+    """One thing that is wrong with an op, and the smallest case that shows it."""
+
+    op: str
+    dtype: str
+    name: str  # "out", "dk", …; "" when the call itself failed
+    kind: str
+    case: Case
+    judged: Judged
+    hints: list[str] = dataclasses.field(default_factory=list)
+    also: list[str] = dataclasses.field(default_factory=list)  # what else fails in this case
+    file: str = ""  # the .npz
+    rerun: str = ""  # the command that runs this case again
+
+    @property
+    def where(self) -> str:
+        """Return the op and the result in words."""
+        if not self.name:
+            return self.op
+        gradient = self.name[1:] in self.case.spec.gradients and self.name[0] == "d"
+        return f"{self.op}: {'gradient ' if gradient else ''}{self.name}"
+
+
+@dataclasses.dataclass
+class Tally:
+    """What was seen of one result of an op over all cases."""
+
+    cases: int = 0
+    failed: int = 0
+    error: float = 0.0  # the worst relative error
+    bound: float = 0.0  # what the rule allowed in the case with the worst ratio
+    ratio: float = 0.0  # the worst error / allowed
+
+    def add(self, judged: list[Judged]) -> None:
+        """Count one case, in which the result may have been looked at more than once."""
+        self.cases += 1
+        self.failed += not all(j.ok for j in judged)
+        for near in (j.closeness for j in judged):
+            if near is not None and not near.ratio < self.ratio:
+                self.error, self.bound, self.ratio = near.error, near.bound, near.ratio
+
+
+@dataclasses.dataclass
+class OpReport:
+    """One op in one precision."""
+
+    op: str
+    dtype: str
+    cases: int = 0
+    seconds: float = 0.0
+    results: dict[str, Tally] = dataclasses.field(default_factory=dict)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    not_covered: list[str] = dataclasses.field(default_factory=list)
+    not_offered: str = ""  # why this precision was left out, when it was
+    refused: int = 0  # cases that raised, or gave nothing but a narrower dtype
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def search(
+    subject: Subject,
+    spec: Spec,
+    dtype: str,
+    *,
+    seed: int,
+    examples: int,
+    shrink: bool = True,
+    known: frozenset[tuple[str, str]] = frozenset(),
+    tick: Callable[[], None] = lambda: None,
+) -> OpReport:
+    """Try ``examples`` cases of an op in one precision.
+
+    Parameters
+    ----------
+    known : set of (result, kind)
+        Failures seen in another precision already: reported again, but not shrunk again.
+    tick : callable
+        Called after every case: progress.
+    """
+    report = OpReport(spec.name, dtype, not_covered=subject.missing_features(spec))
+    started = time.monotonic()
+    # every op has a stream of its own, so that --op draws what a whole run draws
+    stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
+    first: dict[tuple[str, str], Found] = {}
+
+    def look(case: Case, choices: list[int]) -> None:
+        judged = run_case(subject, case)
+        report.cases += 1
+        arrays = [j for j in judged if j.name not in ("total", "n_valid")]
+        refused = [j for j in arrays if j.kind in ("raised", "dtype") and not j.ok]
+        report.refused += bool(arrays) and len(refused) == len(arrays)
+        for name in dict.fromkeys(j.name for j in judged if j.name):
+            report.results.setdefault(name, Tally()).add([j for j in judged if j.name == name])
+        for result in judged:
+            if not result.ok:
+                key = (result.name, result.kind)
+                if key not in first or case.size < first[key].case.size:
+                    first[key] = Found(case, result, choices)
+        tick()
+
+    dealer = Dealer(stream)
+    for _ in range(examples):
+        choices: list[int] = []
+        look(_draw(subject, spec, dtype, dealer.picks(choices)), choices)
+    shown: set[tuple[str, str]] = set()
+    for key in _in_order(first, list(report.results)):
+        if key in shown:
+            continue
+        found = first[key]
+        if shrink and key not in known:
+            found = smallest(subject, spec, dtype, key, found, seed=stream)
+        case = found.case
+        # what else the smallest case shows needs no search of its own
+        also = [(j.name, j.kind) for j in run_case(subject, case) if not j.ok]
+        shown |= {key, *also}
+        failure = Failure(spec.name, dtype, *key, case, found.judged)
+        failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
+        report.failures.append(failure)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _in_order(keys: Iterable[tuple[str, str]], results: list[str]) -> list[tuple[str, str]]:
+    """Return failures with those of calls first, then as the results are listed."""
+
+    def place(key: tuple[str, str]) -> tuple[int, int]:
+        at = results.index(key[0]) if key[0] in results else -1
+        return at, key[1] != "value"
+
+    return sorted(keys, key=place)
+
+
+def smallest(
+    subject: Subject, spec: Spec, dtype: str, key: tuple[str, str], found: Found, *, seed: int
+) -> Found:
+    """Shrink a failing case, looking only at the one result that failed in it.
+
+    Hypothesis cannot be handed a case to start from, so it is led to it: at each choice it may keep
+    what was chosen, which it nearly always does at first, or choose anew. Shrinking then gives up
+    one kept choice after another.
+    """
+    import hypothesis
+    from hypothesis import strategies as st
+    from hypothesis.errors import HypothesisException
+
+    class Fails(Exception):
+        """Tells Hypothesis that a case fails."""
+
+    best = found
+    runs = 0
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=200,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(st.data())
+    def shrinking(data: Any) -> None:
+        nonlocal best, runs
+        runs += 1
+        if runs > SHRINK_RUNS:
+            return
+        choices: list[int] = []
+
+        def pick(options: Sequence[Any]) -> Any:
+            at, last = len(choices), len(options) - 1
+            kept = min(found.choices[at], last) if at < len(found.choices) else 0
+            if kept and data.draw(st.integers(0, 99)):
+                choices.append(kept)
+            else:
+                choices.append(data.draw(st.integers(0, last)))
+            return options[choices[-1]]
+
+        case = _draw(subject, spec, dtype, pick)
+        for result in run_case(subject, case):
+            if not result.ok and (result.name, result.kind) == key:
+                if case.size <= best.case.size:
+                    best = Found(case, result, choices)
+                raise Fails
+
+    try:
+        shrinking()
+    except Fails:
+        pass
+    except (HypothesisException, BaseExceptionGroup) as error:
+        # a kernel that remembers earlier calls gives other results when a case is tried again,
+        # which Hypothesis calls flaky; the smallest case that failed has been noted all the same
+        if "Flaky" not in type(error).__name__ and not isinstance(error, BaseExceptionGroup):
+            raise
+    return _without_the_needless(subject, best, key)
+
+
+def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) -> Found:
+    """Take away, one at a time, whatever a failing case does not need in order to fail."""
+    case, judged = found.case, found.judged
+    for changed in simpler(case):
+        candidate = changed(case)
+        try:
+            results = run_case(subject, candidate)
+        except ValueError:
+            continue  # the reference refuses it
+        still = [j for j in results if not j.ok and (j.name, j.kind) == key]
+        if still:
+            case, judged = candidate, still[0]
+    return found._replace(case=case, judged=judged)
+
+
+def _with_quarters(case: Case) -> Case:
+    """Round every number to a quarter, which is short to read."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(rounded(part) for part in value)
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+            return value
+        return np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
+
+    arrays = {name: rounded(a) for name, a in case.arrays.items()}
+    return dataclasses.replace(case, arrays=arrays, cotangent=rounded(case.cotangent))
+
+
+def simpler(case: Case) -> list[Callable[[Case], Case]]:
+    """Return what can be taken away from a case: its manner first, then optional arguments."""
+    changes: list[Callable[[Case], Case]] = [
+        _with_quarters,
+        lambda c: dataclasses.replace(c, interleaved=False),
+        lambda c: dataclasses.replace(c, layouts={}),
+        lambda c: dataclasses.replace(c, out=""),
+    ]
+    for layout in case.layouts:
+        changes.append(
+            lambda c, layout=layout: dataclasses.replace(  # type: ignore[misc]
+                c, layouts={n: how for n, how in c.layouts.items() if n != layout}
+            )
+        )
+    for parameter in contract_parameters(case.spec.forward):
+        name = parameter.name
+        if parameter.default is parameter.empty:
+            continue
+        if case.arrays.get(name) is not None:
+            changes.append(
+                lambda c, name=name: dataclasses.replace(c, arrays={**c.arrays, name: None})  # type: ignore[misc]
+            )
+        elif name in case.options and name != "dropout_key":
+            dropped = {name, "dropout_key"} if name == "dropout_p" else {name}
+            changes.append(
+                lambda c, dropped=dropped: dataclasses.replace(  # type: ignore[misc]
+                    c, options={n: v for n, v in c.options.items() if n not in dropped}
+                )
+            )
+    return changes
+
+
+class Dealer:
+    """Answers the choices of many cases, each option once before any comes up twice."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.decks: dict[tuple[int, int], list[int]] = {}
+
+    def picks(self, choices: list[int]) -> Pick:
+        """Return what answers the choices of one case, and notes them in ``choices``."""
+
+        def pick(options: Sequence[Any]) -> Any:
+            # the same question is asked at the same place, as far as earlier answers allow
+            deck = self.decks.setdefault((len(choices), len(options)), [])
+            if not deck:
+                deck += self.rng.permutation(len(options)).tolist()
+            choices.append(deck.pop())
+            return options[choices[-1]]
+
+        return pick
+
+
+def _draw(subject: Subject, spec: Spec, dtype: str, pick: Pick) -> Case:
+    return draw_case(
+        spec,
+        Draw(pick, dtype, subject.parameter_offers(spec.forward)),
+        has_backward=subject.has_backward(spec),
+        backward_offers=subject.parameter_offers(spec.backward),
+    )
+
+
+def require_hypothesis() -> None:
+    """Raise an ``ImportError`` that says what to install when Hypothesis is missing."""
+    if importlib.util.find_spec("hypothesis") is None:
+        raise ImportError(
+            "myllm verify shrinks failing cases with Hypothesis, which is not installed; "
+            "pip install 'myllm[verify]'"
+        )

@@ -1,0 +1,330 @@
+"""The kernels under test: a module loaded, its arrays brought over, its functions called.
+
+Nothing here trusts the module: whatever it raises becomes a ``KernelError`` with one clear line.
+"""
+
+import importlib.util
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.verify.contract import DTYPES, MASTER_OPS, SPECS, Spec, contract_parameters
+from reference.ops import Ops
+from reference.types import Array
+
+
+class SubjectError(ValueError):
+    """The module cannot be checked at all."""
+
+
+class KernelError(Exception):
+    """A function of the module raised, or returned something that cannot be read."""
+
+
+class Placed(NamedTuple):
+    """An array as the kernel sees it, and what lies around it."""
+
+    view: Any  # what is passed
+    base: Any  # the buffer that view is cut from
+    before: Array  # the buffer's content, to see whether anything was written
+
+
+class Subject:
+    """A module with functions named like the contract's.
+
+    Parameters
+    ----------
+    module : module or any object with such attributes
+    name : str
+        What to call it in messages.
+    command : str
+        The options of ``myllm verify`` that name it again: ``--module mykernels.py``.
+    """
+
+    def __init__(self, module: Any, name: str, command: str) -> None:
+        self.module, self.name, self.command = module, name, command
+        self.native = not hasattr(module, "from_numpy") and not hasattr(module, "from_dlpack")
+        self._from = getattr(module, "from_numpy", None)
+        self._to = getattr(module, "to_numpy", None)
+        self._file = str(getattr(module, "__file__", "") or "")
+        self._activation = self._from is not None and "activation" in (_names(self._from) or ())
+        self.notes: set[str] = set()
+
+    def has(self, function: str) -> bool:
+        return callable(getattr(self.module, function, None))
+
+    def specs(self) -> list[Spec]:
+        """Return the ops of which the module has something, in the contract's order."""
+        return [
+            spec for spec in SPECS.values() if self.has(spec.forward) or self.has_backward(spec)
+        ]
+
+    def has_backward(self, spec: Spec) -> bool:
+        return bool(spec.gradients) and self.has(spec.backward)
+
+    def declared_dtypes(self) -> tuple[str, ...] | None:
+        """Return the precisions that the module says it works in: ``DTYPES = ("float32",)``."""
+        declared = getattr(self.module, "DTYPES", None)
+        if declared is None:
+            return None
+        declared = (declared,) if isinstance(declared, str) else tuple(declared)
+        unknown = [d for d in declared if d not in DTYPES]
+        if unknown or not declared:
+            raise SubjectError(
+                f"{self.name}: DTYPES must name some of {', '.join(DTYPES)}, got {declared}"
+            )
+        return declared
+
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the precisions to check: those declared, or those that survive the crossing.
+
+        A module whose ``from_numpy`` rounds to bf16 is checked in bf16; one that turns float64 into
+        float32 is not checked in float64.
+        """
+        declared = self.declared_dtypes()
+        if declared is not None:
+            return declared
+        x = np.random.default_rng(0).standard_normal(64)
+        kept = []
+        for dtype in ("float32", "float64"):
+            sent = x.astype(dtype)
+            back = self.to_numpy(self.from_numpy(sent, activation=True))
+            if np.array_equal(np.asarray(back, np.float64), sent.astype(np.float64)):
+                kept.append(dtype)
+        return tuple(kept) or ("bf16",)
+
+    def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
+        """Return what tells whether a function takes an optional parameter of the contract."""
+        if not self.has(function) or not hasattr(Ops, function):
+            return lambda parameter: True
+        names = _names(getattr(self.module, function))
+        if names is None:
+            return lambda parameter: True
+        parameters = inspect.signature(getattr(self.module, function)).parameters
+        positional = _positional(parameters)
+        order = [p.name for p in contract_parameters(function)]
+
+        def offers(parameter: str) -> bool | str:
+            found = parameters.get(parameter)
+            if found is None and parameter in order and _is_array(function, parameter):
+                at = order.index(parameter)
+                # called something else, but it stands where the contract has it
+                found = positional[at] if at < len(positional) else None
+                if found is not None and found.name in order:
+                    found = None
+            if found is None:
+                return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            return "always" if found.default is found.empty and _is_optional(function) else True
+
+        return offers
+
+    def missing_features(self, spec: Spec) -> list[str]:
+        """Return the optional parameters that this module's functions lack."""
+        lacking = []
+        for function in (spec.forward, spec.backward):
+            if self.has(function) and hasattr(Ops, function):
+                offers = self.parameter_offers(function)
+                lacking += [
+                    p.name
+                    for p in contract_parameters(function)
+                    if p.default is not p.empty and not offers(p.name)
+                ]
+        return lacking
+
+    # ---- arrays ------------------------------------------------------------------------------
+
+    def from_numpy(self, array: Array, *, activation: bool = False) -> Any:
+        """Give an array to the module."""
+        if self._from is not None:
+            extra = {"activation": activation} if self._activation else {}
+            return self.call("from_numpy", self._from, array, **extra)
+        if not self.native:
+            return self.call("from_dlpack", self.module.from_dlpack, array)
+        return array
+
+    def to_numpy(self, value: Any) -> Array:
+        """Take a result from the module."""
+        # a backend on the CPU may keep bf16 in NumPy arrays of uint16, which only it can read
+        known = isinstance(value, (np.ndarray, np.generic, int, float))
+        bits = isinstance(value, np.ndarray) and value.dtype == np.uint16
+        if self._to is not None and (bits or not known):
+            value = self.call("to_numpy", self._to, value)
+        if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+            try:
+                return np.from_dlpack(value)
+            except (BufferError, RuntimeError, TypeError, ValueError):
+                pass  # on a device, or needing gradients: __array__ may know a way
+        try:
+            array = np.asarray(value)
+        except Exception as error:
+            raise KernelError(
+                f"a result of type {type(value).__name__} cannot become a NumPy array "
+                f"({_first_line(error)}); give the module a function to_numpy"
+            ) from None
+        if array.dtype.kind not in "fiub":
+            raise KernelError(
+                f"a result of type {type(value).__name__} is no array of numbers; "
+                "give the module a function to_numpy"
+            )
+        return array
+
+    def place(self, array: Array, layout: str, *, activation: bool) -> Placed:
+        """Lay an array out as asked, with poison wherever the kernel has no business."""
+        array = np.asarray(array)
+        if layout == "reversed" and not self.native:
+            layout = "strided"  # only NumPy has negative strides
+        poison: Any = {"f": np.nan, "b": True}.get(array.dtype.kind, 0)
+        cut: tuple[Any, ...] = ()
+        if array.ndim == 0 or layout == "plain":
+            base = array.copy()
+        elif layout == "strided":
+            base = np.full((*array.shape[:-1], 2 * array.shape[-1] + 1), poison, array.dtype)
+            cut = (..., slice(1, None, 2))
+        elif layout == "sliced":
+            base = np.full(tuple(n + 3 for n in array.shape), poison, array.dtype)
+            cut = tuple(slice(1, n + 1) for n in array.shape)
+        elif layout == "reversed":
+            base, cut = array.copy(), tuple(slice(None, None, -1) for _ in array.shape)
+        else:  # transposed: heads before tokens, as (B, H, T, d) is often kept; or the last two
+            axes = (1, 2) if array.ndim == 4 else (0, array.ndim - 1)
+            base = array.swapaxes(*axes).copy()
+            given = self.from_numpy(base, activation=activation)
+            try:
+                return Placed(given.swapaxes(*axes), given, self.to_numpy(given).copy())
+            except (AttributeError, TypeError, ValueError):
+                return self._plain_instead(array, activation)
+        if cut:
+            base[cut] = array
+        given = self.from_numpy(base, activation=activation)
+        before = self.to_numpy(given).copy()
+        try:
+            return Placed(given[cut] if cut else given, given, before)
+        except (IndexError, TypeError, ValueError):
+            return self._plain_instead(array, activation)
+
+    def _plain_instead(self, array: Array, activation: bool) -> Placed:
+        self.notes.add("its arrays cannot be sliced, so none but contiguous inputs were tried")
+        given = self.from_numpy(array.copy(), activation=activation)
+        return Placed(given, given, self.to_numpy(given).copy())
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return the backend's scope of reused memory, if it has one."""
+        return self.module.step() if self.has("step") else nullcontext()
+
+    def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call into the module; whatever goes wrong is one line."""
+        try:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                return function(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            raise KernelError(
+                f"{what} raised {type(error).__name__}: {_first_line(error)}{self._where(error)}"
+            ) from error
+
+    def _where(self, error: BaseException) -> str:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
+        return f" ({Path(self._file).name}:{frames[-1].lineno})" if frames else ""
+
+
+def load_file(path: str | Path) -> Subject:
+    """Load a module from a file.
+
+    Raises
+    ------
+    SubjectError
+        When there is no such file, it does not import, or it offers no op of the contract.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise SubjectError(f"there is no file {path}; give the path of a Python module")
+    spec = importlib.util.spec_from_file_location(f"verified_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise SubjectError(f"{path} is no Python module; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that it may import its neighbours, now and when called
+    sys.modules[spec.name] = module
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        line = ""
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        if frames:
+            line = f" (line {frames[-1].lineno})"
+        raise SubjectError(
+            f"{path} does not import: {type(error).__name__}: {_first_line(error)}{line}"
+        ) from error
+    return as_subject(module, path.name, f"--module {path}")
+
+
+def as_subject(module: Any, name: str | None = None, command: str | None = None) -> Subject:
+    """Wrap a module, or any object that has the functions as attributes.
+
+    Raises
+    ------
+    SubjectError
+        When it offers nothing to check.
+    """
+    if isinstance(module, (str, Path)):
+        return load_file(module)
+    name = name or getattr(module, "__name__", type(module).__name__)
+    if command is None:
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        command = f"--module {file}" if file else f"--module {name}.py"
+    subject = Subject(module, str(name), command)
+    if not subject.specs():
+        near = [n for n in dir(module) if n.endswith(("_forward", "_backward"))]
+        raise SubjectError(
+            f"{name} has no function named like an op of the contract (rmsnorm_forward, "
+            f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "")
+        )
+    return subject
+
+
+def applies(spec: Spec, dtype: str) -> bool:
+    """Say whether an op has cases of its own in a precision."""
+    return dtype != "bf16" or spec.name not in MASTER_OPS
+
+
+def _names(function: Callable[..., Any]) -> list[str] | None:
+    """Return the parameter names of a function; None when it has no Python signature."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _positional(parameters: Any) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in parameters.values() if p.kind in kinds]
+
+
+def _is_array(function: str, parameter: str) -> bool:
+    """Say whether a parameter of the contract is an array, and so may be passed by position."""
+    return any(
+        p.name == parameter and p.kind is p.POSITIONAL_OR_KEYWORD
+        for p in contract_parameters(function)
+    )
+
+
+def _is_optional(function: str) -> bool:
+    return not function.endswith("_backward")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:200]

@@ -1,0 +1,458 @@
+"""One case, run and judged: what the kernel gave beside what it should have given."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.tolerance import Closeness, Magnitude, compare
+from accel.verify.contract import (
+    Case,
+    Expected,
+    accumulated_onto,
+    contract_parameters,
+    expected,
+    floats,
+    gradient_names,
+    log_sum_exp,
+    other_case,
+    reference_results,
+    shape_of,
+)
+from accel.verify.subject import KernelError, Placed, Subject, _positional
+from reference.types import Array, Loss
+
+GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
+CANARY = 12_345.0
+
+
+class Judged(NamedTuple):
+    """One result of a case beside what was expected of it."""
+
+    name: str  # "out", "dk", "n_valid", …, or "" when the call itself failed
+    kind: str  # "value", or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    closeness: Closeness | None = None
+    got: Array | None = None
+    exact: Array | None = None
+    problem: str = ""  # one line when something other than the value is wrong
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem and (self.closeness is None or self.closeness.ok)
+
+
+class _Run:
+    """The calls of one case, in order."""
+
+    def __init__(self, subject: Subject, case: Case) -> None:
+        self.subject, self.case, self.spec = subject, case, case.spec
+        self.judged: list[Judged] = []
+        self.placed: dict[str, Placed] = {}
+        # results as they were returned, and the kernel's own arrays, to see whether those change
+        self.returned: dict[str, tuple[Any, Array]] = {}
+
+    def place(self, case: Case, *, hold: bool) -> dict[str, Any]:
+        views: dict[str, Any] = {}
+        for name, array in case.arrays.items():
+            if array is None:
+                views[name] = None
+                continue
+            activation = name not in self.spec.weights and array.dtype.kind == "f"
+            placed = self.subject.place(
+                array, case.layouts.get(name, "plain"), activation=activation
+            )
+            views[name] = placed.view
+            if hold:
+                self.placed[name] = placed
+        return views
+
+    def call_forward(self, views: dict[str, Any], case: Case) -> tuple[Any, Any, bool]:
+        """Return (out, cache, whether there is a cache)."""
+        name = self.spec.forward
+        args, kwargs = arguments(self.subject, name, views, case.options)
+        result = self.subject.call(name, getattr(self.subject.module, name), *args, **kwargs)
+        if not self.spec.gradients:
+            return result, None, False
+        return split_result(self.spec.name, result, case)
+
+    def take(self, name: str, value: Any) -> Array | None:
+        """Bring a result over; a problem with it is noted."""
+        try:
+            if isinstance(value, (tuple, list, dict)) or value is None:
+                given = "None" if value is None else f"a {type(value).__name__}"
+                raise KernelError(f"{name} should be an array, but is {given}")
+            array = np.array(self.subject.to_numpy(value))
+        except KernelError as error:
+            self.judged.append(Judged(name, "missing", problem=str(error)))
+            return None
+        if self.subject.native and isinstance(value, np.ndarray):
+            self.returned[name] = (value, array)
+        return array
+
+    def problem(self, name: str, kind: str, text: str) -> None:
+        self.judged.append(Judged(name, kind, problem=text))
+
+
+def run_case(subject: Subject, case: Case, want: Expected | None = None) -> list[Judged]:
+    """Run a case and judge every result.
+
+    Returns
+    -------
+    list of Judged
+        One for each result, with more for whatever else is wrong: a call that raised, an argument
+        that was written into, a result that changed after it was returned.
+    """
+    want = want or expected(case)
+    run = _Run(subject, case)
+    try:
+        with subject.step():
+            _perform(run, want)
+    except KernelError as error:
+        run.problem("", "raised", str(error))
+    return run.judged
+
+
+def _perform(run: _Run, want: Expected) -> None:
+    subject, case, spec = run.subject, run.case, run.spec
+    views = run.place(case, hold=True)
+    got: dict[str, Array | None] = {}
+
+    cache: Any = None
+    inputs: Any = None
+    if subject.has(spec.forward):
+        out, cache, cached = run.call_forward(views, case)
+        if spec.in_place:
+            got = {name: run.take(name, views[name]) for name in spec.in_place}
+        else:
+            got = _take_out(run, out, want)
+        if case.cotangent is not None and not cached:
+            inputs = inputs_tuple(subject, case, views, out)
+    elif case.cotangent is not None:
+        inputs = inputs_tuple(subject, case, views, _given_out(subject, case, want))
+
+    judge(run, got, want)
+    if case.interleaved and subject.has(spec.forward):
+        _interleave(run)
+    if case.cotangent is not None and subject.has_backward(spec):
+        _backward(run, want, cache if inputs is None else inputs)
+    _untouched(run)
+
+
+def arguments(
+    subject: Subject, function: str, views: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return how a function is called: required arrays by position, the rest by name if it can."""
+    args: list[Any] = []
+    kwargs = dict(options)
+    names = None
+    positional: list[Any] = []
+    if (parameters := _signature(subject, function)) is not None:
+        names, positional = list(parameters), _positional(parameters)
+    for at, parameter in enumerate(contract_parameters(function)):
+        name = parameter.name
+        if name not in views:
+            continue
+        if parameter.default is parameter.empty:
+            args.append(views[name])
+        elif views[name] is None:
+            continue
+        elif names is None or name in names or at >= len(positional):
+            kwargs[name] = views[name]
+        else:  # it has another name in this module; everything before it must be filled
+            args += [None] * (at - len(args)) + [views[name]]
+    return args, kwargs
+
+
+def _signature(subject: Subject, function: str) -> Any:
+    import inspect
+
+    try:
+        return inspect.signature(getattr(subject.module, function)).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
+    """Tell (out, cache) from an out alone.
+
+    An out of several parts is a tuple itself, as is a loss; then the first part decides.
+    """
+    if op == "linear_cross_entropy":
+        if hasattr(result, "total"):
+            return result, None, False
+        if isinstance(result, tuple) and len(result) == 2:
+            first, second = result
+            if hasattr(first, "total"):
+                return first, second, True
+            if isinstance(first, tuple) and len(first) == 2:
+                return Loss(first[0], first[1]), second, True
+            if np.ndim(first) == 0 and isinstance(second, (int, np.integer)):
+                return Loss(first, int(second)), None, False
+        return result, None, False
+    if op == "split_heads":
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list)):
+            return tuple(result[0]), result[1], True
+        return (tuple(result) if isinstance(result, list) else result), None, False
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        return result[0], result[1], True
+    return result, None, False
+
+
+def _take_out(run: _Run, out: Any, want: Expected) -> dict[str, Array | None]:
+    op, parts = run.case.op, [n for n in want.exact if n not in gradient_names(run.case)]
+    if op == "linear_cross_entropy":
+        if not hasattr(out, "total") or not hasattr(out, "n_valid"):
+            run.problem("total", "missing", "the forward should give a loss with total and n_valid")
+            return {}
+        return {"total": run.take("total", out.total), "n_valid": run.take("n_valid", out.n_valid)}
+    if op == "split_heads":
+        if not isinstance(out, tuple) or len(out) != len(parts):
+            found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
+            run.problem(
+                "out", "missing", f"the forward should give {len(parts)} parts, gave {found}"
+            )
+            return {}
+        return {name: run.take(name, part) for name, part in zip(parts, out, strict=True)}
+    return {"out": run.take("out", out)}
+
+
+def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) -> Any:
+    """Return what a backward without a cache reads: the forward's arguments, out, and lse."""
+    parameters = contract_parameters(case.spec.forward)
+    fields = {
+        p.name: views[p.name]
+        if p.name in views
+        else case.options.get(p.name, None if p.default is p.empty else p.default)
+        for p in parameters
+    }
+    fields["out"] = out
+    if case.op == "attention":
+        fields["lse"] = subject.from_numpy(log_sum_exp(case))
+    kind = collections.namedtuple(f"{case.op}_inputs", list(fields))  # type: ignore[misc]
+    return kind(**fields)
+
+
+def _given_out(subject: Subject, case: Case, want: Expected) -> Any:
+    """Return the forward's output for a module that has only the backward."""
+    if "total" in want.plain:
+        return Loss(float(want.plain["total"]), int(want.plain["n_valid"]))
+    dtype = np.dtype("float32" if case.dtype == "bf16" else case.dtype)
+    parts = [
+        subject.from_numpy(np.asarray(value, dtype), activation=True)
+        for name, value in want.plain.items()
+        if name.startswith("out")
+    ]
+    return parts[0] if "out" in want.plain else tuple(parts)
+
+
+def _place_cotangent(run: _Run, cotangent: Any) -> Any:
+    if isinstance(cotangent, float):
+        return cotangent
+    layout = run.case.layouts.get("dout", "plain")
+    if isinstance(cotangent, tuple):
+        placed = [run.subject.place(part, layout, activation=True) for part in cotangent]
+        run.placed |= {f"dout[{i}]": p for i, p in enumerate(placed)}
+        return tuple(p.view for p in placed)
+    run.placed["dout"] = run.subject.place(cotangent, layout, activation=True)
+    return run.placed["dout"].view
+
+
+def _backward(run: _Run, want: Expected, state: Any) -> None:
+    subject, case, spec = run.subject, run.case, run.spec
+    function = getattr(subject.module, spec.backward)
+    owed = gradient_names(case)
+    kwargs: dict[str, Any] = {}
+    buffers: dict[str, Placed] = {}
+    if case.out:
+        buffers = {name: _out_buffer(subject, case, name) for name in _out_names(case)}
+        views = [
+            buffers[f"d{p}"].view if f"d{p}" in buffers else None for p in case.spec.parameters
+        ]
+        kwargs["out"] = views[0] if spec.single_out else tuple(views)
+        if case.out == "accumulate":
+            kwargs["accumulate"] = True
+    dout = _place_cotangent(run, case.cotangent)
+    result = subject.call(spec.backward, function, dout, state, **kwargs)
+    gradients = _gradients(run, result, owed)
+    got = {name: run.take(name, value) for name, value in gradients.items()}
+
+    base: Array | float = 0.0
+    if case.out == "accumulate":
+        base = accumulated_onto(case).astype(np.float64)
+    judge(run, got, _shifted(want, base) if case.out == "accumulate" else want)
+    for name, buffer in buffers.items():
+        _judge_buffer(run, name, buffer, _shifted(want, base))
+    if not case.out:
+        _again(run, state, function)
+
+
+def _gradients(run: _Run, result: Any, owed: list[str]) -> dict[str, Any]:
+    """Name the gradients that a backward returned."""
+    found = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(found) > len(owed):  # None stands for an array that was not given
+        trailing = [g for g in found if g is not None]
+        found = trailing if len(trailing) == len(owed) else found
+    if len(found) != len(owed):
+        run.problem(
+            "",
+            "count",
+            f"{run.spec.backward} returned {len(found)} gradient{'s' * (len(found) != 1)}, but "
+            f"{len(owed)} are owed: {', '.join(owed)}",
+        )
+        return {}
+    return dict(zip(owed, found, strict=True))
+
+
+def _out_names(case: Case) -> list[str]:
+    return [f"d{p}" for p in case.spec.parameters if case.arrays.get(p) is not None]
+
+
+def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
+    """Return a view into a flat gradient, with guards on either side, filled with canaries."""
+    shape = case.arrays[name[1:]].shape
+    size = int(np.prod(shape))
+    flat = np.full(size + 2 * GUARD, CANARY, "float64" if case.dtype == "float64" else "float32")
+    if case.out == "accumulate":
+        flat[GUARD : GUARD + size] = accumulated_onto(case).reshape(-1)
+    base = subject.from_numpy(flat)
+    before = subject.to_numpy(base).copy()
+    return Placed(base[GUARD : GUARD + size].reshape(shape), base, before)
+
+
+def _shifted(want: Expected, base: Any) -> Expected:
+    """Return the expectation of a gradient that was added onto something."""
+    if not np.any(base):
+        return want
+    magnitude = want.magnitudes["dtable"]
+    return want._replace(
+        exact={**want.exact, "dtable": want.exact["dtable"] + base},
+        plain={**want.plain, "dtable": (want.plain["dtable"] + base).astype(np.float32)},
+        magnitudes={
+            **want.magnitudes,
+            "dtable": Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms),
+        },
+    )
+
+
+def _judge_buffer(run: _Run, name: str, buffer: Placed, want: Expected) -> None:
+    flat = np.array(run.subject.to_numpy(buffer.base))
+    inside = slice(GUARD, len(flat) - GUARD)
+    got = flat[inside].reshape(want.exact[name].shape)
+    if np.all(flat[inside] == CANARY) and got.size:
+        run.problem(name, "out", f"{name} was not written into the out= that was given")
+    else:
+        judge(run, {name: got}, want, note=" in out=")
+    if np.any(flat[:GUARD] != CANARY) or np.any(flat[len(flat) - GUARD :] != CANARY):
+        run.problem(name, "written", f"elements before or behind the out= of {name} were written")
+
+
+def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "") -> None:
+    """Compare results with what was expected of them."""
+    case = run.case
+    for name, value in got.items():
+        if value is None:
+            continue
+        exact = want.exact[name]
+        if np.shape(value) != np.shape(exact):
+            near = ""
+            if sorted(np.shape(value)) == sorted(np.shape(exact)):
+                near = "; are axes swapped?"
+            run.judged.append(
+                Judged(
+                    name,
+                    "shape",
+                    got=value,
+                    exact=exact,
+                    problem=f"{name}{note} has shape {shape_of(value)}, should have "
+                    f"{shape_of(exact)}{near}",
+                )
+            )
+            continue
+        problem, kind = "", "value"
+        finite = np.isfinite(value)
+        if not finite.all():
+            bad = np.argwhere(~finite)[0]
+            what = value[tuple(bad)]
+            at = f"[{', '.join(str(i) for i in bad)}]" if len(bad) else ""
+            problem, kind = f"{name}{note}{at} is {what}", "nonfinite"
+        elif run.subject.native and note != " in out=" and _wrong_dtype(case, name, value):
+            problem = (
+                f"{name} is {value.dtype}, but the inputs are {case.dtype}: dtype in is dtype out"
+            )
+            kind = "dtype"
+        unit = "float64" if case.spec.float64 else case.dtype
+        closeness = compare(
+            value,
+            exact,
+            want.plain[name],
+            want.magnitudes[name],
+            unit,
+            gradient=name in gradient_names(case),
+        )
+        run.judged.append(Judged(name, kind, closeness, value, exact, problem))
+
+
+def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
+    if case.dtype == "bf16" or case.spec.float64 or name in ("total", "n_valid"):
+        return False
+    return value.dtype != np.dtype(case.dtype)
+
+
+def _interleave(run: _Run) -> None:
+    """Make another call, as a model does between a forward and its backward."""
+    other = other_case(run.case)
+    views = run.place(other, hold=False)
+    out, _, _ = run.call_forward(views, other)
+    exact = reference_results(other, np.float64)
+    second = expected(other)
+    held = run.returned
+    run.returned = {}
+    if run.spec.in_place:
+        got = {name: run.take(name, views[name]) for name in run.spec.in_place}
+    else:
+        got = _take_out(run, out, Expected(exact, exact, {}))
+    run.returned = held
+    judge(run, got, second, note=" of a second call")
+
+
+def _again(run: _Run, state: Any, function: Any) -> None:
+    """Call the backward once more: a cache that the first call wrote into gives itself away.
+
+    A cache may be used up (automatic differentiation frees its graph), so raising is no fault.
+    """
+    case = run.case
+    if isinstance(case.cotangent, float):
+        second: Any = -case.cotangent
+    else:
+        second = floats(case.cotangent, np.float64)
+        second = tuple(-p for p in second) if isinstance(second, tuple) else -second
+        second = floats(second, np.float32 if case.dtype == "bf16" else case.dtype)
+    placed = dict(run.placed)
+    dout = _place_cotangent(run, second)
+    run.placed = placed
+    try:
+        result = run.subject.call(run.spec.backward, function, dout, state)
+        gradients = _gradients(run, result, gradient_names(case))
+        got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
+    except KernelError:
+        return
+    negated = expected(dataclasses.replace(case, cotangent=second))
+    judge(run, dict(got), negated, note=" of a second backward from one cache")
+
+
+def _untouched(run: _Run) -> None:
+    """See whether arguments were written into, or results changed after they were returned."""
+    for name, placed in run.placed.items():
+        if name in run.spec.in_place:
+            continue
+        now = np.asarray(run.subject.to_numpy(placed.base))
+        if not np.array_equal(now, placed.before, equal_nan=now.dtype.kind == "f"):
+            run.problem(name, "written", f"{name}, an argument, was written into")
+    for name, (array, copy) in run.returned.items():
+        if name not in run.spec.in_place and not np.array_equal(
+            array, copy, equal_nan=copy.dtype.kind == "f"
+        ):
+            run.problem(
+                name, "overwritten", f"{name} changed after it was returned, by a later call"
+            )
