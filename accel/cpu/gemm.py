@@ -1,0 +1,170 @@
+"""Matrix products in float32 and float64, for the shapes of a transformer.
+
+After Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication". The sum over k
+is cut into blocks of at most DEPTH. For each block
+
+1. the right operand is packed into panels, ``block_columns`` wide, whose rows lie one behind the
+   other: 96 KiB a panel, which the second-level cache holds while many rows pass by it;
+2. a transposed left operand is packed too, ROWS of its columns at a time (an untransposed one is
+   read in place: its rows are already in the order of the sum);
+3. tasks of ROWS rows and some panels multiply, 6 rows by one panel at a time (``simd.tile_gemm``).
+
+Every element of the product is the sum over k in ascending order, block by block, in fused
+multiply-adds; where a task begins and ends has no part in that. So the bits depend on the shape
+alone. A BLAS with threads does not promise as much, and two thread pools in one process (its own
+and Numba's) spin against each other: 39 % of a training step went there. One product of OpenBLAS
+split over our threads is as fast as this only where the split follows the number of threads.
+"""
+
+from typing import Any
+
+import numpy.typing as npt
+from numba import prange
+
+from accel.cpu.kernels import MAP, address, like
+from accel.cpu.memory import empty
+from accel.cpu.packing import pack_columns, pack_rows, prefetch
+from accel.cpu.simd import (
+    at,
+    block_columns,
+    block_vectors,
+    pointer,
+    tile_gemm,
+    vector_bytes,
+    vector_columns,
+)
+from accel.jit import jit
+
+Array = npt.NDArray[Any]
+
+DEPTH = 384  # of the sum, at most, in one block; a multiple of 8
+ROWS = 192  # of the product in one task, about; a multiple of 6, the register block's rows
+PACK_ROWS = 16  # rows that are packed by one task
+PACKED = 1 << 20  # elements of a transposed left operand that are packed at a time
+MIN_TASKS = 16  # where the product is large enough: what even a few dozen cores share evenly
+
+
+@jit(**MAP)
+def _product(
+    like: Any,
+    ta: bool,
+    tb: bool,
+    m: int,
+    n: int,
+    k: int,
+    a_address: int,
+    lda: int,
+    b_address: int,
+    ldb: int,
+    accumulate: bool,
+    c_address: int,
+    ldc: int,
+    right_address: int,
+    left_address: int,
+    depth: int,
+    rows: int,
+    high: int,
+    panels_per_task: int,
+) -> None:
+    a, b, c = pointer(a_address, like), pointer(b_address, like), pointer(c_address, like)
+    right, left = pointer(right_address, like), pointer(left_address, like)
+    width = block_columns(a)
+    line = vector_columns(a)  # elements of a vector, which is a cache line or a part of one
+    panels = (n + width - 1) // width
+    column_tasks = (panels + panels_per_task - 1) // panels_per_task
+    for k0 in range(0, k, depth):
+        kc = min(depth, k - k0)
+        add = accumulate or k0 > 0
+        if tb:
+            for p in prange(panels):
+                w = min(width, n - p * width)
+                panel = at(right, p * width * depth)
+                pack_columns(at(b, p * width * ldb + k0), ldb, panel, width, w, kc)
+        else:
+            for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
+                last = min(kc, (t + 1) * PACK_ROWS)
+                size = width * depth
+                pack_rows(at(b, k0 * ldb), ldb, right, width, size, t * PACK_ROWS, last, n)
+        for top in range(0, m, high):
+            count = min(high, m - top)
+            row_tasks = (count + rows - 1) // rows
+            if ta:
+                for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
+                    last = min(kc, (t + 1) * PACK_ROWS)
+                    size = rows * depth
+                    block = at(a, k0 * lda + top)
+                    pack_rows(block, lda, left, rows, size, t * PACK_ROWS, last, count)
+            for task in prange(row_tasks * column_tasks):
+                i = task // column_tasks * rows
+                r = min(rows, count - i)
+                first = task % column_tasks * panels_per_task
+                for p in range(first, min(panels, first + panels_per_task)):
+                    w = min(width, n - p * width)
+                    panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + p * width)
+                    if ta:
+                        block, row_step, column_step = at(left, i * depth), 1, rows
+                    else:
+                        block, row_step, column_step = at(a, (top + i) * lda + k0), lda, 1
+                    # While one panel multiplies, the next one comes into the nearer cache.
+                    following = at(panel, width * depth)
+                    part = (width * kc * 6 + r - 1) // r
+                    for j in range(0, r, 6):
+                        if p + 1 < panels:
+                            start = j // 6 * part
+                            prefetch(following, start, min(start + part, width * kc), line)
+                        left_block, to_block = at(block, j * row_step), at(to, j * ldc)
+                        tile_gemm(
+                            min(6, r - j),
+                            w,
+                            kc,
+                            left_block,
+                            row_step,
+                            column_step,
+                            panel,
+                            width,
+                            to_block,
+                            ldc,
+                            add,
+                        )
+
+
+def gemm(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    ta: bool = False,
+    tb: bool = False,
+    accumulate: bool = False,
+) -> None:
+    """Write op(a) op(b) into ``out``, or add it there; op transposes where ``ta`` or ``tb`` is set.
+
+    Parameters
+    ----------
+    a, b, out : two-dimensional, of one float type, rows of adjacent elements
+        op(a) is (m, k), op(b) is (k, n), out is (m, n).
+    accumulate : bool
+        Add to ``out``; else it is overwritten, and may hold anything.
+    """
+    m, n = out.shape
+    k = a.shape[0] if ta else a.shape[1]
+    if k == 0 and not accumulate:
+        out.fill(0)
+    if m == 0 or n == 0 or k == 0:
+        return
+    size = out.itemsize
+    width = block_vectors() * vector_bytes() // size
+    panels = -(-n // width)
+    blocks = -(-k // DEPTH)
+    depth = -(-k // blocks // 8) * 8
+    rows = -(-m // max(round(m / ROWS), 1) // 6) * 6
+    high = max(PACKED // (rows * depth), 1) * rows if ta else m
+    row_tasks = -(-min(high, m) // rows)
+    panels_per_task = max(min(panels, panels * row_tasks // MIN_TASKS), 1)
+    right = empty(panels * width * depth, out.dtype)
+    left = empty(min(high, row_tasks * rows) * depth if ta else 0, out.dtype)
+    _product(
+        *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
+        *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
+        *(address(right), address(left), depth, rows, high, panels_per_task),
+    )

@@ -1,0 +1,129 @@
+"""What every kernel file here needs: how work is cut, how the compiler is set, how arrays enter.
+
+Kernels take addresses rather than arrays (``simd.pointer`` says why), with a scalar of the element
+type beside them, so a kernel is compiled once for float32 and once for float64 whatever the arrays'
+layout. All they are given is C-contiguous: ``contiguous`` sees to that at the boundary.
+
+Work is cut into pieces whose size follows from the shape alone, never from the number of threads,
+and sums over pieces are added in a fixed order; so the number of threads changes no bit.
+
+One trap: Numba takes a pointer for an array that nobody looks at, and drops stores through it from
+the body of a ``prange`` (not from loops inside) without a word. ``store`` is a call, and stays.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import prange
+
+from accel.cpu.memory import empty
+from accel.cpu.simd import at, pointer
+from accel.jit import jit
+
+Array = npt.NDArray[Any]
+
+PIECE = 16_384  # elements of a flat array that one task takes
+ROW_PIECE = 16  # rows that one task takes, where rows are independent of each other
+SUM_PIECE = 64  # rows that are added up by one task before the partial sums are
+
+# How kernels are compiled. The liberties do not let the compiler assume that there are no NaN and
+# no infinities: a NaN has to travel to the loss, where somebody looks. Division by zero gives what
+# NumPy gives; Python's exception would be a branch in every loop.
+_LIBERTIES = {"contract", "nsz", "arcp"}
+MAP: dict[str, Any] = {
+    "nogil": True,
+    "parallel": True,
+    "error_model": "numpy",
+    "fastmath": _LIBERTIES,
+}
+SUM = MAP | {"fastmath": _LIBERTIES | {"reassoc"}}  # sums may be split over the lanes of a vector
+SERIAL = SUM | {"parallel": False}  # called from another kernel, within a task or between them
+
+
+def contiguous(x: Array) -> Array:
+    """Return x itself if it is C-contiguous, else a copy that is."""
+    if x.flags.c_contiguous:
+        return x
+    copy = empty(x.shape, x.dtype)
+    np.copyto(copy, x)
+    return copy
+
+
+def address(x: Array) -> int:
+    """Return where the first element lies."""
+    return int(x.ctypes.data)
+
+
+def like(x: Array) -> Any:
+    """Return a scalar of the element type, which chooses the version of a kernel."""
+    return x.dtype.type(0)
+
+
+def receiver(out: Array | None, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array | None]:
+    """Return the contiguous array that a kernel shall fill, and where to copy it after, if needed.
+
+    Raises
+    ------
+    ValueError
+        When ``out`` has another shape.
+    """
+    if out is None:
+        return empty(shape, dtype), None
+    if out.shape != shape:
+        raise ValueError(f"out must have the gradient's shape {shape}, got {out.shape}")
+    if out.dtype == dtype and out.flags.c_contiguous:
+        return out, None
+    return empty(shape, dtype), out
+
+
+def delivered(filled: Array, out: Array | None) -> Array:
+    """Copy a gradient to the caller's array where the kernel could not write there itself."""
+    if out is not None:
+        np.copyto(out, filled)
+    return filled
+
+
+@jit(**SERIAL)
+def store(p: Any, i: int, value: Any) -> None:
+    """p[i] = value, where a ``prange`` would drop it."""
+    p[i] = value
+
+
+@jit(**SUM)
+def _sum_rows_partial(like: Any, x: int, partial: int, rows: int, width: int) -> None:
+    source, target = pointer(x, like), pointer(partial, like)
+    for piece in prange((rows + SUM_PIECE - 1) // SUM_PIECE):
+        t = at(target, piece * width)
+        for j in range(width):
+            t[j] = 0
+        for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
+            s = at(source, i * width)
+            for j in range(width):
+                t[j] += s[j]
+
+
+@jit(**SUM)
+def _sum_partials(like: Any, partial: int, out: int, rows: int, width: int) -> None:
+    source, target = pointer(partial, like), pointer(out, like)
+    for piece in prange((width + 63) // 64):
+        low, high = piece * 64, min(width, piece * 64 + 64)
+        for j in range(low, high):
+            target[j] = 0
+        for i in range(rows):
+            s = at(source, i * width)
+            for j in range(low, high):
+                target[j] += s[j]
+
+
+def sum_partials(partial: Array, out: Array) -> None:
+    """Write the sum of the rows of ``partial`` (n, D), added in their order, into ``out`` (D,)."""
+    _sum_partials(like(out), address(partial), address(out), *partial.shape)
+
+
+def sum_rows(x: Array, out: Array) -> None:
+    """Write the sum of the rows of x (N, D) into ``out`` (D,): by pieces, then over the pieces."""
+    rows, width = x.shape
+    partial = empty((-(-rows // SUM_PIECE), width), x.dtype)
+    _sum_rows_partial(like(x), address(x), address(partial), rows, width)
+    sum_partials(partial, out)

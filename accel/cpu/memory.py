@@ -1,0 +1,172 @@
+"""Where the arrays that ops return come from.
+
+Outside of ``with step():`` an array is fresh memory that lives as long as it is referenced. Inside,
+it is a piece of an arena that is kept from one training step to the next: a fresh large array costs
+a page fault for every 4 KiB that is first touched, which is 10 % of a step and more, and the pieces
+of a step are the same every time.
+
+The arena hands out the best-fitting free interval and takes it back when the last reference to the
+array, or to a view of it, goes; so memory is also reused *within* a step, as activations die during
+the backward pass. An array that outlives its step stays intact all the same: the contract promises
+less than is kept here.
+"""
+
+import bisect
+import contextlib
+import ctypes
+import math
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
+CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
+SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
+
+
+class _Piece:
+    """One interval of the arena while an array lives in it; NumPy keeps it as the array's base."""
+
+    __slots__ = ("__array_interface__", "_interval", "_returned")
+
+    def __init__(
+        self, interval: tuple[int, int], returned: deque[tuple[int, int]], count: int
+    ) -> None:
+        self._interval = interval
+        self._returned = returned
+        self.__array_interface__ = {
+            "data": (interval[0], False),
+            "shape": (count,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        # The collector may call this anywhere, even inside Arena.take: append is atomic.
+        self._returned.append(self._interval)
+
+
+class Arena:
+    """A heap that never gives memory back to the system.
+
+    Attributes
+    ----------
+    reserved : int
+        Bytes of address space taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._chunks: list[mmap.mmap] = []
+        self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
+        self._returned: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Array:
+        """Return ``nbytes`` uninitialised bytes as a uint8 array, aligned to a cache line."""
+        size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+        with self._lock:
+            while self._returned:
+                self._put_back(*self._returned.popleft())
+            start = self._best_fit(size)
+            if start is None:
+                self._grow(size)
+                start = self._best_fit(size)
+                assert start is not None
+        return np.asarray(_Piece((start, size), self._returned, nbytes))
+
+    def _best_fit(self, size: int) -> int | None:
+        best = -1
+        for i, (_, length) in enumerate(self._free):
+            if length >= size and (best < 0 or length < self._free[best][1]):
+                best = i
+        if best < 0:
+            return None
+        start, length = self._free[best]
+        if length == size:
+            del self._free[best]
+        else:
+            self._free[best] = (start + size, length - size)
+        return start
+
+    def _put_back(self, start: int, size: int) -> None:
+        i = bisect.bisect_left(self._free, (start, size))
+        if i < len(self._free) and start + size == self._free[i][0]:
+            size += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == start:
+            before = self._free.pop(i - 1)
+            start, size = before[0], before[1] + size
+            i -= 1
+        self._free.insert(i, (start, size))
+
+    def _grow(self, size: int) -> None:
+        # One cache line is left out at the end, so that two chunks never join into one interval.
+        length = max(CHUNK, size + ALIGNMENT)
+        chunk = mmap.mmap(-1, length)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+        self._chunks.append(chunk)
+        self.reserved += length
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+        self._put_back(address, length - ALIGNMENT)
+
+
+_arena = Arena()
+_depth = 0  # of nested steps
+_poison = False
+
+
+@contextlib.contextmanager
+def step() -> Iterator[None]:
+    """Open a scope in which arrays come from the arena; scopes may be nested."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Open a scope in which new float arrays hold NaN, to show elements that a kernel forgot."""
+    global _poison
+    before, _poison = _poison, True
+    try:
+        yield
+    finally:
+        _poison = before
+
+
+def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """Return an uninitialised C-contiguous array, aligned to a cache line; see above for where.
+
+    A vector register holds a cache line: loads that straddle two lines take twice as long.
+    """
+    dtype = np.dtype(dtype)
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = math.prod(dims) * dtype.itemsize
+    if _depth and nbytes >= SMALL:
+        array: Array = _arena.take(nbytes).view(dtype).reshape(dims)
+    else:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        array = raw[start : start + nbytes].view(dtype).reshape(dims)
+    if _poison and dtype.kind == "f":
+        array.fill(np.nan)
+    return array
+
+
+def zeros(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """Return an array of zeros from the same place."""
+    array = empty(shape, dtype)
+    array.fill(0)
+    return array

@@ -1,0 +1,79 @@
+"""Products: equal to NumPy's at every size, the same bits under every split."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.cpu import gemm as module
+from accel.cpu.gemm import gemm
+
+SIZE = st.sampled_from([1, 2, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 97, 130, 191, 193, 383, 385])
+
+
+def product(
+    m: int, n: int, k: int, dtype: Any, ta: bool, tb: bool, pad: int = 0
+) -> tuple[Any, Any, Any]:
+    """Return operands, and what the product should be; rows are ``pad`` elements further apart."""
+    rng = np.random.default_rng(m + 7 * n + 13 * k)
+
+    def array(rows: int, columns: int) -> Any:
+        wide = np.full((rows, columns + pad), np.nan, dtype)
+        wide[:, :columns] = rng.standard_normal((rows, columns))
+        return wide[:, :columns]
+
+    a = array(k, m) if ta else array(m, k)
+    b = array(n, k) if tb else array(k, n)
+    exact = (a.T if ta else a).astype(np.float64) @ (b.T if tb else b).astype(np.float64)
+    return a, b, exact
+
+
+@given(SIZE, SIZE, SIZE, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 3]))
+def test_any_size_and_transposition(
+    m: int, n: int, k: int, ta: bool, tb: bool, accumulate: bool, pad: int
+) -> None:
+    for dtype in (np.float32, np.float64):
+        a, b, exact = product(m, n, k, dtype, ta, tb, pad)
+        wide = np.full((m, n + pad), np.nan, dtype)
+        out = wide[:, :n]
+        if accumulate:
+            out[...] = 1
+            exact = exact + 1
+        gemm(a, b, out, ta=ta, tb=tb, accumulate=accumulate)
+        magnitude = np.abs(a.T if ta else a) @ np.abs(b.T if tb else b) + 1
+        unit = np.finfo(dtype).eps
+        assert np.all(np.abs(out - exact) <= 4 * np.sqrt(k) * unit * magnitude)
+        assert np.isnan(wide[:, n:]).all()  # nothing beside the product was touched
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1000, 70, 33), (20, 3000, 500), (700, 700, 900)])
+@pytest.mark.parametrize(("ta", "tb"), [(False, False), (False, True), (True, False)])
+def test_bits_do_not_depend_on_where_tasks_begin(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, ta: bool, tb: bool
+) -> None:
+    a, b, _ = product(m, n, k, np.float32, ta, tb)
+    results = []
+    for rows, tasks in ((192, 16), (6, 1), (60, 300)):
+        monkeypatch.setattr(module, "ROWS", rows)
+        monkeypatch.setattr(module, "MIN_TASKS", tasks)
+        out = np.empty((m, n), np.float32)
+        gemm(a, b, out, ta=ta, tb=tb)
+        results.append(out)
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+
+
+def test_a_row_s_bits_do_not_depend_on_the_other_rows() -> None:
+    a, b, _ = product(500, 130, 400, np.float32, False, False)
+    whole, part = np.empty((500, 130), np.float32), np.empty((7, 130), np.float32)
+    gemm(a, b, whole)
+    gemm(a[100:107], b, part)
+    assert np.array_equal(whole[100:107], part)
+
+
+def test_an_empty_sum_is_zero() -> None:
+    out = np.full((3, 4), np.nan, np.float32)
+    gemm(np.empty((3, 0), np.float32), np.empty((0, 4), np.float32), out)
+    assert np.all(out == 0)

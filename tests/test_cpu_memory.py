@@ -1,0 +1,97 @@
+"""The arena: arrays of a step share memory only when they cannot be seen together."""
+
+import gc
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.cpu import memory
+
+
+def test_a_dead_array_s_memory_is_used_again_within_a_step() -> None:
+    with memory.step():
+        first = memory.empty((300, 100), np.float32)
+        place = first.ctypes.data
+        del first
+        assert memory.empty((300, 100), np.float32).ctypes.data == place
+
+
+def test_a_view_keeps_its_memory() -> None:
+    with memory.step():
+        whole = memory.empty((300, 100), np.float32)
+        whole[...] = 7
+        view = whole[5:, ::3].T
+        del whole
+        other = memory.empty((300, 100), np.float32)
+        other[...] = 9
+        assert np.all(view == 7)
+
+
+def test_an_array_outlives_its_step() -> None:
+    with memory.step():
+        kept = memory.empty(5000, np.float64)
+        kept[...] = 3
+    with memory.step():
+        other = memory.empty(5000, np.float64)
+        other[...] = 4
+    assert np.all(kept == 3)
+
+
+def test_every_array_starts_a_cache_line() -> None:
+    for scope in (memory.step(), memory.poisoned()):
+        with scope:
+            for n in (1, 17, 5000):
+                assert memory.empty(n, np.float32).ctypes.data % memory.ALIGNMENT == 0
+
+
+def test_the_second_step_takes_no_new_memory() -> None:
+    def run() -> None:
+        with memory.step():
+            arrays = [memory.empty(n, np.float32) for n in (9000, 70_000, 1234, 500_000)]
+            del arrays[1]
+            arrays.append(memory.empty(60_000, np.float32))
+
+    run()
+    before = memory._arena.reserved
+    for _ in range(20):
+        run()
+    assert memory._arena.reserved == before
+
+
+def test_poisoned_memory_is_nan() -> None:
+    with memory.poisoned():
+        assert np.isnan(memory.empty((3, 4), np.float32)).all()
+        with memory.step():
+            assert np.isnan(memory.empty((300, 40), np.float64)).all()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 400_000)), max_size=60))
+def test_living_arrays_never_overlap(events: list[tuple[bool, int]]) -> None:
+    arena = memory.Arena()
+    living: list[np.ndarray] = []
+    for drop, n in events:
+        if drop and living:
+            living.pop(n % len(living))
+        else:
+            array = arena.take(n)
+            array.fill(len(living) % 251)
+            living.append(array)
+        gc.collect(0)
+    places = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in living if a.nbytes)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+
+
+def test_freed_neighbours_join() -> None:
+    arena = memory.Arena()
+    arrays = [arena.take(10_000) for _ in range(5)]
+    del arrays
+    arena.take(64)
+    assert len(arena._free) == 1
+
+
+@pytest.mark.parametrize("nbytes", [memory.CHUNK - 64, memory.CHUNK + 1])
+def test_an_array_may_be_as_large_as_a_chunk_or_larger(nbytes: int) -> None:
+    assert memory.Arena().take(nbytes).nbytes == nbytes
