@@ -25,6 +25,7 @@ class Command(NamedTuple):
 
 # One or two words -> where the subcommand lives. A line appears here when its subcommand works.
 COMMANDS: dict[str, Command] = {
+    "bench cpu": Command("accel.bench:main", "time the cpu backend, beside PyTorch if it is there"),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
     "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),

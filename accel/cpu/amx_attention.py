@@ -1,0 +1,489 @@
+"""Tiled attention on AMX: bfloat16 operands, float32 scores, softmax and sums.
+
+The order of work is that of ``attention_kernels.py``, and so are the functions that mask, bias and
+drop. What differs is that operands are packed tiles (``amx.py``) and that everything is kept
+transposed, keys or widths along the rows and queries along the columns. Then softmax runs across
+queries, and P and dS come out of it as tiles of the next product without being transposed::
+
+    forward    Sᵀ = K (Q')ᵀ     P = 2^(Sᵀ - top)     Oᵀ = Vᵀ P        Q' = scale · log₂e · Q
+    backward   Sᵀ = K (Q')ᵀ     dPᵀ = V dOᵀ          P, dS as in attention_kernels.py
+               dV = P dO        dK = dS Q'           dQᵀ = Kᵀ dS
+
+(P and dS stand for tiles with keys along the rows.) The factors that Q' carries too many, and dQ
+too few, are put right when dK and dQ are written out.
+
+A forward tile has up to 128 keys by 64 queries: scores of 32 KiB and probabilities of 16 KiB in the
+first-level cache, for 2 · 128·64·64 multiply-adds in half a microsecond. K and Vᵀ are packed once
+for all query tiles: 2 bytes an element, of which a tile reads 32 KiB. A backward tile has 64 by 64.
+Tails are padded with zeros to multiples of 32, and keys that are none are masked.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import get_thread_id, prange
+
+from accel.cpu.amx import (
+    SIDE,
+    STEP,
+    block,
+    configure,
+    pack_columns,
+    pack_rows,
+    release,
+    transpose_16,
+)
+from accel.cpu.amx_softmax import gradients, probabilities
+from accel.cpu.attention_kernels import LOG2_E, UNSEEN, add_runs
+from accel.cpu.attention_tiles import (
+    BLOCK,
+    LOW,
+    MASKED,
+    SKIP,
+    START,
+    Dropout,
+    Mask,
+    Sizes,
+    View,
+    add_alibi,
+    dot,
+    dropout_tile,
+    exponentials,
+    fill,
+    keys_end,
+    mask_tile,
+    multiply,
+    row,
+    running_maximum,
+    score_gradients,
+    tile_kind,
+)
+from accel.cpu.kernels import SERIAL, SUM
+from accel.cpu.simd import at, exp2, pointer, start, wide_vectors
+from accel.jit import jit
+
+__all__ = ["add_runs", "backward", "backward_scratch", "forward", "forward_scratch"]
+
+KEYS = 128  # of a forward tile
+
+_SPARE = 1024  # elements for packing tails
+
+
+def _padded(n: int) -> int:
+    return -(-n // SIDE) * SIDE
+
+
+def packed_elements(sizes: Sizes) -> int:
+    """Return the elements (4 bytes) of K and Vᵀ, packed for every key/value head."""
+    widths = _padded(sizes.width) + _padded(sizes.value_width)
+    return sizes.batch * sizes.kv_heads * _padded(sizes.keys) * widths // 2
+
+
+def forward_scratch(sizes: Sizes) -> int:
+    """Return the elements (4 bytes) of scratch memory that a thread needs in ``forward``."""
+    d, dv = _padded(sizes.width), _padded(sizes.value_width)
+    tiles = 3 * KEYS * BLOCK + 7 * BLOCK + KEYS * BLOCK // 2
+    return _SPARE + 4 * BLOCK + BLOCK * d + BLOCK * d // 2 + 2 * BLOCK * dv + tiles
+
+
+def backward_scratch(sizes: Sizes) -> int:
+    """Return the elements (4 bytes) of scratch memory that a thread needs in ``backward``."""
+    d, dv = _padded(sizes.width), _padded(sizes.value_width)
+    per_key = 2 * d + dv + dv // 2
+    per_query = 3 * d + 2 * dv
+    tiles = 4 * BLOCK * BLOCK + 7 * BLOCK + 3 * BLOCK * BLOCK // 2
+    return _SPARE + 4 * BLOCK + _padded(sizes.keys) * per_key + BLOCK * per_query + tiles
+
+
+@jit(**SERIAL)
+def _copy_scaled(source: Any, step: int, target: Any, rows: int, n: int, factor: Any) -> None:
+    for t in range(rows):
+        x, y = at(source, t * step), at(target, t * n)
+        for e in range(n):
+            y[e] = x[e] * factor
+
+
+@jit(**SERIAL)
+def _write_transposed(
+    source: Any, width: int, target: Any, step: int, rows: int, columns: int, spare: Any
+) -> None:
+    """Write target[t, e] = source[e, t] for ``rows`` t and ``columns`` e."""
+    for t in range(0, rows, 16):
+        for e in range(0, columns, 16):
+            x, y = at(source, e * width + t), at(target, t * step + e)
+            if t + 16 <= rows and e + 16 <= columns:
+                transpose_16(x, width, y, step)
+            else:
+                transpose_16(x, width, spare, 16)
+                for i in range(min(16, rows - t)):
+                    for j in range(min(16, columns - e)):
+                        y[i * step + j] = spare[16 * i + j]
+
+
+@jit(**SERIAL)
+def _scores(keys: Any, queries: Any, d_steps: int, key_rows: int, width: int, s: Any) -> None:
+    """S = A B for ``key_rows`` rows of packed A, ``width`` columns of packed B, k = 32 d_steps."""
+    for i in range(0, key_rows, SIDE):
+        for j in range(0, width, SIDE):
+            a, b = at(keys, i // SIDE * d_steps * STEP), at(queries, j // SIDE * d_steps * STEP)
+            block(a, b, at(s, i * width + j), width, d_steps, False)
+
+
+@jit(**SUM)
+def forward(
+    sizes: Sizes,
+    q: View,
+    k: View,
+    v: View,
+    out: View,
+    lse: Any,
+    scale: Any,
+    mask: Mask,
+    dropout: Dropout,
+    packed: Any,
+    scratch: Any,
+) -> None:
+    """Attention of q over k and v; parameters as in ``attention_kernels.forward``."""
+    d, dv = sizes.width, sizes.value_width
+    steps = (sizes.keys + SIDE - 1) // SIDE
+    d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
+    heads = sizes.batch * sizes.kv_heads
+    all_packed = pointer(packed.ctypes.data, np.uint32(0))
+    all_values = at(all_packed, heads * steps * d_steps * STEP)
+    base = scratch.ctypes.data
+    thread_bytes = 4 * scratch.shape[1]
+    for task in prange(heads * steps):
+        bg, step = task // steps, task % steps
+        b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
+        u0 = step * SIDE
+        nk = min(SIDE, sizes.keys - u0)
+        spare = pointer(base + get_thread_id() * thread_bytes, scale)
+        target = at(all_packed, (bg * steps + step) * d_steps * STEP)
+        pack_rows(row(k, b, u0, g, scale), k.position, nk, d, target, 0, spare)
+        target = at(all_values, (bg * dv_steps * steps + step) * STEP)
+        source = row(v, b, u0, g, scale)
+        pack_columns(source, v.position, nk, dv, target, steps * STEP, 0, spare)
+
+    tiles = (sizes.queries + BLOCK - 1) // BLOCK
+    pairs = (tiles + 1) // 2
+    for task in prange(sizes.batch * sizes.heads * pairs):
+        bh, first = task // pairs, task % pairs
+        b, h = bh // sizes.heads, bh % sizes.heads
+        bg = b * sizes.kv_heads + h // (sizes.heads // sizes.kv_heads)
+        keys = at(all_packed, bg * steps * d_steps * STEP)
+        data = at(all_values, bg * dv_steps * steps * STEP)
+        own = base + get_thread_id() * thread_bytes
+        line = at(start(lse), bh * sizes.queries)
+        last = tiles - 1 - first
+        configure()
+        _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, first)
+        if last != first:
+            _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, last)
+        release()
+
+
+@jit(**SERIAL)
+def _forward_tile(
+    sizes: Sizes,
+    q: View,
+    keys: Any,
+    values: Any,
+    out: View,
+    lse: Any,
+    scale: Any,
+    mask: Mask,
+    dropout: Dropout,
+    scratch: int,
+    b: int,
+    h: int,
+    i: int,
+) -> None:
+    """Compute the rows of query tile i of one head from its packed K and Vᵀ."""
+    wide_vectors()
+    d, dv = sizes.width, sizes.value_width
+    steps = (sizes.keys + SIDE - 1) // SIDE
+    d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
+    t0 = i * BLOCK
+    n = min(BLOCK, sizes.queries - t0)
+    width = (n + SIDE - 1) // SIDE * SIDE
+    zero, one = scale * 0, scale * 0 + 1
+    log2_e = type(scale)(LOG2_E)
+
+    spare = pointer(scratch, scale)
+    top = at(spare, _SPARE)
+    total = at(top, BLOCK)
+    correction = at(total, BLOCK)
+    ot = at(correction, 2 * BLOCK)  # (dv, width)
+    s = at(ot, BLOCK * SIDE * dv_steps)  # (keys, width)
+    packed_queries = pointer(scratch + 4 * (_SPARE + 4 * BLOCK), np.uint32(0))
+    packed_queries = at(packed_queries, BLOCK * SIDE * dv_steps + KEYS * BLOCK)
+    p = at(packed_queries, BLOCK * SIDE * d_steps // 2)
+    rest = scratch + 4 * (_SPARE + 4 * BLOCK + BLOCK * SIDE * dv_steps + KEYS * BLOCK)
+    rest += 4 * (BLOCK * SIDE * d_steps // 2 + KEYS * BLOCK // 2)
+    factors = pointer(rest, scale)  # first of all the room for Q'
+    drawn = at(factors, KEYS * BLOCK)
+
+    _copy_scaled(row(q, b, t0, h, scale), q.position, factors, n, d, scale * log2_e)
+    for c in range(0, width, SIDE):
+        target = at(packed_queries, c // SIDE * d_steps * STEP)
+        pack_rows(at(factors, c * d), d, min(SIDE, n - c), d, target, 1, spare)
+    fill(top, type(scale)(START), width)
+    fill(total, zero, width)
+    fill(ot, zero, SIDE * dv_steps * width)
+    end = keys_end(mask, sizes, t0 + n)
+    for u0 in range(0, end, KEYS):
+        nk = min(KEYS, end - u0)
+        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        if kind == SKIP:
+            continue
+        key_steps = (nk + SIDE - 1) // SIDE
+        first = u0 // SIDE
+        _scores(
+            at(keys, first * d_steps * STEP), packed_queries, d_steps, key_steps * SIDE, width, s
+        )
+        if mask.alibi != 0:
+            add_alibi(s, pointer(mask.alibi, scale)[h] * log2_e, sizes, t0, width, u0, nk)
+        if kind == MASKED:
+            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
+        fill(at(s, nk * width), type(scale)(LOW), (key_steps * SIDE - nk) * width)
+        for c in range(width):
+            correction[c] = top[c]
+        running_maximum(s, top, width, nk)
+        changed = False
+        for c in range(width):
+            x = exp2(correction[c] - top[c])
+            correction[c] = x
+            total[c] *= x
+            changed = changed or x != one
+        if dropout.active:
+            exponentials(s, top, total, width, key_steps * SIDE)
+            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+            multiply(s, factors, nk * width)
+            for step in range(key_steps):
+                source, target = at(s, step * SIDE * width), at(p, step * STEP)
+                pack_columns(source, width, SIDE, width, target, key_steps * STEP, 1, spare)
+        else:
+            for c in range(0, width, 16):
+                target = at(p, c // SIDE * key_steps * STEP + c % SIDE * 16)
+                probabilities(at(s, c), width, key_steps, at(top, c), at(total, c), target)
+        if changed:
+            for e in range(dv):
+                line = at(ot, e * width)
+                for c in range(width):
+                    line[c] *= correction[c]
+        for e in range(0, SIDE * dv_steps, SIDE):
+            for c in range(0, width, SIDE):
+                x = at(values, (e // SIDE * steps + first) * STEP)
+                y = at(p, c // SIDE * key_steps * STEP)
+                block(x, y, at(ot, e * width + c), width, key_steps, True)
+    for c in range(width):
+        some = total[c] != zero
+        correction[c] = one / total[c] if some else zero
+        if c < n:
+            lse[t0 + c] = top[c] + np.log2(total[c]) if some else type(scale)(UNSEEN)
+    for e in range(dv):
+        line = at(ot, e * width)
+        for c in range(width):
+            line[c] *= correction[c]
+    _write_transposed(ot, width, row(out, b, t0, h, scale), out.position, n, dv, spare)
+
+
+@jit(**SUM)
+def backward(
+    sizes: Sizes,
+    q: View,
+    k: View,
+    v: View,
+    out: View,
+    dout: View,
+    lse: Any,
+    dq: View,
+    dk: View,
+    dvalue: View,
+    cuts: Any,
+    scale: Any,
+    mask: Mask,
+    dropout: Dropout,
+    scratch: Any,
+) -> None:
+    """Gradients of attention; parameters as in ``attention_kernels.backward``."""
+    runs = len(cuts) - 1
+    tiles = (sizes.queries + BLOCK - 1) // BLOCK
+    group = sizes.heads // sizes.kv_heads
+    d, dv = sizes.width, sizes.value_width
+    steps = (sizes.keys + SIDE - 1) // SIDE
+    d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
+    d_pad, dv_pad = SIDE * d_steps, SIDE * dv_steps
+    base = scratch.ctypes.data
+    thread_bytes = 4 * scratch.shape[1]
+    for task in prange(sizes.batch * sizes.kv_heads * runs):
+        run, bg = task % runs, task // runs
+        b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
+        own = base + get_thread_id() * thread_bytes
+        spare = pointer(own, scale)
+        dkeys = at(spare, _SPARE + 4 * BLOCK)  # (S, d_pad)
+        dvalues = at(dkeys, steps * SIDE * d_pad)  # (S, dv_pad)
+        after = own + 4 * (_SPARE + 4 * BLOCK + steps * SIDE * (d_pad + dv_pad))
+        keys = pointer(after, np.uint32(0))
+        values = at(keys, steps * d_steps * STEP)
+        keys_t = at(values, steps * dv_steps * STEP)
+        after += 4 * STEP * steps * (2 * d_steps + dv_steps)
+        for step in range(steps):
+            u0 = step * SIDE
+            nk = min(SIDE, sizes.keys - u0)
+            source, data = row(k, b, u0, g, scale), row(v, b, u0, g, scale)
+            pack_rows(source, k.position, nk, d, at(keys, step * d_steps * STEP), 0, spare)
+            pack_rows(data, v.position, nk, dv, at(values, step * dv_steps * STEP), 0, spare)
+            target = at(keys_t, step * STEP)
+            pack_columns(source, k.position, nk, d, target, steps * STEP, 0, spare)
+        fill(dkeys, scale * 0, steps * SIDE * (d_pad + dv_pad))
+        configure()
+        for tile in range(cuts[run], cuts[run + 1]):
+            h, i = g * group + tile // tiles, tile % tiles
+            line = at(start(lse), (b * sizes.heads + h) * sizes.queries)
+            _backward_tile(
+                sizes, q, keys, values, keys_t, out, dout, line, dq, dkeys, dvalues, scale, mask,
+                dropout, own, after, b, h, i,
+            )  # fmt: skip
+        release()
+        slot = run * sizes.batch + b
+        ln2 = type(scale)(1 / LOG2_E)
+        for u in range(sizes.keys):
+            x, y = at(dkeys, u * d_pad), row(dk, slot, u, g, scale)
+            for e in range(d):
+                y[e] = x[e] * ln2
+            x, y = at(dvalues, u * dv_pad), row(dvalue, slot, u, g, scale)
+            for e in range(dv):
+                y[e] = x[e]
+
+
+@jit(**SERIAL)
+def _backward_tile(
+    sizes: Sizes,
+    q: View,
+    keys: Any,
+    values: Any,
+    keys_t: Any,
+    out: View,
+    dout: View,
+    lse: Any,
+    dq: View,
+    dkeys: Any,
+    dvalues: Any,
+    scale: Any,
+    mask: Mask,
+    dropout: Dropout,
+    scratch: int,
+    rest: int,
+    b: int,
+    h: int,
+    i: int,
+) -> None:
+    """Compute dQ of query tile i of head h, and add its part to dK and dV."""
+    wide_vectors()
+    d, dv = sizes.width, sizes.value_width
+    steps = (sizes.keys + SIDE - 1) // SIDE
+    d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
+    d_pad, dv_pad = SIDE * d_steps, SIDE * dv_steps
+    t0 = i * BLOCK
+    n = min(BLOCK, sizes.queries - t0)
+    width = (n + SIDE - 1) // SIDE * SIDE
+    query_steps = width // SIDE
+    zero = scale * 0
+    log2_e = type(scale)(LOG2_E)
+
+    spare = pointer(scratch, scale)
+    top = at(spare, _SPARE)  # lse
+    delta = at(top, BLOCK)
+    dqt = pointer(rest, scale)  # (d_pad, width)
+    s = at(dqt, BLOCK * d_pad)
+    dp = at(s, BLOCK * BLOCK)
+    factors = at(dp, BLOCK * BLOCK)
+    drawn = at(factors, BLOCK * BLOCK)
+    source = at(drawn, BLOCK * (BLOCK + 7))  # Q', (n, d)
+    after = rest + 4 * (2 * BLOCK * d_pad + 4 * BLOCK * BLOCK + 7 * BLOCK)
+    queries_t = pointer(after, np.uint32(0))  # (Q')ᵀ and dOᵀ, right operands along the widths
+    gradient_t = at(queries_t, BLOCK * d_pad // 2)
+    queries = at(gradient_t, BLOCK * dv_pad // 2)  # Q' and dO, right operands along the queries
+    gradient = at(queries, BLOCK * d_pad // 2)
+    p_rows = at(gradient, BLOCK * dv_pad // 2)
+    ds_rows = at(p_rows, BLOCK * BLOCK // 2)
+    ds_columns = at(ds_rows, BLOCK * BLOCK // 2)
+
+    upstream = row(dout, b, t0, h, scale)
+    _copy_scaled(row(q, b, t0, h, scale), q.position, source, n, d, scale * log2_e)
+    for j in range(query_steps):
+        left = min(SIDE, n - j * SIDE)
+        x, y = at(source, j * SIDE * d), at(upstream, j * SIDE * dout.position)
+        pack_rows(x, d, left, d, at(queries_t, j * d_steps * STEP), 1, spare)
+        pack_rows(y, dout.position, left, dv, at(gradient_t, j * dv_steps * STEP), 1, spare)
+        panel = query_steps * STEP
+        pack_columns(x, d, left, d, at(queries, j * STEP), panel, 1, spare)
+        pack_columns(y, dout.position, left, dv, at(gradient, j * STEP), panel, 1, spare)
+    fill(dqt, zero, d_pad * width)
+    for t in range(n):
+        top[t] = lse[t0 + t]
+        delta[t] = dot(at(upstream, t * dout.position), row(out, b, t0 + t, h, scale), dv)
+    for t in range(n, width):
+        top[t] = type(scale)(UNSEEN)
+        delta[t] = zero
+
+    end = keys_end(mask, sizes, t0 + n)
+    for u0 in range(0, end, BLOCK):
+        nk = min(BLOCK, end - u0)
+        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        if kind == SKIP:
+            continue
+        key_steps = (nk + SIDE - 1) // SIDE
+        first = u0 // SIDE
+        rows = key_steps * SIDE
+        _scores(at(keys, first * d_steps * STEP), queries_t, d_steps, rows, width, s)
+        _scores(at(values, first * dv_steps * STEP), gradient_t, dv_steps, rows, width, dp)
+        if mask.alibi != 0:
+            add_alibi(s, pointer(mask.alibi, scale)[h] * log2_e, sizes, t0, width, u0, nk)
+        if kind == MASKED:
+            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
+        fill(at(s, nk * width), type(scale)(LOW), (rows - nk) * width)
+        if dropout.active:
+            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+            fill(at(factors, nk * width), zero, (rows - nk) * width)
+            multiply(dp, factors, rows * width)
+            score_gradients(s, dp, top, delta, zero + 1, width, rows)
+            multiply(s, factors, rows * width)
+            for j in range(key_steps):
+                x, y = at(s, j * SIDE * width), at(dp, j * SIDE * width)
+                panel = j * query_steps * STEP
+                pack_rows(x, width, SIDE, width, at(p_rows, panel), 0, spare)
+                pack_rows(y, width, SIDE, width, at(ds_rows, panel), 0, spare)
+                target = at(ds_columns, j * STEP)
+                pack_columns(y, width, SIDE, width, target, key_steps * STEP, 1, spare)
+        else:
+            for j in range(key_steps):
+                for c in range(query_steps):
+                    here, panel = j * SIDE * width + c * SIDE, (j * query_steps + c) * STEP
+                    gradients(
+                        at(s, here), at(dp, here), width, at(top, c * SIDE), at(delta, c * SIDE),
+                        at(p_rows, panel), at(ds_rows, panel),
+                        at(ds_columns, (c * key_steps + j) * STEP),
+                    )  # fmt: skip
+        for j in range(key_steps):
+            x, y = at(p_rows, j * query_steps * STEP), at(ds_rows, j * query_steps * STEP)
+            z = at(dvalues, (u0 + j * SIDE) * dv_pad)
+            for e in range(dv_steps):
+                right = at(gradient, e * query_steps * STEP)
+                block(x, right, at(z, e * SIDE), dv_pad, query_steps, True)
+            z = at(dkeys, (u0 + j * SIDE) * d_pad)
+            for e in range(d_steps):
+                right = at(queries, e * query_steps * STEP)
+                block(y, right, at(z, e * SIDE), d_pad, query_steps, True)
+        for e in range(d_steps):
+            x = at(keys_t, (e * steps + first) * STEP)
+            for c in range(query_steps):
+                y = at(ds_columns, c * key_steps * STEP)
+                z = at(dqt, e * SIDE * width + c * SIDE)
+                block(x, y, z, width, key_steps, True)
+    for e in range(d):
+        line = at(dqt, e * width)
+        for c in range(width):
+            line[c] *= scale
+    _write_transposed(dqt, width, row(dq, b, t0, h, scale), dq.position, n, d, spare)

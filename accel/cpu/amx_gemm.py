@@ -1,0 +1,335 @@
+"""Matrix products with bfloat16 operands and float32 sums, on AMX tiles.
+
+C (M, N) = A (M, K) B (K, N), all float32 in memory; A and B are rounded to bfloat16 as they are
+packed (``amx.py``), products are exact in float32 and added in float32. A task owns a group of row
+panels and a group of column panels of C. Within it the order is::
+
+    for the column panels, as many at a time as fill 768 KiB:
+        for k, 1024 at a time:
+            for each row panel i, for each column panel j:   C[i, j] (+)= A[i] B[j]
+
+so the columns of B stay in the second-level cache (2 MiB) while all rows of the task pass by, and C
+is written in long runs. A block of C at K = 1024 is 2.1 million operations for 128 KiB of A and B.
+
+At 2 TFLOP/s a core the products of a small model are no longer what a step waits for; reading and
+writing float32 activations is. So a product that converts its left operand does so in the same
+task, into memory that stays in the cache, and writes the transposed form that the weight gradient
+will need while the numbers are at hand: activations are read once, and kept at half the size.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import get_thread_id, prange
+
+from accel.cpu.amx import SIDE, STEP, block, configure, enable, pack_columns, pack_rows, release
+from accel.cpu.kernels import MAP, SERIAL, address
+from accel.cpu.memory import empty
+from accel.cpu.simd import at, pointer
+from accel.jit import jit
+
+Array = npt.NDArray[Any]
+
+# For pack_rows and pack_columns: the side of the product that the packed panel is for.
+A, B = 0, 1
+
+ROW_PANELS = 8  # of A in a task
+TASKS = 16  # at least, where the product has so many panels
+CACHED = 768 << 10  # bytes of B that are used again and again
+K_STEPS = 32  # steps along k of one pass over C
+
+_SPARE = 1024  # float32 elements that a thread needs beside packed panels
+
+
+def panels(n: int) -> int:
+    """Return the panels of 32 that ``n`` rows or columns take."""
+    return -(-n // SIDE)
+
+
+def _even(n: int, most: int) -> int:
+    """Return the size of the fewest equal parts of ``n`` that are not above ``most``."""
+    return -(-n // -(-n // most))
+
+
+# --- packing whole matrices ----------------------------------------------------------------------
+
+
+def pack(x: Array, side: int, *, transposed: bool, out: Array | None = None) -> Array:
+    """Pack a float32 matrix.
+
+    Parameters
+    ----------
+    x : (R, C) float32, rows contiguous
+    side : int
+        ``A`` or ``B``.
+    transposed : bool
+        The operand is xᵀ.
+    out : optional
+        What an earlier call returned for a matrix of this shape, to be written again.
+
+    Returns
+    -------
+    packed : (panels, steps, 512) uint32
+        Panels are along M for A, along N for B.
+    """
+    rows, columns = x.shape
+    step = x.strides[0] // 4
+    # Rows of x run along a panel's 32 when x is A, or its transpose B.
+    if (side == A) != transposed:
+        out = empty((panels(rows), panels(columns), STEP), np.uint32) if out is None else out
+        _pack_rows(address(x), step, rows, columns, address(out), side)
+    else:
+        out = empty((panels(columns), panels(rows), STEP), np.uint32) if out is None else out
+        _pack_columns(address(x), step, rows, columns, address(out), side)
+    return out
+
+
+@jit(**MAP)
+def _pack_rows(x: int, step: int, rows: int, columns: int, out: int, side: int) -> None:
+    steps = (columns + SIDE - 1) // SIDE
+    for panel in prange((rows + SIDE - 1) // SIDE):
+        spare = np.empty(_SPARE, np.float32)
+        source = at(pointer(x, np.float32(0)), panel * SIDE * step)
+        target = at(pointer(out, np.uint32(0)), panel * steps * STEP)
+        left = min(SIDE, rows - panel * SIDE)
+        pack_rows(
+            source, step, left, columns, target, side, pointer(spare.ctypes.data, np.float32(0))
+        )
+
+
+@jit(**MAP)
+def _pack_columns(x: int, step: int, rows: int, columns: int, out: int, side: int) -> None:
+    steps = (rows + SIDE - 1) // SIDE
+    for k in prange(steps):
+        spare = np.empty(_SPARE, np.float32)
+        source = at(pointer(x, np.float32(0)), k * SIDE * step)
+        target = at(pointer(out, np.uint32(0)), k * STEP)
+        left = min(SIDE, rows - k * SIDE)
+        pack_columns(
+            source, step, left, columns, target, steps * STEP, side,
+            pointer(spare.ctypes.data, np.float32(0)),
+        )  # fmt: skip
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def multiply(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
+    """Write A B, both packed, into ``out`` (M, N) float32, or add it.
+
+    Raises
+    ------
+    ValueError
+        When the packed shapes do not fit.
+    """
+    rows, columns = out.shape
+    _check(a.shape[0] == panels(rows) and a.shape[1] == b.shape[1], a, b, out)
+    _check(b.shape[0] == panels(columns), a, b, out)
+    if not out.size or not a.shape[1]:  # a sum over nothing
+        out[...] = out if accumulate else 0
+        return
+    enable()
+    row_panels = _even(a.shape[0], ROW_PANELS)
+    column_panels = _column_panels(a.shape[0], row_panels, b.shape[0])
+    _multiply(
+        address(a), address(b), address(out), rows, columns, a.shape[1], out.strides[0] // 4,
+        accumulate, row_panels, column_panels,
+    )  # fmt: skip
+
+
+def multiply_rows(
+    x: Array,
+    b: Array,
+    out: Array,
+    *,
+    bias: Array | None = None,
+    also: int | None = None,
+) -> Array | None:
+    """Write x B + bias into ``out``, x being packed on the way.
+
+    Parameters
+    ----------
+    x : (M, K) float32, rows contiguous
+    b : packed (K, N)
+    out : (M, N) float32
+    bias : (N,) float32, optional
+    also : optional
+        ``A`` or ``B``: also pack xᵀ as A, or x as B, for a product along M.
+
+    Returns
+    -------
+    packed : (panels of K, panels of M, 512) uint32, or None
+    """
+    rows, depth = x.shape
+    columns = out.shape[1]
+    _check(b.shape[1] == panels(depth) and b.shape[0] == panels(columns), x, b, out)
+    packed = None
+    if also is not None:
+        packed = empty((panels(depth), panels(rows), STEP), np.uint32)
+    if not out.size:
+        return packed
+    enable()
+    row_panels = _even(panels(rows), ROW_PANELS)
+    column_panels = _column_panels(panels(rows), row_panels, b.shape[0])
+    own = row_panels * panels(depth) * STEP + _SPARE
+    scratch = empty((numba.get_num_threads(), own), np.uint32)
+    _multiply_rows(
+        address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
+        out.strides[0] // 4, 0 if bias is None else address(bias),
+        0 if packed is None else address(packed), A if also is None else also,
+        row_panels, column_panels, address(scratch), own,
+    )  # fmt: skip
+    return packed
+
+
+def _column_panels(row_panels: int, group: int, columns: int) -> int:
+    """Return the column panels of a task: all, unless that leaves too few tasks."""
+    return -(-columns // min(columns, -(-TASKS // -(-row_panels // group))))
+
+
+def _check(fits: bool, a: Array, b: Array, out: Array) -> None:
+    if not fits:
+        raise ValueError(f"operands {a.shape} and packed {b.shape} do not make {out.shape}")
+
+
+@jit(**MAP)
+def _multiply(
+    a: int,
+    b: int,
+    c: int,
+    rows: int,
+    columns: int,
+    steps: int,
+    c_row: int,
+    accumulate: bool,
+    row_panels: int,
+    column_panels: int,
+) -> None:
+    row_groups = ((rows + SIDE - 1) // SIDE + row_panels - 1) // row_panels
+    column_groups = ((columns + SIDE - 1) // SIDE + column_panels - 1) // column_panels
+    for task in prange(row_groups * column_groups):
+        spare = np.empty(_SPARE, np.float32)
+        i0 = task % row_groups * row_panels
+        j0 = task // row_groups * column_panels
+        configure()
+        _panels(
+            at(pointer(a, np.uint32(0)), i0 * steps * STEP),
+            at(pointer(b, np.uint32(0)), j0 * steps * STEP),
+            at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
+            min(rows - i0 * SIDE, row_panels * SIDE),
+            min(columns - j0 * SIDE, column_panels * SIDE),
+            steps,
+            c_row,
+            accumulate,
+            pointer(0, np.float32(0)),
+            False,
+            pointer(spare.ctypes.data, np.float32(0)),
+        )
+        release()
+
+
+@jit(**MAP)
+def _multiply_rows(
+    x: int,
+    x_row: int,
+    b: int,
+    c: int,
+    rows: int,
+    columns: int,
+    depth: int,
+    c_row: int,
+    bias: int,
+    also: int,
+    also_side: int,
+    row_panels: int,
+    column_panels: int,
+    scratch: int,
+    scratch_elements: int,
+) -> None:
+    all_panels = (rows + SIDE - 1) // SIDE
+    steps = (depth + SIDE - 1) // SIDE
+    row_groups = (all_panels + row_panels - 1) // row_panels
+    column_groups = ((columns + SIDE - 1) // SIDE + column_panels - 1) // column_panels
+    for task in prange(row_groups * column_groups):
+        own = scratch + 4 * get_thread_id() * scratch_elements
+        spare = pointer(own, np.float32(0))
+        packed = pointer(own + 4 * _SPARE, np.uint32(0))
+        i0 = task % row_groups * row_panels
+        j0 = task // row_groups * column_panels
+        count = min(rows - i0 * SIDE, row_panels * SIDE)
+        for i in range(0, count, SIDE):
+            source = at(pointer(x, np.float32(0)), (i0 * SIDE + i) * x_row)
+            left = min(SIDE, count - i)
+            target = at(packed, i // SIDE * steps * STEP)
+            pack_rows(source, x_row, left, depth, target, 0, spare)
+            if also != 0 and j0 == 0:
+                twin = at(pointer(also, np.uint32(0)), (i0 + i // SIDE) * STEP)
+                pack_columns(source, x_row, left, depth, twin, all_panels * STEP, also_side, spare)
+        configure()
+        _panels(
+            packed,
+            at(pointer(b, np.uint32(0)), j0 * steps * STEP),
+            at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
+            count,
+            min(columns - j0 * SIDE, column_panels * SIDE),
+            steps,
+            c_row,
+            False,
+            at(pointer(bias, np.float32(0)), j0 * SIDE),
+            bias != 0,
+            spare,
+        )
+        release()
+
+
+@jit(**SERIAL)
+def _panels(
+    a: Any,
+    b: Any,
+    c: Any,
+    rows: int,
+    columns: int,
+    steps: int,
+    c_row: int,
+    accumulate: bool,
+    bias: Any,
+    has_bias: bool,
+    spare: Any,
+) -> None:
+    """Multiply the panels of one task; see the head of this file for the order."""
+    per_pass = min(steps, K_STEPS)
+    together = max(1, CACHED // (per_pass * STEP * 4)) * SIDE
+    for first in range(0, columns, together):
+        for k in range(0, steps, per_pass):
+            depth = min(per_pass, steps - k)
+            add = accumulate or k > 0
+            last = has_bias and k + depth == steps
+            for i in range(0, rows, SIDE):
+                x = at(a, (i // SIDE * steps + k) * STEP)
+                for j in range(first, min(columns, first + together), SIDE):
+                    y = at(b, (j // SIDE * steps + k) * STEP)
+                    z = at(c, i * c_row + j)
+                    height, width = min(SIDE, rows - i), min(SIDE, columns - j)
+                    if height == SIDE and width == SIDE and not last:
+                        block(x, y, z, c_row, depth, add)
+                    else:
+                        block(x, y, spare, SIDE, depth, False)
+                        _finish(z, c_row, height, width, add, at(bias, j), last, spare)
+
+
+@jit(**SERIAL)
+def _finish(
+    c: Any, c_row: int, rows: int, columns: int, add: bool, bias: Any, has_bias: bool, made: Any
+) -> None:
+    """Write the part of a block that exists, with what is added to it."""
+    for r in range(rows):
+        x, y = at(c, r * c_row), at(made, r * SIDE)
+        for j in range(columns):
+            total = y[j]
+            if add:
+                total += x[j]
+            if has_bias:
+                total += bias[j]
+            x[j] = total

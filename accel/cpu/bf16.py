@@ -1,0 +1,353 @@
+"""The ops that compute differently in the bf16 mode: products, the loss, and what they read.
+
+Activations, gradients and master weights stay float32 in memory, and so do norms, softmax, residual
+sums and the optimizer. What a product reads is rounded to bfloat16 as it is packed into tiles: a
+weight once after each optimizer step, an activation when it is first multiplied. A linear layer
+keeps its input for the backward only in that form, at half the size.
+
+The weight gradient xᵀ dy is a sum over tokens of products of bfloat16 numbers, added in float32 in
+one order that follows from the shapes.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import prange
+
+from accel.cpu import amx, amx_attention, amx_gemm
+from accel.cpu.amx import SIDE, STEP, pack_columns, pack_rows
+from accel.cpu.amx_gemm import A, B, multiply, multiply_rows, panels
+from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
+from accel.cpu.decode import decode
+from accel.cpu.kernels import SUM, address, contiguous, delivered, receiver, sum_rows
+from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
+from accel.cpu.memory import empty
+from accel.cpu.simd import at, pointer
+from accel.jit import jit
+from reference.checks import check_dout, check_float, check_rows, check_shape
+from reference.config import Config
+from reference.cross_entropy import check_targets
+from reference.types import DropoutKey, KVCache, Loss
+
+Array = npt.NDArray[Any]
+
+CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
+CHUNK_ROWS = 256  # chunks are a multiple of it, the rows of one task of a product
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+class PackedWeight(np.ndarray):
+    """A view of a weight in the float32 master, with the bfloat16 forms that were made of it.
+
+    To every other op it is the float32 array that it is. ``packed`` and ``halves`` are filled when
+    first asked for: a weight that is only multiplied forward is never packed for the backward.
+    """
+
+    packed: dict[bool, Array]  # transposed or not -> right operand of a product
+    halves: Array | None  # (R, C) uint16, the rounded weight row by row, for decoding
+    outdated: dict[bool, Array]  # memory of packs of the weight's former values
+
+    def __array_finalize__(self, obj: object) -> None:
+        self.packed, self.halves, self.outdated = {}, None, {}
+
+
+_latest: weakref.WeakValueDictionary[tuple[Any, ...], PackedWeight] = weakref.WeakValueDictionary()
+
+
+def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
+    """Return what the ops read: matrices as views that keep their bfloat16 forms.
+
+    To be called after each optimizer step. The memory of the former forms is used again; whoever
+    still holds the former result gets forms of the present weights, as from the master itself.
+    """
+    made: dict[str, Array] = {}
+    for name, array in master.items():
+        made[name] = array
+        if array.ndim == 2 and array.dtype == np.float32 and array.flags.c_contiguous:
+            weight = array.view(PackedWeight)
+            key = (address(array), array.shape)
+            former = _latest.get(key)
+            if former is not None:
+                weight.outdated = former.outdated | former.packed
+                former.packed, former.outdated, former.halves = {}, {}, None
+            _latest[key] = weight
+            made[name] = weight
+    return made
+
+
+def right_operand(weight: Array, *, transposed: bool) -> Array:
+    """Return a weight, or its transpose, packed as the right operand of a product."""
+    if not isinstance(weight, PackedWeight):
+        return amx_gemm.pack(contiguous(weight), B, transposed=transposed)
+    if transposed not in weight.packed:
+        memory = weight.outdated.pop(transposed, None)
+        if memory is None:
+            memory = _outliving((panels(weight.shape[1]), panels(weight.shape[0]), STEP))
+            if transposed:
+                memory = memory.reshape(memory.shape[1], memory.shape[0], STEP)
+        weight.packed[transposed] = amx_gemm.pack(weight, B, transposed=transposed, out=memory)
+    return weight.packed[transposed]
+
+
+def _outliving(shape: tuple[int, ...]) -> Array:
+    """Return memory that does not belong to a step, at a multiple of 64 bytes."""
+    raw = np.empty(int(np.prod(shape)) + 16, np.uint32)
+    first = -raw.ctypes.data % 64 // 4
+    return raw[first : first + int(np.prod(shape))].reshape(shape)
+
+
+def round_to_bf16(x: Array) -> Array:
+    """Return the upper halves of float32 numbers rounded to nearest even, as uint16; NaN stays."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def decode_step(
+    params: Mapping[str, Array],
+    config: Config,
+    token: Array,
+    cache: KVCache,
+    position: int | Array,
+) -> Array:
+    """Return the logits (B, V) after one more token of each row; matrices are read in bfloat16."""
+    matrices = {}
+    for name, weight in params.items():
+        if weight.ndim == 2:
+            if not isinstance(weight, PackedWeight):
+                matrices[name] = round_to_bf16(weight)
+                continue
+            if weight.halves is None:
+                weight.halves = round_to_bf16(weight)
+            matrices[name] = weight.halves
+    return decode(params, matrices, config, token, cache, position)
+
+
+def _check_float32(op: str, **arrays: Array | None) -> None:
+    check_float(op, **arrays)
+    for name, array in arrays.items():
+        if array is not None and array.dtype != np.float32:
+            raise ValueError(
+                f"{op}: in the bf16 mode arrays are float32 (products round them), "
+                f"but {name} is {array.dtype}; load the backend with compute='float32'"
+            )
+
+
+# --- linear --------------------------------------------------------------------------------------
+
+
+class LinearCache(NamedTuple):
+    x: Array  # xᵀ packed, left operand of the weight gradient
+    weight: Array  # (I, O)
+    x_shape: tuple[int, ...]
+    has_bias: bool
+
+
+def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+    """Return x W + b, shape (..., O)."""
+    _check_float32("linear", x=x, weight=weight, bias=bias)
+    check_rows("linear", x)
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
+        raise ValueError(
+            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
+            f"{x.shape}, got {weight.shape}{hint}"
+        )
+    if bias is not None:
+        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
+        bias = contiguous(bias)
+    rows = contiguous(x).reshape(-1, x.shape[-1])
+    out = empty((len(rows), weight.shape[1]), x.dtype)
+    packed = multiply_rows(rows, right_operand(weight, transposed=False), out, bias=bias, also=A)
+    assert packed is not None
+    out = out.reshape(*x.shape[:-1], weight.shape[1])
+    return out, LinearCache(packed, weight, x.shape, bias is not None)
+
+
+def linear_backward(
+    dout: Array,
+    cache: LinearCache,
+    *,
+    out: tuple[Array | None, Array | None] | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
+    x, weight, x_shape, has_bias = cache
+    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
+    rows = contiguous(dout).reshape(-1, weight.shape[1])
+    weight_out, bias_out = (None, None) if out is None else out
+    dx = empty((len(rows), weight.shape[0]), dout.dtype)
+    gradient = multiply_rows(rows, right_operand(weight, transposed=True), dx, also=B)
+    assert gradient is not None
+    dweight, elsewhere = receiver(weight_out, weight.shape, dout.dtype)
+    multiply(x, gradient, dweight)
+    dweight = delivered(dweight, elsewhere)
+    dbias = None
+    if has_bias:
+        dbias, elsewhere = receiver(bias_out, weight.shape[1:], dout.dtype)
+        sum_rows(rows, dbias)
+        dbias = delivered(dbias, elsewhere)
+    return dx.reshape(x_shape), dweight, dbias
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attention_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi: Array | None = None,
+    key_mask: Array | None = None,
+    documents: Array | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: DropoutKey | None = None,
+) -> tuple[Array, AttentionCache]:
+    """Scaled dot-product attention: q (B, T, Hq, d), k (B, S, Hkv, d), v (B, S, Hkv, dv).
+
+    Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
+    bfloat16 where they are multiplied.
+    """
+    _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
+    amx.enable()
+    return tiled_forward(
+        amx_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
+    )
+
+
+def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
+    """Return (dq, dk, dv), shaped as q, k and v."""
+    return tiled_backward(amx_attention, dout, cache)
+
+
+# --- the head ------------------------------------------------------------------------------------
+
+
+def _check_head(op: str, x: Array, head: Array, bias: Array | None) -> None:
+    _check_float32(op, x=x, head=head, bias=bias)
+    check_rows(op, x)
+    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
+        )
+    if bias is not None:
+        check_shape(op, "bias", bias, head.shape[:1], f"head {head.shape}")
+
+
+def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+    """Return x headᵀ + bias, shape (..., V)."""
+    _check_head("logits", x, head, bias)
+    rows = contiguous(x).reshape(-1, x.shape[-1])
+    out = empty((len(rows), len(head)), x.dtype)
+    bias = None if bias is None else contiguous(bias)
+    multiply_rows(rows, right_operand(head, transposed=True), out, bias=bias)
+    return out.reshape(*x.shape[:-1], len(head))
+
+
+def linear_cross_entropy_forward(
+    x: Array,
+    head: Array,
+    targets: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    *,
+    need_backward: bool = True,
+) -> tuple[Loss, LinearCrossEntropyCache]:
+    """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets.
+
+    As in ``loss.py``, the gradients are made while a chunk's logits are at hand. The kernel that
+    turns logits into their gradient packs it for both products at once, 32 rows at a time.
+    """
+    op = "linear_cross_entropy"
+    _check_head(op, x, head, bias)
+    vocabulary, width = head.shape
+    valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
+    rows = contiguous(x).reshape(-1, width)
+    ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
+    flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
+    bias = None if bias is None else contiguous(bias)
+
+    chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
+    z = empty((min(chunk, len(rows)), vocabulary), np.float32)
+    losses = empty(len(rows), np.float64)
+    dx = dhead = dbias = None
+    left = right = np.empty(0, np.uint32)
+    if need_backward:
+        dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
+        left = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
+        right = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
+        if bias is not None:
+            dbias = np.zeros_like(bias)
+    for start in range(0, len(rows), chunk):
+        count = min(chunk, len(rows) - start)
+        part, shape = z[:count], (panels(count), panels(vocabulary))
+        forward = right_operand(head, transposed=True)
+        also = B if need_backward else None
+        packed = multiply_rows(rows[start : start + count], forward, part, bias=bias, also=also)
+        _cross_entropy(
+            *(np.float32(1), address(part), address(ids[start:]), address(flags[start:])),
+            *(address(losses[start:]), count, vocabulary, need_backward),
+            *(address(left), address(right)),
+        )
+        if dx is not None and dhead is not None and packed is not None:
+            gradient = left[: shape[0] * shape[1] * STEP].reshape(*shape, STEP)
+            backward = right_operand(head, transposed=False)
+            multiply(gradient, backward, dx[start : start + count])
+            turned = right[: gradient.size].reshape(shape[1], shape[0], STEP)
+            multiply(turned, packed, dhead, accumulate=start > 0)
+            if dbias is not None:
+                once = empty(dbias.shape, dbias.dtype)
+                sum_rows(part, once)
+                dbias += once
+    if dhead is not None and not len(rows):
+        dhead.fill(0)
+    cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)
+    return Loss(float(np.sum(losses)), int(np.sum(valid))), cache
+
+
+@jit(**SUM)
+def _cross_entropy(
+    one: Any,
+    logits: int,
+    targets: int,
+    mask: int,
+    losses: int,
+    rows: int,
+    width: int,
+    need_backward: bool,
+    left: int,
+    right: int,
+) -> None:
+    """Write the loss of each row in float64, and pack the gradient of the logits.
+
+    ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
+    its transpose as the left operand of one along the rows. A task has 32 rows, of 4 V bytes each:
+    up to V = 16,384 or so they fit the second-level cache.
+    """
+    target_ids, valid = pointer(targets, np.int32(0)), pointer(mask, np.uint8(0))
+    all_losses = pointer(losses, np.float64(0))
+    tasks = (rows + SIDE - 1) // SIDE
+    steps = (width + SIDE - 1) // SIDE
+    for task in prange(tasks):
+        spare = np.empty(512, np.float32)
+        room = pointer(spare.ctypes.data, np.float32(0))
+        first = task * SIDE
+        count = min(SIDE, rows - first)
+        z = at(pointer(logits, one), first * width)
+        for i in range(count):
+            row_cross_entropy(
+                one, at(z, i * width), target_ids[first + i], valid[first + i] != 0,
+                at(all_losses, first + i), width, need_backward,
+            )  # fmt: skip
+        if need_backward:
+            target = at(pointer(left, np.uint32(0)), task * steps * STEP)
+            pack_rows(z, width, count, width, target, 0, room)
+            target = at(pointer(right, np.uint32(0)), task * STEP)
+            pack_columns(z, width, count, width, target, tasks * STEP, 0, room)

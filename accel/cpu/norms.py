@@ -1,0 +1,246 @@
+"""RMSNorm and LayerNorm; the mathematics is in ``reference/rmsnorm.py`` and ``layernorm.py``.
+
+A row is read once from memory and once or twice more from the nearest cache. The caches keep the
+input and one or two numbers a row; the normalised rows are made again in the backward. Gradients of
+gain and shift are sums over all rows: each task adds up SUM_PIECE rows, and the tasks' sums are
+added in order.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import prange
+
+from accel.cpu.kernels import (
+    ROW_PIECE,
+    SUM,
+    SUM_PIECE,
+    address,
+    contiguous,
+    delivered,
+    receiver,
+    sum_partials,
+)
+from accel.cpu.memory import empty
+from accel.cpu.simd import at, pointer
+from accel.jit import jit
+from reference.checks import check_float, check_shape
+
+Array = npt.NDArray[Any]
+
+
+# ---- rmsnorm -------------------------------------------------------------------------------------
+
+
+class RMSNormCache(NamedTuple):
+    x: Array  # (..., D)
+    gain: Array  # (D,)
+    rstd: Array  # (N,) reciprocal of the root mean square of each row
+
+
+@jit(**SUM)
+def _rmsnorm_forward(
+    eps: Any, one: Any, inv: Any, x: int, gain: int, out: int, rstd: int, rows: int, width: int
+) -> None:
+    a, g, y, rs = pointer(x, eps), pointer(gain, eps), pointer(out, eps), pointer(rstd, eps)
+    for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
+        for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
+            u, z = at(a, i * width), at(y, i * width)
+            s = one - one
+            for j in range(width):
+                s += u[j] * u[j]
+            r = one / np.sqrt(s * inv + eps)
+            rs[i] = r
+            for j in range(width):
+                z[j] = u[j] * r * g[j]
+
+
+@jit(**SUM)
+def _rmsnorm_backward(
+    inv: Any,
+    x: int,
+    gain: int,
+    rstd: int,
+    dout: int,
+    dx: int,
+    partial: int,
+    rows: int,
+    width: int,
+) -> None:
+    a, g, rs = pointer(x, inv), pointer(gain, inv), pointer(rstd, inv)
+    dy, da, sums = pointer(dout, inv), pointer(dx, inv), pointer(partial, inv)
+    zero = inv - inv
+    for piece in prange((rows + SUM_PIECE - 1) // SUM_PIECE):
+        dg = at(sums, piece * width)
+        for j in range(width):
+            dg[j] = zero
+        for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
+            u, d, z, r = at(a, i * width), at(dy, i * width), at(da, i * width), rs[i]
+            s = zero
+            for j in range(width):
+                s += d[j] * g[j] * (u[j] * r)
+            mean = s * inv
+            for j in range(width):
+                n = u[j] * r
+                dg[j] += d[j] * n
+                z[j] = r * (d[j] * g[j] - n * mean)
+
+
+def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
+    """Return x / √(mean(x²) + eps) · gain, shape (..., D)."""
+    check_float("rmsnorm", x=x, gain=gain)
+    check_shape("rmsnorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
+    x, gain = contiguous(x), contiguous(gain)
+    width = x.shape[-1]
+    rows = x.size // max(width, 1)
+    out, rstd = empty(x.shape, x.dtype), empty(rows, x.dtype)
+    number = x.dtype.type
+    _rmsnorm_forward(
+        *(number(eps), number(1), number(1 / max(width, 1))),
+        *(address(x), address(gain), address(out), address(rstd), rows, width),
+    )
+    return out, RMSNormCache(x, gain, rstd)
+
+
+def rmsnorm_backward(
+    dout: Array, cache: RMSNormCache, *, out: Array | None = None
+) -> tuple[Array, Array]:
+    """Return (dx, dgain)."""
+    x, gain, rstd = cache
+    dout = contiguous(dout)
+    rows, width = len(rstd), len(gain)
+    dx = empty(x.shape, x.dtype)
+    partial = empty((-(-rows // SUM_PIECE), width), x.dtype)
+    _rmsnorm_backward(
+        *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(rstd)),
+        *(address(dout), address(dx), address(partial), rows, width),
+    )
+    dgain, elsewhere = receiver(out, gain.shape, x.dtype)
+    sum_partials(partial, dgain)
+    return dx, delivered(dgain, elsewhere)
+
+
+# ---- layernorm -----------------------------------------------------------------------------------
+
+
+class LayerNormCache(NamedTuple):
+    x: Array  # (..., D)
+    gain: Array  # (D,)
+    stats: Array  # (2, N) mean, and reciprocal of the standard deviation, of each row
+
+
+@jit(**SUM)
+def _layernorm_forward(
+    eps: Any,
+    one: Any,
+    inv: Any,
+    x: int,
+    gain: int,
+    bias: int,
+    out: int,
+    stats: int,
+    rows: int,
+    width: int,
+) -> None:
+    a, g, b = pointer(x, eps), pointer(gain, eps), pointer(bias, eps)
+    y, st = pointer(out, eps), pointer(stats, eps)
+    for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
+        for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
+            u, z = at(a, i * width), at(y, i * width)
+            s = one - one
+            for j in range(width):
+                s += u[j]
+            mean = s * inv
+            # The variance of the centred row, in a second pass: mean(x²) - mean(x)² would cancel.
+            s = one - one
+            for j in range(width):
+                s += (u[j] - mean) * (u[j] - mean)
+            r = one / np.sqrt(s * inv + eps)
+            st[i] = mean
+            st[rows + i] = r
+            for j in range(width):
+                z[j] = (u[j] - mean) * r * g[j] + b[j]
+
+
+@jit(**SUM)
+def _layernorm_backward(
+    inv: Any,
+    x: int,
+    gain: int,
+    stats: int,
+    dout: int,
+    dx: int,
+    gain_partial: int,
+    bias_partial: int,
+    rows: int,
+    width: int,
+) -> None:
+    a, g, st = pointer(x, inv), pointer(gain, inv), pointer(stats, inv)
+    dy, da = pointer(dout, inv), pointer(dx, inv)
+    gain_sums, bias_sums = pointer(gain_partial, inv), pointer(bias_partial, inv)
+    zero = inv - inv
+    for piece in prange((rows + SUM_PIECE - 1) // SUM_PIECE):
+        dg, db = at(gain_sums, piece * width), at(bias_sums, piece * width)
+        for j in range(width):
+            dg[j] = zero
+            db[j] = zero
+        for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
+            u, d, z = at(a, i * width), at(dy, i * width), at(da, i * width)
+            mean, r = st[i], st[rows + i]
+            s = zero
+            along = zero
+            for j in range(width):
+                dn = d[j] * g[j]
+                s += dn
+                along += dn * ((u[j] - mean) * r)
+            s *= inv
+            along *= inv
+            for j in range(width):
+                n = (u[j] - mean) * r
+                dg[j] += d[j] * n
+                db[j] += d[j]
+                z[j] = r * (d[j] * g[j] - s - n * along)
+
+
+def layernorm_forward(
+    x: Array, gain: Array, bias: Array, *, eps: float
+) -> tuple[Array, LayerNormCache]:
+    """Return (x - mean) / √(var + eps) · gain + bias, shape (..., D)."""
+    check_float("layernorm", x=x, gain=gain, bias=bias)
+    check_shape("layernorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
+    check_shape("layernorm", "bias", bias, x.shape[-1:], f"x {x.shape}")
+    x, gain, bias = contiguous(x), contiguous(gain), contiguous(bias)
+    width = x.shape[-1]
+    rows = x.size // max(width, 1)
+    out, stats = empty(x.shape, x.dtype), empty((2, rows), x.dtype)
+    number = x.dtype.type
+    _layernorm_forward(
+        *(number(eps), number(1), number(1 / max(width, 1)), address(x), address(gain)),
+        *(address(bias), address(out), address(stats), rows, width),
+    )
+    return out, LayerNormCache(x, gain, stats)
+
+
+def layernorm_backward(
+    dout: Array,
+    cache: LayerNormCache,
+    *,
+    out: tuple[Array | None, Array | None] | None = None,
+) -> tuple[Array, Array, Array]:
+    """Return (dx, dgain, dbias)."""
+    x, gain, stats = cache
+    dout = contiguous(dout)
+    rows, width = stats.shape[1], len(gain)
+    dx = empty(x.shape, x.dtype)
+    partial = empty((2, -(-rows // SUM_PIECE), width), x.dtype)
+    _layernorm_backward(
+        *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(stats)),
+        *(address(dout), address(dx), address(partial[0]), address(partial[1]), rows, width),
+    )
+    gain_out, bias_out = (None, None) if out is None else out
+    dgain, gain_elsewhere = receiver(gain_out, gain.shape, x.dtype)
+    dbias, bias_elsewhere = receiver(bias_out, gain.shape, x.dtype)
+    sum_partials(partial[0], dgain)
+    sum_partials(partial[1], dbias)
+    return dx, delivered(dgain, gain_elsewhere), delivered(dbias, bias_elsewhere)
