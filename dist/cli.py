@@ -25,6 +25,13 @@ class Command(NamedTuple):
 
 # One or two words -> where the subcommand lives. A line appears here when its subcommand works.
 COMMANDS: dict[str, Command] = {
+    "demo": Command("dist.demo:main", "from nothing to a model that writes, in five minutes"),
+    "pack": Command("dist.commands:pack", "turn texts into shards of token ids"),
+    "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
+    "generate": Command("dist.use:generate", "let a trained model write"),
+    "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
+    "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
+    "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command("accel.bench:main", "time the cpu backend, beside PyTorch if it is there"),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),

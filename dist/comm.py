@@ -1,0 +1,196 @@
+"""What ranks say to each other. With one rank nothing is said, and MPI is not even imported.
+
+All ranks call the same methods in the same order. Slices are given by ``bounds``, W + 1 offsets
+into a flat array: rank r owns ``flat[bounds[r] : bounds[r + 1]]``.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from reference.types import Array
+
+# Where launchers tell a process how many there are: Open MPI, MPICH and Intel, Slurm's PMIx.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
+
+
+class Comm(Protocol):
+    """The ranks of a run."""
+
+    rank: int
+    size: int
+
+    def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
+        """Return, in the order of ranks, what each has in this rank's slice of ``flat``."""
+
+    def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
+        """Fill every other rank's slice of ``flat`` with what that rank has there."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's small Python value, in the order of ranks."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def abort(self, status: int) -> NoReturn:
+        """End every rank at once."""
+
+
+class Solo:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
+        """Return ``flat`` itself."""
+        return [flat[bounds[0] : bounds[1]]]
+
+    def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value alone."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def abort(self, status: int) -> NoReturn:
+        """End the process."""
+        sys.exit(status)
+
+
+class Mpi:
+    """The ranks that ``mpirun`` started."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI  # starts MPI, so not before it is needed
+
+        self._comm = MPI.COMM_WORLD
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self.library = MPI.Get_library_version().split("\n")[0].rstrip("\0 ")
+
+    def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
+        """Send each rank its slice, all to all."""
+        mine = bounds[self.rank + 1] - bounds[self.rank]
+        received = np.empty((self.size, mine), flat.dtype)
+        counts = list(np.diff(bounds))
+        self._comm.Alltoallv(
+            [flat, (counts, list(bounds[:-1]))],
+            [received, ([mine] * self.size, [mine * r for r in range(self.size)])],
+        )
+        return list(received)
+
+    def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
+        """Gather the slices in place."""
+        from mpi4py import MPI
+
+        self._comm.Allgatherv(MPI.IN_PLACE, [flat, (list(np.diff(bounds)), list(bounds[:-1]))])
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather small values."""
+        return self._comm.allgather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        """Send rank 0's value to all."""
+        return self._comm.bcast(value)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._comm.Barrier()
+
+    def abort(self, status: int) -> NoReturn:
+        """End every rank: a rank that merely leaves would keep the others waiting for ever."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._comm.Abort(status)
+        os._exit(status)  # MPICH's Abort can return before the launcher has ended this process
+
+
+def launched_size() -> int:
+    """Return how many ranks the launcher of this process says there are; 1 without one."""
+    for name in SIZE_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    if "PMIX_RANK" in os.environ and os.environ.get("SLURM_NTASKS", "").isdigit():
+        return int(os.environ["SLURM_NTASKS"])
+    return 1
+
+
+def start() -> Comm:
+    """Return the ranks of this run: ``Solo`` unless a launcher started several.
+
+    Raises
+    ------
+    ImportError
+        When mpi4py, or an MPI library for it, is missing.
+    ValueError
+        When the launcher and the MPI library do not belong together.
+    """
+    expected = launched_size()
+    if expected == 1:
+        return Solo()
+    try:
+        comm = Mpi()
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"{expected} ranks were started, but MPI cannot be used here ({error}); install a "
+            "library for it: pip install 'myllm[mpi]'"
+        ) from error
+    if comm.size != expected:
+        raise ValueError(
+            f"the launcher started {expected} ranks, but the MPI library of mpi4py "
+            f"({comm.library}) sees {comm.size}: use the mpirun that belongs to that library"
+        )
+    return comm
+
+
+def bounds_of_slices(n: int, block: int, size: int) -> list[int]:
+    """Return W + 1 offsets that share n elements out in whole blocks; the last may be partial."""
+    blocks = -(-n // block)
+    return [min(n, blocks * r // size * block) for r in range(size + 1)]
+
+
+class AllRanksError(ValueError):
+    """A failure that every rank knows of: rank 0 says it once, and all leave in good order."""
+
+
+def together(comm: Comm, work: Callable[[], Any], only: int | None = None) -> list[Any]:
+    """Do ``work`` on every rank (or on one), and return what each returned.
+
+    Raises
+    ------
+    AllRanksError
+        On every rank, when ``work`` raised ValueError, OSError or ImportError on any: a rank that
+        raised alone would leave the others waiting for it.
+    """
+    cause: Exception | None = None
+    value = None
+    if only is None or comm.rank == only:
+        try:
+            value = work()
+        except (ValueError, OSError, ImportError) as error:
+            cause = error
+    results = comm.all_gather((value, None if cause is None else sentence(cause)))
+    for _, failure in results:
+        if failure is not None:
+            raise AllRanksError(failure) from cause
+    return [value for value, _ in results]
+
+
+def sentence(error: BaseException) -> str:
+    """Return what an error says, without the number of an ``OSError``."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -1,0 +1,197 @@
+"""The subcommands of training: ``myllm train`` and those around it."""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dist import config as run_file
+from dist.comm import AllRanksError, Comm, launched_size, sentence, start, together
+from dist.monitor import bytes_text, duration
+
+
+def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand, with an example at the end of its help."""
+    return argparse.ArgumentParser(
+        prog=f"myllm {name}",
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_set(args: argparse.ArgumentParser) -> None:
+    """Add ``--set``."""
+    args.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override a key of the run file; may be given many times",
+    )
+
+
+def on_ranks(name: str, work: Callable[[Comm], int]) -> int:
+    """Run ``work`` on this rank so that no rank ever waits for one that has failed.
+
+    With one rank, errors go to the dispatcher. With several, one that all know of is said once; any
+    other ends every rank at once, with the traceback of the rank that it happened on.
+    """
+    comm = start()
+    if comm.size == 1:
+        return work(comm)
+    try:
+        return work(comm)
+    except AllRanksError as error:
+        if comm.rank == 0:
+            print(f"myllm {name}: {error}", file=sys.stderr, flush=True)
+        comm.barrier()
+        return 1
+    except KeyboardInterrupt:
+        comm.abort(130)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        # in one write, so that the lines of another rank cannot come between
+        sys.stderr.write(f"{text}myllm {name}: rank {comm.rank}: {sentence(error)}\n")
+        comm.abort(1)
+
+
+def train(argv: Sequence[str]) -> int:
+    """``myllm train``."""
+    args = parser(
+        "train",
+        "Train a model as a run file says. Given the same command again, it goes on from the "
+        "newest checkpoint in run.out.",
+        "myllm train laptop --ranks 2 --set train.lr=5e-4\n  mpirun -n 8 myllm train run.toml",
+    )
+    args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
+    add_set(args)
+    args.add_argument(
+        "--ranks", type=int, default=1, help="start so many MPI ranks on this machine (default 1)"
+    )
+    args.add_argument(
+        "--changed",
+        action="store_true",
+        help="go on from a checkpoint although [model] [data] [train] or [optim] have changed",
+    )
+    given = args.parse_args(argv)
+    if given.ranks != 1:
+        if launched_size() > 1:
+            raise ValueError("--ranks starts MPI itself: leave it out under mpirun")
+        run_file.load(given.config, given.overrides).accumulation(given.ranks)
+        from dist.launch import launch
+
+        words = [given.config, *(["--changed"] if given.changed else [])]
+        return launch(given.ranks, ["train", *words, *(f"--set={o}" for o in given.overrides)])
+
+    from dist.train import StopRequest, Trainer
+
+    def work(comm: Comm) -> int:
+        config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
+        stopped = Trainer(config, comm, changed=given.changed).run(stop)
+        # under MPI a status other than 0 would be taken for a failure of the rank
+        return 128 + stopped if stopped is not None and comm.size == 1 else 0
+
+    with StopRequest().listening() as stop:
+        return on_ranks("train", work)
+
+
+def pack(argv: Sequence[str]) -> int:
+    """``myllm pack``."""
+    from dist import pack as packing
+    from dist.launch import cores
+    from dist.shards import check_crcs
+
+    args = parser(
+        "pack",
+        "Turn texts into shards of token ids, a training set and a held-out one. Inputs are files, "
+        "folders, globs or - for standard input; .jsonl (a text field, prompt and completion, or "
+        "chat messages), .parquet, .gz and .zst are understood. An interrupted packing goes on "
+        "when the same command is given again.",
+        "myllm pack books/ notes.jsonl.gz --tokenizer mine.tok -o data/mine\n"
+        "  myllm pack --check data/mine/train",
+    )
+    defaults = packing.Settings._field_defaults
+    args.add_argument("inputs", nargs="*", metavar="INPUT")
+    args.add_argument("--tokenizer", metavar="FILE")
+    args.add_argument("-o", "--out", metavar="DIR")
+    args.add_argument("--check", metavar="DIR", help="verify the CRCs of a packed folder")
+    args.add_argument(
+        "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"
+    )
+    args.add_argument("--field", default="text", help="of JSON lines and parquet (default text)")
+    args.add_argument(
+        "--layout",
+        choices=("stream", "truncate"),
+        default="stream",
+        help="stream: documents one after the other; truncate: one window a document, its first "
+        "tokens, padded (needs --window)",
+    )
+    args.add_argument("--window", type=int, default=0, help="tokens of a window, for truncate")
+    args.add_argument("--bos", action="store_true", help="begin each document with a bos")
+    args.add_argument(
+        "--heldout",
+        type=float,
+        default=defaults["heldout"],
+        help="fraction of the documents held out for evaluation (default %(default)s)",
+    )
+    args.add_argument("--shard-tokens", type=int, default=defaults["shard_tokens"])
+    args.add_argument("--processes", type=int, default=cores())
+    given = args.parse_args(argv)
+    if given.check:
+        print(f"{check_crcs(Path(given.check))} files are as they were packed")
+        return 0
+    if not (given.inputs and given.tokenizer and given.out):
+        args.error("INPUT, --tokenizer and -o are needed")
+    if (given.layout == "truncate") != bool(given.window):
+        args.error("--layout truncate and --window N belong together")
+    settings = packing.Settings(
+        tokenizer=given.tokenizer,
+        field=given.field,
+        window=given.window,
+        bos=given.bos,
+        heldout=given.heldout,
+        shard_tokens=given.shard_tokens,
+    )
+    started = time.monotonic()
+    total = packing.plain_bytes(given.inputs)
+    last = 0.0
+
+    def progress(n_bytes: int, tokens: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < 2:
+            return
+        last = now
+        speed = n_bytes / (now - started)
+        eta = f", ETA {duration(max(0.0, total - n_bytes) / speed)}" if total and speed else ""
+        print(
+            f"{bytes_text(n_bytes)} of text, {tokens:,} tokens, {bytes_text(speed)}/s{eta}",
+            flush=True,
+        )
+
+    def report(said: str) -> None:
+        print(f"myllm pack: {said}", file=sys.stderr)
+
+    summary = packing.pack(
+        given.inputs,
+        Path(given.out),
+        settings,
+        processes=given.processes,
+        skip_bad_lines=given.skip_bad_lines,
+        report=report,
+        progress=progress,
+    )
+    for split in packing.SPLITS:
+        print(
+            f"{given.out}/{split}: {summary.documents[split]:,} documents, "
+            f"{summary.tokens[split]:,} tokens"
+        )
+    left_out = f"; left out: {summary.bad_lines} bad lines, {summary.empty} empty documents"
+    print(
+        f"{bytes_text(summary.n_bytes)} of text in {duration(time.monotonic() - started)}{left_out}"
+    )
+    return 0

@@ -1,0 +1,375 @@
+"""The run file: one TOML file that says everything about a training run.
+
+Tables ``[model] [data] [train] [optim] [run]``. A key that nobody reads is refused, because a
+misspelled setting that is silently ignored costs a training run. ``--set table.key=value``
+overrides; ``to_toml`` writes the resolved file, every default included.
+"""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from reference.config import Config
+from reference.schedule import Schedule, learning_rate
+
+T = TypeVar("T")
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A packed dataset and its share of the windows of a phase."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of training on one mixture of sources."""
+
+    tokens: int  # exposures; rounded up to whole steps
+    sources: tuple[Source, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where windows come from: ``train`` alone, or ``phases`` one after the other."""
+
+    train: str = ""  # a folder written by `myllm pack`, or a .bin file
+    heldout: str = ""  # the same, for evaluation; empty: none
+    phases: tuple[Phase, ...] = ()
+    isolate_documents: bool = False  # attention does not cross from one document into the next
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """The step: how much, how long, how fast."""
+
+    micro_batch: int  # windows in one forward and backward; the unit of the exact sum
+    global_batch: int  # windows of a step over all ranks: micro_batch · ranks · accumulation
+    steps: int = 0  # 0: as many as the phases take
+    lr: float  # peak
+    warmup_steps: int = 0
+    schedule: Schedule = "cosine"
+    final_fraction: float = 0.1  # of the peak, at the end
+    decay_steps: int = 0  # of schedule "wsd"
+    seed: int = 0  # of the initial weights, the data order and dropout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optim:
+    """AdamW."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
+    clip: float = 1.0  # greatest norm of the gradient; 0: no clipping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that does not change what is learned: where, by what, how often."""
+
+    out: str  # folder of the run
+    backend: str = "cpu"
+    compute: str = "float32"
+    eval_every: int = 0  # steps; 0: at the end only
+    eval_windows: int = 64  # held-out windows looked at, from the first
+    checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
+    keep: int = 2  # newest checkpoints kept, beside the best
+    patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
+    sample_every: int = 0  # steps; 0: never
+    sample_prompt: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """A whole run, checked."""
+
+    model: Config
+    data: Data
+    train: Train
+    optim: Optim
+    run: Run
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def window(self) -> int:
+        """T, the tokens of a window."""
+        return self.model.context_length
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the leaves of the sum of a step."""
+        return self.train.global_batch // self.train.micro_batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step reads over all ranks."""
+        return self.train.global_batch * self.window
+
+    @property
+    def phase_steps(self) -> tuple[int, ...]:
+        """Steps of each phase; without phases, all steps are one phase."""
+        if not self.data.phases:
+            return (self.train.steps,)
+        return tuple(-(-phase.tokens // self.tokens_per_step) for phase in self.data.phases)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return sum(self.phase_steps)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1."""
+        return learning_rate(
+            step,
+            peak=self.train.lr,
+            warmup_steps=self.train.warmup_steps,
+            total_steps=self.steps,
+            schedule=self.train.schedule,
+            final_fraction=self.train.final_fraction,
+            decay_steps=self.train.decay_steps or None,
+        )
+
+    def accumulation(self, ranks: int) -> int:
+        """Return a, the micro-batches of a step on each of ``ranks`` ranks.
+
+        Raises
+        ------
+        ValueError
+            When B = B_micro · W · a has no whole solution, or W is no power of two.
+        """
+        if ranks < 1 or ranks & (ranks - 1):
+            raise ValueError(
+                f"the number of ranks must be a power of two, so that they share the fixed tree "
+                f"of the gradient sum evenly; got {ranks}"
+            )
+        if self.micro_batches % ranks:
+            raise ValueError(
+                f"train.global_batch ({self.train.global_batch}) must be train.micro_batch "
+                f"({self.train.micro_batch}) · ranks ({ranks}) · accumulation steps: use at most "
+                f"{self.micro_batches} ranks, or a smaller train.micro_batch"
+            )
+        return self.micro_batches // ranks
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the tables as plain values, as they come back from JSON or TOML."""
+        tables = {f.name: dataclasses.asdict(getattr(self, f.name)) for f in _TABLES}
+        return dict(json.loads(json.dumps(tables)))
+
+    def to_toml(self) -> str:
+        """Return the resolved run file, every default written out."""
+        return "\n".join(
+            "\n".join([f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]) + "\n"
+            for name, table in self.to_dict().items()
+        )
+
+
+_TABLES = dataclasses.fields(RunFile)
+
+
+def check(config: RunFile) -> None:
+    """Raise a ``ValueError`` for what contradicts itself, naming the keys."""
+    train, data, run = config.train, config.data, config.run
+    positive = {"train.micro_batch": train.micro_batch, "train.global_batch": train.global_batch}
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if train.global_batch % train.micro_batch:
+        raise ValueError(
+            f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch "
+            f"({train.micro_batch})"
+        )
+    if config.micro_batches & (config.micro_batches - 1):
+        raise ValueError(
+            f"a step must have a power of two micro-batches, but train.global_batch "
+            f"({train.global_batch}) / train.micro_batch ({train.micro_batch}) is "
+            f"{config.micro_batches}"
+        )
+    not_negative = {
+        "train.steps": train.steps,
+        "train.warmup_steps": train.warmup_steps,
+        "train.seed": train.seed,
+        "optim.weight_decay": config.optim.weight_decay,
+        "optim.clip": config.optim.clip,
+        **{
+            f"run.{name}": getattr(run, name)
+            for name in ("eval_every", "checkpoint_every", "sample_every")
+        },
+    }
+    for name, value in not_negative.items():
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+    for name in ("keep", "patience", "eval_windows"):
+        if getattr(run, name) < 1:
+            raise ValueError(f"run.{name} must be at least 1, got {getattr(run, name)}")
+    if train.seed >= 2**64:
+        raise ValueError(f"train.seed must be below 2^64, got {train.seed}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config.optim, name) < 1:
+            raise ValueError(f"optim.{name} must lie in [0, 1), got {getattr(config.optim, name)}")
+    for name, rate in (("train.lr", train.lr), ("optim.eps", config.optim.eps)):
+        if not 0 < rate < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {rate}")
+    if bool(data.train) == bool(data.phases):
+        raise ValueError("[data] needs either train (a packed folder) or phases")
+    if data.phases and train.steps:
+        raise ValueError(
+            f"train.steps ({train.steps}) and data.phases both say how long the run is: leave "
+            "train.steps out"
+        )
+    for number, phase in enumerate(data.phases, 1):
+        if phase.tokens < 1 or not phase.sources:
+            raise ValueError(f"phase {number} of data.phases needs tokens and sources")
+        for source in phase.sources:
+            if not 0 < source.weight < math.inf:
+                raise ValueError(f"the weight of {source.path} must be positive")
+    if config.steps < 1:
+        raise ValueError("train.steps must be at least 1")
+    config.lr(1)  # refuses a schedule that contradicts itself
+
+
+# ---- from and to TOML ----------------------------------------------------------------------------
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a run file, or a preset by its name, and apply ``table.key=value`` overrides.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it cannot be read, is no TOML, or a key or value is wrong; the message names it.
+    """
+    path = Path(path)
+    preset = PRESETS / f"{path}.toml"
+    if not path.exists() and preset.is_file():
+        path = preset
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
+        raise FileNotFoundError(
+            f"there is no run file {path}, and no preset of that name ({known})"
+        )
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from error
+    for override in overrides:
+        apply_override(tables, override)
+    try:
+        return from_tables(tables)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def apply_override(tables: dict[str, Any], override: str) -> None:
+    """Set ``table.key=value`` in parsed tables; the value is TOML, or else a bare string."""
+    name, equals, text = override.partition("=")
+    table, dot, key = name.strip().partition(".")
+    if not (equals and dot and table and key):
+        raise ValueError(f"--set takes table.key=value, such as train.lr=3e-4; got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    inner = tables.setdefault(table, {})
+    if not isinstance(inner, dict):
+        raise ValueError(f"--set {override}: {table} is not a table")
+    inner[key] = value
+
+
+def from_tables(tables: Mapping[str, Any]) -> RunFile:
+    """Make a run from parsed TOML; an unknown table or key is named."""
+    known = [field.name for field in _TABLES]
+    for name, table in tables.items():
+        if name not in known or not isinstance(table, dict):
+            raise ValueError(f"unknown table [{name}]; known: {', '.join(known)}")
+    if "model" not in tables:
+        raise ValueError("the table [model] is missing")
+    data = dict(tables.get("data", {}))
+    data["phases"] = tuple(
+        _record(Phase, {**phase, "sources": _sources(phase)}, "data.phases")
+        for phase in _list_of_tables(data.get("phases", []), "data.phases")
+    )
+    return RunFile(
+        model=_model(tables["model"]),
+        data=_record(Data, data, "data"),
+        train=_record(Train, tables.get("train", {}), "train"),
+        optim=_record(Optim, tables.get("optim", {}), "optim"),
+        run=_record(Run, tables.get("run", {}), "run"),
+    )
+
+
+def _model(table: dict[str, Any]) -> Config:
+    try:
+        return Config.from_dict(table)
+    except ValueError as error:
+        raise ValueError(f"[model]: {error}") from error
+
+
+def _sources(phase: Mapping[str, Any]) -> tuple[Source, ...]:
+    tables = _list_of_tables(phase.get("sources", []), "data.phases.sources")
+    return tuple(_record(Source, table, "data.phases.sources") for table in tables)
+
+
+def _list_of_tables(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, dict) for v in value):
+        raise ValueError(f"{name} must be a list of tables")
+    return list(value)
+
+
+def _record(kind: type[T], table: Mapping[str, Any], name: str) -> T:
+    """Make a dataclass from a table, with every key known, present and of the right type."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            raise ValueError(f"unknown key {name}.{key}; known: {', '.join(fields)}")
+    values = {}
+    for key, field in fields.items():
+        if key in table:
+            values[key] = _typed(table[key], field.type, f"{name}.{key}")
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{name}.{key} is missing")
+    return kind(**values)
+
+
+def _typed(value: Any, kind: Any, name: str) -> Any:
+    choices = get_args(kind)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and not (isinstance(value, int) and is_number):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if kind is float:
+        if not is_number:
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        return float(value)
+    if kind in (bool, str) and not isinstance(value, kind):
+        what = "true or false" if kind is bool else "a string"
+        raise ValueError(f"{name} must be {what}, got {value!r}")
+    return value
+
+
+def _toml(value: Any) -> str:
+    """Return a plain value as TOML; for these types JSON's strings and lists are TOML's too."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    return repr(value)

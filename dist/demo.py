@@ -1,0 +1,350 @@
+"""``myllm demo``: from nothing to a model that writes, on this machine, in five minutes.
+
+Every stage leaves its result in a folder and is skipped when that is there, so the demo can be
+interrupted anywhere and goes on when it is given again. What it does is what the commands do:
+``myllm tokenizer train``, ``pack``, ``train``, ``eval``, ``plot`` and ``generate``.
+"""
+
+import dataclasses
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from accel import load as load_backend
+from dist import checkpoint, cli, config, monitor, pack
+from dist.checkpoint import Model
+from dist.comm import Solo
+from dist.commands import parser
+from dist.corpus import Text, near_duplicates, standard_library
+from dist.data import Batch, Windows, on_backend
+from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
+from dist.files import replace_durably
+from dist.launch import find_mpirun, launch
+from dist.use import draw, write_text
+from reference import ops as reference_ops
+from reference.model import loss_backward, loss_forward
+from reference.ops import Ops
+from reference.params import decoder_layout
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+HELDOUT = 0.05  # of the documents
+SHARED = 0.3  # a held-out document with so many of its eight-word runs in training ones is dropped
+PROBE_STEPS = 10  # that tell how fast this machine is
+TAIL_SECONDS = 25.0  # for everything after training
+LEAST_STEPS = 20
+PROMPT_SEED = 2026
+PROMPT_TOKENS = 48
+NEW_TOKENS = 120
+# ‖gradient - reference‖ / ‖reference‖ of any parameter; rounding gives about 1e-6 and 1e-2
+GRADIENT_BARS = {"float32": 1e-4, "bf16": 1e-1}
+
+
+class Paths(NamedTuple):
+    """Where the demo keeps what."""
+
+    out: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.out / "corpus.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.out / "tokenizer.myllm"
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def run_file(self) -> Path:
+        return self.out / "run.toml"
+
+    @property
+    def run(self) -> Path:
+        return self.out / "run"
+
+
+def main(argv: Sequence[str]) -> int:
+    """``myllm demo``."""
+    args = parser(
+        "demo",
+        "Take the sources and documentation of Python's own standard library, train a tokenizer "
+        "and a small MyLLM on them, and let it write. Needs no download and no GPU. Given again, "
+        "it goes on where it was.",
+        "myllm demo --minutes 5 --ranks 2",
+    )
+    args.add_argument("--minutes", type=float, default=5.0, help="for everything (default 5)")
+    args.add_argument("--ranks", type=int, default=2, help="MPI ranks (default 2)")
+    args.add_argument("--out", default="demo", help="folder for all results (default demo)")
+    args.add_argument("--compute", default="float32", help="float32 (default) or bf16")
+    given = args.parse_args(argv)
+    deadline = time.monotonic() + 60 * given.minutes
+    if not given.minutes > 0:
+        args.error("--minutes must be positive")
+    config.load("demo").accumulation(given.ranks)
+    if given.ranks > 1:
+        find_mpirun()  # now rather than after a minute of preparation
+    load_backend("cpu", compute=given.compute)
+
+    paths = Paths(Path(given.out))
+    paths.out.mkdir(parents=True, exist_ok=True)
+    prepare_corpus(paths)
+    prepare_tokenizer(paths)
+    if not (paths.data / "train" / "manifest.json").exists():
+        say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
+        settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
+        pack.pack([str(paths.corpus)], paths.data, settings)
+    if not paths.run_file.exists():
+        choose_steps(paths, deadline, given.ranks, given.compute)
+    say(f"training: myllm train {paths.run_file} --ranks {given.ranks}")
+    status = train(paths.run_file, given.ranks)
+    if status:
+        return status
+    show(paths, given.compute)
+    return 0
+
+
+def say(line: str) -> None:
+    """Print a line of the demo's own."""
+    print(f"\n== {line}", flush=True)
+
+
+# ---- the stages ----------------------------------------------------------------------------------
+
+
+def prepare_corpus(paths: Paths) -> None:
+    """Write the corpus, its held-out documents free of near-duplicates of the others."""
+    if paths.corpus.exists():
+        return
+    texts = standard_library()
+    held = [t for t in texts if pack.is_held_out(t.text.encode(), HELDOUT)]
+    rest = [t for t in texts if not pack.is_held_out(t.text.encode(), HELDOUT)]
+    doubles = near_duplicates([t.text for t in held], [t.text for t in rest], SHARED)
+    dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
+    kept = [t for t in texts if t.name not in dropped]
+    lines = (json.dumps({"text": t.text, "name": t.name}) + "\n" for t in kept)
+    replace_durably(paths.corpus, "".join(lines).encode())
+    size = sum(len(t.text.encode()) for t in kept)
+    say(
+        f"corpus: {len(kept)} documents, {monitor.bytes_text(size)}, from Python's standard "
+        f"library; {len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
+        f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text)"
+    )
+
+
+def read_corpus(paths: Paths) -> tuple[list[Text], list[Text]]:
+    """Return the training documents and the held-out ones."""
+    with paths.corpus.open(encoding="utf-8") as file:
+        texts = [Text(r["name"], r["text"]) for r in map(json.loads, file)]
+    held = [t for t in texts if pack.is_held_out(t.text.encode(), HELDOUT)]
+    return [t for t in texts if not pack.is_held_out(t.text.encode(), HELDOUT)], held
+
+
+def prepare_tokenizer(paths: Paths) -> None:
+    """Train the tokenizer on the training documents."""
+    if paths.tokenizer.exists():
+        return
+    from tokenizer import train_from_iterator
+
+    vocab_size = config.load("demo").model.vocab_size
+    say(f"tokenizer: byte-level BPE with {vocab_size:,} ids")
+    started = time.monotonic()
+    train_from_iterator([t.text for t in read_corpus(paths)[0]], vocab_size).save(paths.tokenizer)
+    print(f"learned in {time.monotonic() - started:.1f} s: {paths.tokenizer}")
+
+
+def settings_of(paths: Paths, steps: int, out: Path, compute: str) -> config.RunFile:
+    """Return the run file of the demo for a number of steps."""
+    every = max(1, steps // 5)
+    return config.load(
+        "demo",
+        [
+            f"data.train={json.dumps(str(paths.data / 'train'))}",
+            f"data.heldout={json.dumps(str(paths.data / 'heldout'))}",
+            f"train.steps={steps}",
+            f"train.warmup_steps={min(40, steps // 10)}",
+            f"run.out={json.dumps(str(out))}",
+            f"run.compute={compute}",
+            f"run.eval_every={every}",
+            f"run.checkpoint_every={every}",
+        ],
+    )
+
+
+def choose_steps(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
+    """Write a run file with as many steps as there is time for, by the speed of a short run."""
+    say("speed: a few steps, to see how many there is time for (the first run compiles kernels)")
+    probe = paths.out / "probe.toml"
+    run = settings_of(paths, PROBE_STEPS, paths.out / "probe", compute)
+    run = dataclasses.replace(
+        run, run=dataclasses.replace(run.run, eval_every=0, checkpoint_every=0, eval_windows=1)
+    )
+    replace_durably(probe, run.to_toml().encode())
+    status = train(probe, ranks)
+    if status:
+        raise SystemExit(status)
+    records = monitor.read_metrics(paths.out / "probe")
+    seconds = float(np.median([r["ms"] for r in records if "ms" in r][2:])) / 1e3
+    left = deadline - time.monotonic() - TAIL_SECONDS
+    # evaluations, checkpoints and the start are a tenth
+    steps = max(LEAST_STEPS, int(0.9 * left / seconds))
+    print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")
+    run = settings_of(paths, steps, paths.run, compute)
+    replace_durably(paths.run_file, run.to_toml().encode())
+
+
+def train(run_file: Path, ranks: int) -> int:
+    """Train as a run file says."""
+    if ranks == 1:
+        return cli.main(["train", str(run_file)])
+    return launch(ranks, ["train", str(run_file)])
+
+
+# ---- what came of it -----------------------------------------------------------------------------
+
+
+def show(paths: Paths, compute: str) -> None:
+    """Evaluate, draw, verify and let the model write; say where everything is."""
+    model = checkpoint.load_model(paths.run, "cpu", compute)
+    tokenizer = load_tokenizer(paths.tokenizer)
+    windows = Windows(str(paths.data / "heldout"), config.from_tables(model.state.config))
+    held = read_corpus(paths)[1]
+
+    result = evaluate_all(model, windows, tokenizer)
+    say(f"held-out text, {result.n_targets:,} tokens of {len(held)} documents: {result}")
+    unigram = unigram_bits(paths, windows, tokenizer)
+    text = "".join(t.text for t in held).encode()
+    packed = 8 * len(zlib.compress(text, 9)) / len(text)
+    print(
+        f"bits per byte: this model {result.bits_per_byte:.3f}, zlib -9 {packed:.3f}, "
+        f"a model that knows only how frequent each token is {unigram:.3f}"
+    )
+    try:
+        pictures = [paths.out / "loss.png", paths.out / "loss.svg"]
+        draw([paths.run], pictures)
+        drawn = ", ".join(map(str, pictures))
+    except ImportError as error:
+        drawn = f"not drawn: {error}"
+    say(f"loss curve: {drawn}")
+
+    worst, name = gradient_error(model.ops, model, windows)
+    bar = GRADIENT_BARS[compute]
+    say(
+        f"gradients of one held-out window against the float64 reference: the largest relative "
+        f"error of a parameter is {worst:.1e} ({name}; allowed {bar:.0e})"
+    )
+    if not worst <= bar:
+        raise ValueError(f"the gradient of {name} is off by {worst:.1e}; run myllm verify")
+
+    say(f"completions of held-out text (seed {PROMPT_SEED}, temperature 0.7, top-p 0.9)")
+    for text_from, prompt in choose_prompts(held, tokenizer):
+        continuation = "".join(
+            write_text(
+                model,
+                tokenizer,
+                prompt,
+                max_new_tokens=NEW_TOKENS,
+                temperature=0.7,
+                top_p=0.9,
+                seed=PROMPT_SEED,
+                stop={tokenizer.special_tokens["<|eos|>"]},
+            )
+        )
+        print(f"\n---- {text_from}\n{tokenizer.decode(prompt)}⟦{continuation}⟧")
+    say(
+        f"""everything is in {paths.out}: corpus.jsonl, tokenizer.myllm, data/, run.toml,
+   run/metrics.jsonl, run/checkpoints/, {drawn}
+   Try next, on text of your own:
+     myllm tokenizer train MY_TEXTS --vocab-size 4096 -o my.tok
+     myllm pack MY_TEXTS --tokenizer my.tok -o my-data
+     myllm train demo --ranks 2 --set data.train=my-data/train \\
+       --set data.heldout=my-data/heldout --set run.out=my-run
+   and then: myllm generate my-run (or now: myllm generate {paths.run} --prompt "def ")"""
+    )
+
+
+def evaluate_all(model: Model, windows: Windows, tokenizer: "Tokenizer") -> Evaluation:
+    """Return the evaluation on all held-out windows."""
+    return evaluate(
+        model.ops,
+        model.params,
+        model.config,
+        windows,
+        n_windows=windows.dataset.n_windows,
+        micro_batch=8,
+        comm=Solo(),
+        lengths=token_lengths(tokenizer, model.config.vocab_size),
+    )
+
+
+def unigram_bits(paths: Paths, windows: Windows, tokenizer: "Tokenizer") -> float:
+    """Return the bits per byte of the best prediction that ignores what came before.
+
+    The probabilities are the frequencies in the training set, one added to each count.
+    """
+    vocab_size, window = windows.vocab_size, windows.dataset.window
+    training = Windows(str(paths.data / "train"), config.load(paths.run_file)).dataset
+    counts = np.ones(vocab_size)
+    for i in range(training.n_windows):
+        counts += np.bincount(training.read(i)[0], minlength=vocab_size)
+    bits = -np.log2(counts / counts.sum())
+    lengths = token_lengths(tokenizer, vocab_size)
+    total, size = 0.0, 0
+    for i in range(windows.dataset.n_windows):
+        targets = windows.dataset.read(i)[0][1:window]
+        total += float(bits[targets].sum())
+        size += int(lengths[targets].sum())
+    return total / size
+
+
+def gradient_error(ops: Ops, model: Model, windows: Windows) -> tuple[float, str]:
+    """Return the largest relative error of a parameter's gradient, and which one's.
+
+    Of the loss of one window, by the backend, against the reference in float64.
+    """
+    batch = windows.batch(0, 1)
+    layout = decoder_layout(model.config)
+    master = checkpoint.load_master(model.path)
+    found = gradient(ops, ops.parameters(layout.views(ops.from_numpy(master))), model, batch)
+    exact = gradient(reference_ops, layout.views(master.astype(np.float64)), model, batch)
+    errors = {
+        name: float(np.linalg.norm(found[name] - exact[name]) / np.linalg.norm(exact[name]))
+        for name in exact
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def gradient(ops: Ops, params: dict[str, Array], model: Model, batch: Batch) -> dict[str, Array]:
+    """Return the gradient of the mean loss of a batch, name -> array."""
+    layout = decoder_layout(model.config)
+    like = np.float64 if params["embedding.weight"].dtype == np.float64 else np.float32
+    flat = ops.from_numpy(np.zeros(layout.size, like))
+    loss, cache = loss_forward(ops, params, model.config, *on_backend(ops, batch))
+    loss_backward(1 / loss.n_valid, cache, layout.views(flat))
+    return layout.views(ops.to_numpy(flat))
+
+
+def choose_prompts(held: list[Text], tokenizer: "Tokenizer") -> list[tuple[str, list[int]]]:
+    """Return the beginnings to continue: of two Python sources and of English prose."""
+    rng = np.random.default_rng(PROMPT_SEED)
+    prose = [t for t in held if t.name.startswith("topic ")]
+    sources = [t for t in held if not t.name.startswith("topic ")]
+    prompts = []
+    for texts, number in ((sources, 2), (prose, 1)):
+        for index in rng.permutation(len(texts))[:number]:
+            text = texts[int(index)]
+            lines = text.text.splitlines(keepends=True)
+            start = int(rng.integers(0, max(1, len(lines) * 3 // 4)))
+            ids = tokenizer.encode_ordinary("".join(lines[start:]))[:PROMPT_TOKENS]
+            prompts.append((f"{text.name}, from line {start + 1}", ids))
+    return prompts

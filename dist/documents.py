@@ -1,0 +1,130 @@
+"""From what people have on disk to documents: the inputs of ``myllm pack``.
+
+Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, a
+Parquet file has one a row. ``.jsonl`` has one a line: a text field, or ``prompt`` and
+``completion``, or chat ``messages``.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tokenizer.read import Source, opened
+
+SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+
+
+class Part(NamedTuple):
+    """A stretch of a document."""
+
+    text: str | bytes  # of people: can never become a control id
+    predict: bool = True  # whether the model is to learn to write it
+    control: bool = False  # ``text`` is the name of a control id, put in by us
+
+
+class Document(NamedTuple):
+    """What is packed between two eos."""
+
+    where: str  # file, or file and line
+    parts: tuple[Part, ...]
+    end: bool = True  # whether the model is to learn to write the eos behind it
+
+    @property
+    def content(self) -> bytes:
+        """All of its text, for hashing."""
+        texts = (part.text for part in self.parts)
+        return b"\0".join(
+            t.encode("utf-8", "surrogatepass") if isinstance(t, str) else t for t in texts
+        )
+
+
+def read_documents(
+    files: list[str], field: str, report_bad: Callable[[str], None] | None
+) -> Iterator[Document]:
+    """Yield the documents of files, in order.
+
+    Parameters
+    ----------
+    files : list of str
+        From ``tokenizer.read.expand``.
+    field : str
+        Of JSON lines and Parquet rows: where their text is.
+    report_bad : callable, optional
+        Takes a sentence on each line that is no document, which is left out. Without it the first
+        is an error.
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        When a file or a line cannot be read.
+    """
+    for name in files:
+        if not name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson")):
+            for text in Source([name], field, report_bad).texts():
+                yield Document(name, (Part(text),))
+            continue
+        with opened(name) as (file, _):
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                where = f"{name}, line {number}"
+                try:
+                    yield document_of(json.loads(line), where, field)
+                except ValueError as error:
+                    if report_bad is None:
+                        raise ValueError(
+                            f"{where}: {error} (--skip-bad-lines leaves such lines out)"
+                        ) from error
+                    report_bad(f"{where}: {error}")
+
+
+def document_of(record: Any, where: str, field: str) -> Document:
+    """Return the document in a JSON record.
+
+    Raises
+    ------
+    ValueError
+        When there is none in it.
+    """
+    if not isinstance(record, Mapping):
+        raise ValueError(f"a JSON object is wanted, not {type(record).__name__}")
+    if "messages" in record:
+        return Document(where, tuple(chat(record["messages"])), end=False)
+    if "prompt" in record or "completion" in record:
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            raise ValueError('"prompt" and "completion" must both be strings')
+        return Document(where, (Part(prompt, predict=False), Part(completion)))
+    if not isinstance(record.get(field), str):
+        known = ", ".join(map(repr, record)) or "none"
+        raise ValueError(
+            f"there is no text field {field!r}, no prompt and no messages; it has {known}"
+        )
+    return Document(where, (Part(record[field]),))
+
+
+def chat(messages: Any) -> Iterator[Part]:
+    """Yield the parts of a conversation: ``<|role|> text <|end|>`` for each message.
+
+    The model learns to write what the assistant says, and its end.
+
+    Raises
+    ------
+    ValueError
+        When a message is not {"role": ..., "content": ...} with a known role.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list of at least one')
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise ValueError('a message must be {"role": ..., "content": "..."}')
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(
+                f"the role of a message must be one of {', '.join(ROLES)}, got {role!r}"
+            )
+        mine = role == "assistant"
+        yield Part(ROLES[role], predict=False, control=True)
+        yield Part(message["content"], predict=mine)
+        yield Part(END, predict=mine, control=True)

@@ -1,0 +1,101 @@
+"""How well a model predicts text it has not seen."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dist.comm import Comm
+from dist.data import Windows, on_backend
+from dist.step import sum_of
+from reference.config import Config
+from reference.model import loss_forward
+from reference.ops import Ops
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Evaluation(NamedTuple):
+    """Of the held-out windows that were looked at."""
+
+    loss: float  # nats a token
+    n_targets: int
+    n_bytes: int | None  # bytes that those tokens stand for; None when the tokenizer is unknown
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss: among how many equally likely tokens the model is undecided."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The size of the text compressed by the model; comparable between tokenizers."""
+        if not self.n_bytes:
+            return None
+        return self.loss * self.n_targets / math.log(2) / self.n_bytes
+
+    def __str__(self) -> str:
+        bits = self.bits_per_byte
+        said = "" if bits is None else f", {bits:.3f} bits per byte"
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{said}"
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """Load a tokenizer file."""
+    from tokenizer import Tokenizer  # not before it is needed: it loads its Unicode tables
+
+    return Tokenizer.load(path)
+
+
+def token_lengths(tokenizer: "Tokenizer", vocab_size: int) -> Array:
+    """Return how many bytes of text each id stands for: (V,) int64, 0 for special tokens."""
+    lengths = np.zeros(max(vocab_size, tokenizer.n_vocab), np.int64)
+    for token, text in tokenizer.vocabulary.tokens.items():
+        lengths[token] = len(text)
+    return lengths
+
+
+def evaluate(
+    ops: Ops,
+    params: Mapping[str, Array],
+    config: Config,
+    windows: Windows,
+    *,
+    n_windows: int,
+    micro_batch: int,
+    comm: Comm,
+    lengths: Array | None = None,
+) -> Evaluation:
+    """Return the mean loss over the first ``n_windows`` windows, shared out among the ranks.
+
+    The micro-batches are the same for any number of ranks, and so is the result.
+
+    Raises
+    ------
+    ValueError
+        When no token of them is to be predicted.
+    """
+    n_windows = min(n_windows, windows.dataset.n_windows)
+    starts = list(range(0, n_windows, micro_batch))
+    totals, n_targets, n_bytes = [], 0, 0
+    for start in starts[comm.rank :: comm.size]:
+        batch = windows.batch(start, min(start + micro_batch, n_windows))
+        with ops.step():
+            loss, _ = loss_forward(
+                ops, params, config, *on_backend(ops, batch), need_backward=False
+            )
+            totals.append(float(loss.total))
+        n_targets += int(loss.n_valid)
+        if lengths is not None:
+            n_bytes += int(lengths[batch.targets[batch.mask]].sum())
+    everyone = comm.all_gather((totals, n_targets, n_bytes))
+    targets = sum(n for _, n, _ in everyone)
+    if not targets:
+        raise ValueError(f"no token of {windows.dataset.path} is to be predicted")
+    total = sum_of(t for rank, _, _ in everyone for t in rank)
+    size = sum(n for _, _, n in everyone) if lengths is not None else None
+    return Evaluation(total / targets, targets, size)

@@ -1,0 +1,110 @@
+"""Starts ranks on this machine: ``--ranks N`` without having to know any mpirun's flags."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+
+def find_mpirun() -> tuple[str, str]:
+    """Return the path of ``mpirun`` and which it is: "openmpi" or "mpich".
+
+    The one installed beside this Python goes before others on the PATH, because it belongs to the
+    library that mpi4py finds there.
+
+    Raises
+    ------
+    ImportError
+        When there is none.
+    """
+    here = str(Path(sys.executable).parent)
+    path = shutil.which("mpirun", path=here) or shutil.which("mpirun")
+    if path is None:
+        raise ImportError(
+            "several ranks need an MPI, and there is no mpirun here; install one: "
+            "pip install 'myllm[mpi]'"
+        )
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    if re.search(r"Open MPI|OpenRTE|PRRTE", said):
+        return path, "openmpi"
+    if re.search(r"HYDRA|MPICH|Intel", said):
+        return path, "mpich"
+    raise ImportError(f"{path} is neither Open MPI's nor MPICH's; start the ranks by hand")
+
+
+def command(mpirun: str, kind: str, ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs ``myllm ARGUMENTS`` on so many ranks."""
+    start = [mpirun, "-n", str(ranks)]
+    if kind == "openmpi":
+        # Open MPI binds each rank to one core, so that all its threads would share that core, and
+        # refuses more ranks than cores
+        start += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+        if os.geteuid() == 0:
+            start.append("--allow-run-as-root")
+    else:
+        start += ["-bind-to", "none"]
+    return [*start, sys.executable, "-m", "dist", *arguments]
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """Return the environment of the ranks: the processor's cores shared out between them."""
+    env = dict(os.environ)
+    threads = str(max(1, cores() // ranks))
+    for name in ("MYLLM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        env.setdefault(name, threads)
+    # the ranks import this very package, wherever they are started
+    root = str(Path(__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    if ranks > cores():
+        # more ranks than cores: one that waits must leave the core to those that work
+        env.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
+        env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    return env
+
+
+def launch(ranks: int, arguments: Sequence[str]) -> int:
+    """Run ``myllm ARGUMENTS`` on ``ranks`` ranks and return the exit status.
+
+    mpirun passes SIGTERM and SIGINT on and kills the ranks about a second later, too early for a
+    step and a checkpoint. So it runs in a session of its own, out of reach of the terminal's
+    Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more.
+    """
+    mpirun, kind = find_mpirun()
+    received: list[int] = []
+    process = subprocess.Popen(
+        command(mpirun, kind, ranks, arguments),
+        env=environment(ranks),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        # asked a third time: no more patience
+        received.append(number)
+        process.send_signal(signal.SIGUSR1 if len(received) < 3 else signal.SIGTERM)
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    # what the caller has us ignore stays ignored: SIGHUP under nohup
+    heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in heard}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received and status in (0, 128 + signal.SIGUSR1, -signal.SIGUSR1):
+        return 128 + received[0]
+    return status if status >= 0 else 128 - status

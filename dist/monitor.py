@@ -1,0 +1,254 @@
+"""What is looked at while training: guards, the console line, ``metrics.jsonl``."""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist.comm import Comm
+from reference.config import Config
+from reference.ops import Ops
+from reference.params import Layout
+
+SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
+METRICS = "metrics.jsonl"
+
+
+class Guards:
+    """Stops a step that is not finite before the optimizer, and the run after too many of them.
+
+    It also compares each loss with those before it: the z-score, logged, shows spikes.
+    """
+
+    def __init__(self, patience: int, remembered: dict[str, Any]) -> None:
+        self.patience = patience
+        self.bad_in_a_row = int(remembered.get("bad_in_a_row", 0))
+        self.mean = float(remembered.get("mean", 0.0))
+        self.variance = float(remembered.get("variance", 0.0))
+        self.seen = int(remembered.get("seen", 0))
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {
+            "bad_in_a_row": self.bad_in_a_row,
+            "mean": self.mean,
+            "variance": self.variance,
+            "seen": self.seen,
+        }
+
+    def look(self, loss: float, finite: bool) -> float | None:
+        """Take note of a step and return its z-score, None while there is nothing to compare with.
+
+        Returns None for a step that is not finite, which must not be taken.
+        """
+        if not finite:
+            self.bad_in_a_row += 1
+            return None
+        self.bad_in_a_row = 0
+        spread = math.sqrt(self.variance)
+        z = (loss - self.mean) / spread if self.seen >= 10 and spread > 0 else None
+        # a running mean that starts as the plain mean of what there is (Welford's update)
+        self.seen += 1
+        weight = max(1 / self.seen, 1 - SPIKE_MEMORY)
+        delta = loss - self.mean
+        self.mean += weight * delta
+        self.variance = (1 - weight) * (self.variance + weight * delta * delta)
+        return z
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run must end."""
+        return self.bad_in_a_row >= self.patience
+
+
+class Metrics:
+    """The file ``metrics.jsonl``: one JSON object a line, a step or an evaluation."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        """Open the file for appending, with what lies behind ``resumed_step`` cut off."""
+        self.path = folder / METRICS
+        kept = (
+            [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
+        )
+        part = self.path.with_suffix(".tmp")
+        part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        part.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record; a number that is not finite becomes null, which JSON has."""
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in record.items()
+        }
+        try:
+            self._file.write(json.dumps(clean) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run; a last line cut short by a crash is left out.
+
+    Raises
+    ------
+    ValueError
+        When another line is damaged.
+    """
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"line {number} of {path} is damaged: {error}") from error
+        records.append(record)
+    return records
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def flops_per_token(config: Config, layout: Layout) -> tuple[float, float]:
+    """Return the operations of a training step per token: (full attention, causal attention).
+
+    Kaplan et al. 2020: 6 for each parameter that multiplies (forward 2, backward 4; a lookup in a
+    table of tokens multiplies nothing, the head does), and for attention's scores and their
+    weighting of values 12·L·T·Hq·d. A causal mask makes half of that unnecessary; both conventions
+    are in use, the first for "model FLOPs utilisation" (Chowdhery et al. 2022, appendix B).
+    """
+    matrix = sum(spec.size for _, spec in layout.offsets.values() if spec.decays)
+    lookups = 0 if config.tied else config.vocab_size * config.d_model
+    if config.position == "learned":
+        lookups += config.context_length * config.d_model
+    attention = 12.0 * config.n_layers * config.context_length * config.n_heads * config.d_head
+    return 6.0 * (matrix - lookups) + attention, 6.0 * (matrix - lookups) + attention / 2
+
+
+def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.1) -> float:
+    """Return the floating-point operations per second of all ranks in large matrix products.
+
+    All ranks measure at once, through the backend's own linear layer, because they share the
+    machine: it is what a step could reach if it were nothing but products.
+    """
+    rows, width = 1024, 1024
+    rng = np.random.default_rng(0)
+    x = ops.from_numpy(rng.standard_normal((1, rows, width), np.float32), activation=True)
+    master = {"weight": ops.from_numpy(rng.standard_normal((width, width), np.float32))}
+    weight = ops.parameters(master)["weight"]
+    best = math.inf
+    with ops.step():
+        ops.to_numpy(ops.linear_forward(x, weight)[0])
+    comm.barrier()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        with ops.step():
+            started = time.perf_counter()
+            y = ops.linear_forward(x, weight)[0]
+            ops.to_numpy(y[:, :1, :1])  # waits for it, where work is asynchronous
+            best = min(best, time.perf_counter() - started)
+    return float(sum(comm.all_gather(2.0 * rows * width * width / best)))
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has had in memory."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+# ---- the console ---------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people read it: 59s, 4m07s, 3h02m, 2d05h."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+def bytes_text(n: float) -> str:
+    """Return a size as people read it, in powers of 1,024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:,.1f} TiB"
+
+
+def step_line(record: dict[str, Any], total_steps: int, elapsed: float, eta: float) -> str:
+    """Return the one line of a step."""
+    width = len(str(total_steps))
+    z = record.get("z")
+    note = "  SKIPPED: not finite" if record.get("skipped") else ""
+    if z is not None and z > 6:
+        note += f"  spike: {z:.1f} deviations above the mean"
+    return (
+        f"step {record['step']:>{width}}/{total_steps}  loss {record['loss']:.4f}  "
+        f"norm {record['norm']:.3f}  lr {record['lr']:.2e}  {record['ms']:.0f} ms  "
+        f"{record['tokens_per_s']:,.0f} tok/s  {100 * record['utilisation']:.0f}% of peak  "
+        f"{bytes_text(record['memory'])}  {duration(elapsed)}  ETA {duration(eta)}{note}"
+    )
+
+
+class Console:
+    """Where rank 0 speaks: plain lines, and if ``bar``, a bar below them on a terminal.
+
+    Other ranks have a console that says nothing. Under mpirun there can be no bar: Open MPI gives
+    its ranks a terminal of their own making even when the output goes to a file.
+    """
+
+    def __init__(self, speaks: bool, total_steps: int, *, bar: bool) -> None:
+        self.speaks = speaks
+        self._stream = sys.stdout
+        self._progress: Any = None
+        if speaks and bar and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console as RichConsole
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+            console = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+            self._progress = Progress(
+                BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+            )
+            self._task = self._progress.add_task("train", total=total_steps)
+            self._progress.start()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if not self.speaks:
+            return
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def at(self, step: int) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()

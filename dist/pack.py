@@ -1,0 +1,321 @@
+"""``myllm pack``: from texts to shards of token ids.
+
+Documents are read in one process, encoded in several and written in one, in the order in which they
+were read: so the packed bytes do not depend on the number of processes. Which documents are held
+out for evaluation is decided by a hash of their text, so equal texts fall on the same side.
+
+Every so often the writers' state is put into a journal, beside the number of documents done. A
+packing that was interrupted goes on from there.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dist import shards
+from dist.documents import Document, read_documents
+from dist.files import replace_durably, write_durably
+from dist.writer import ShardWriter
+from reference.types import Array
+from tokenizer.read import expand
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+SPLITS = ("train", "heldout")
+JOURNAL = "journal.json"
+JOURNAL_SECONDS = 20.0
+BATCH_BYTES = 1 << 20  # of text handed to a process at once
+BATCH_DOCUMENTS = 512
+
+
+class Settings(NamedTuple):
+    """What decides the packed bytes, beside the texts."""
+
+    tokenizer: str
+    field: str = "text"
+    window: int = 0  # layout "truncate": one window of so many tokens a document; 0: one stream
+    bos: bool = False
+    heldout: float = 0.01  # fraction of the documents
+    shard_tokens: int = 100_000_000
+
+
+class Encoded(NamedTuple):
+    """One document, as it is written."""
+
+    heldout: bool
+    ids: Array  # (n,) of the type on disk
+    predict: Array | None  # (n,) bool; None: all
+    n_bytes: int
+
+
+class Summary(NamedTuple):
+    """What was packed."""
+
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    n_bytes: int
+    bad_lines: int
+    empty: int
+
+
+def special_id(tokenizer: "Tokenizer", *names: str) -> int:
+    """Return the id of the first of these special tokens that the tokenizer has."""
+    for name in names:
+        if name in tokenizer.special_tokens:
+            return tokenizer.special_tokens[name]
+    raise ValueError(f"the tokenizer has no special token {' or '.join(names)}")
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Tell whether a document is kept from training, by a hash of its text."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+class Encoder:
+    """Turns documents into ids, by settings; made once in each process."""
+
+    def __init__(self, settings: Settings) -> None:
+        from tokenizer import Tokenizer
+
+        self.settings = settings
+        self.tokenizer = Tokenizer.load(settings.tokenizer)
+        self.dtype = shards.dtype_for(self.tokenizer.n_vocab)
+        self.eos = special_id(self.tokenizer, "<|eos|>", "<|endoftext|>")
+        self.bos = special_id(self.tokenizer, "<|bos|>") if settings.bos else None
+        self.pad = special_id(self.tokenizer, "<|pad|>") if settings.window else None
+
+    def encode(self, document: Document) -> Encoded:
+        """Return the ids of a document, its eos behind."""
+        ids: list[int] = []
+        predict: list[bool] = []
+        plain = all(part.predict for part in document.parts) and document.end
+        if self.bos is not None:
+            ids.append(self.bos)
+            predict.append(plain)
+        for part in document.parts:
+            if part.control:
+                new = [special_id(self.tokenizer, str(part.text))]
+            elif isinstance(part.text, bytes):
+                new = self.tokenizer.encode_bytes(part.text)
+            else:
+                new = self.tokenizer.encode_ordinary(part.text)
+            ids += new
+            predict += [part.predict] * len(new)
+        ids.append(self.eos)
+        predict.append(document.end)
+        if self.pad is not None:
+            missing = self.settings.window - len(ids)
+            ids = ids[: self.settings.window] + [self.pad] * missing
+            predict = predict[: self.settings.window] + [False] * missing
+        content = document.content
+        return Encoded(
+            is_held_out(content, self.settings.heldout),
+            np.array(ids, self.dtype),
+            None if all(predict) else np.array(predict, np.bool_),
+            len(content),
+        )
+
+
+_encoder: Encoder | None = None  # of this worker process
+
+
+def _start_worker(settings: Settings) -> None:
+    global _encoder
+    _encoder = Encoder(settings)
+
+
+def _work(documents: list[Document]) -> list[Encoded]:
+    assert _encoder is not None
+    return [_encoder.encode(document) for document in documents]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += sum(len(part.text) for part in document.parts)
+        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_all(
+    documents: Iterable[Document], settings: Settings, processes: int
+) -> Iterator[list[Encoded]]:
+    """Yield batches of encoded documents in the order of the documents."""
+    if processes == 1:
+        encoder = Encoder(settings)
+        for batch in _batches(documents):
+            yield [encoder.encode(document) for document in batch]
+        return
+    # spawned, not forked: a fork of a process with threads may hang
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), initializer=_start_worker, initargs=(settings,)
+    ) as pool:
+        waiting: deque[Future[list[Encoded]]] = deque()
+        for batch in _batches(documents):
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * processes:  # so much text is in memory, and no more
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:
+    """Return a hash of what a packing is made from, to know it again."""
+    stats = [(name, os.stat(name)) for name in files if name != "-"]
+    parts: list[Any] = [settings._asdict(), tokenizer_sha256]
+    parts += [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def plain_bytes(inputs: list[str]) -> int:
+    """Return the bytes of text in the inputs, 0 when that cannot be told beforehand."""
+    files = expand(inputs)
+    if any(name == "-" or name.endswith((".gz", ".zst", ".parquet")) for name in files):
+        return 0
+    return sum(os.stat(name).st_size for name in files)
+
+
+def pack(
+    inputs: list[str],
+    out: Path,
+    settings: Settings,
+    *,
+    processes: int = 1,
+    skip_bad_lines: bool = False,
+    report: Callable[[str], None] = print,
+    progress: Callable[[int, int], None] = lambda n_bytes, tokens: None,
+) -> Summary:
+    """Pack documents into ``out/train`` and ``out/heldout``.
+
+    Parameters
+    ----------
+    inputs : list of str
+        Files, folders, globs, or "-".
+    out : Path
+    settings : Settings
+    processes : int
+    skip_bad_lines : bool
+        Leave out lines that are no documents, and report them; else the first is an error.
+    report : callable
+        Is told of them, and of going on with an interrupted packing.
+    progress : callable
+        Is told, now and then, of the bytes of text and the tokens so far.
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        When something cannot be read or written, or nothing was there to pack.
+    """
+    if not 0 <= settings.heldout < 1:
+        raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
+    if settings.window < 0 or processes < 1:
+        raise ValueError("--window must not be negative, and --processes at least 1")
+    files = expand(inputs)
+    encoder = Encoder(settings)
+    tokenizer = encoder.tokenizer
+    for split in SPLITS:
+        if (out / split / shards.MANIFEST).exists():
+            raise ValueError(f"{out / split} is packed already; remove {out} to pack it again")
+    mark = fingerprint(files, settings, tokenizer.sha256)
+    journal = _read_journal(out / JOURNAL, mark, report)
+    counts: dict[str, int] = journal["counts"]
+    writers = {
+        split: ShardWriter(out / split, tokenizer.n_vocab, settings.shard_tokens, journal[split])
+        for split in SPLITS
+    }
+
+    bad_lines, journal_bad_lines = 0, counts["bad_lines"]
+
+    def bad_line(said: str) -> None:
+        nonlocal bad_lines
+        bad_lines += 1
+        if bad_lines > journal_bad_lines:  # else it was said the first time
+            report(f"{said} (left out)")
+
+    found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
+    documents = itertools.islice(found, counts["read"], None)
+    saved = time.monotonic()
+    try:
+        for batch in encode_all(documents, settings, processes):
+            for encoded in batch:
+                counts["read"] += 1
+                if not encoded.n_bytes:
+                    counts["empty"] += 1
+                    continue
+                split = SPLITS[encoded.heldout]
+                writers[split].write(encoded.ids, encoded.predict)
+                counts[split] += 1
+                counts["n_bytes"] += encoded.n_bytes
+            progress(counts["n_bytes"], sum(w.tokens for w in writers.values()))
+            if time.monotonic() - saved > JOURNAL_SECONDS and "-" not in files:
+                counts["bad_lines"] = bad_lines
+                _write_journal(out / JOURNAL, mark, counts, writers)
+                saved = time.monotonic()
+        if not counts["train"]:
+            raise ValueError(
+                f"there is nothing to train on: {counts['heldout']} documents were held out and "
+                f"{counts['empty']} were empty; give more documents, or a smaller --heldout"
+            )
+        facts = {
+            "tokenizer_sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.n_vocab,
+            "eos": encoder.eos,
+            "window": settings.window or None,
+        }
+        data = Path(settings.tokenizer).read_bytes()
+        for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
+            if counts[split]:
+                write_durably(out / split / shards.TOKENIZER, data)
+                writers[split].finish(documents=counts[split], **facts)
+            else:
+                (out / split).rmdir()
+    finally:
+        for writer in writers.values():
+            writer.close()
+    (out / JOURNAL).unlink(missing_ok=True)
+    return Summary(
+        {split: counts[split] for split in SPLITS},
+        {split: writers[split].tokens for split in SPLITS},
+        counts["n_bytes"],
+        bad_lines,
+        counts["empty"],
+    )
+
+
+def _read_journal(path: Path, mark: str, report: Callable[[str], None]) -> dict[str, Any]:
+    fresh = {
+        "counts": dict.fromkeys(("read", "train", "heldout", "empty", "n_bytes", "bad_lines"), 0),
+        **dict.fromkeys(SPLITS),
+    }
+    if not path.exists():
+        return fresh
+    journal: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if journal["mark"] != mark:
+        report(f"{path.parent} was begun with other inputs or settings: packing from the start")
+        return fresh
+    report(f"going on after {journal['counts']['read']:,} documents in {path.parent}")
+    return journal
+
+
+def _write_journal(
+    path: Path, mark: str, counts: dict[str, int], writers: dict[str, ShardWriter]
+) -> None:
+    states = {split: writer.state() for split, writer in writers.items()}
+    replace_durably(path, json.dumps({"mark": mark, "counts": counts, **states}).encode())

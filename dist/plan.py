@@ -1,0 +1,176 @@
+"""``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dist import config as run_file
+from dist.commands import add_set, parser
+from dist.config import RunFile
+from dist.monitor import bytes_text, duration, flops_per_token
+from dist.shards import dtype_for
+from reference.config import Config
+from reference.params import decoder_layout
+
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
+
+
+class Plan(NamedTuple):
+    """The figures of a run; bytes unless said otherwise."""
+
+    parameters: int
+    master: int  # float32, on every rank
+    moments: int  # m and v, this rank's slice of both
+    gradients: int  # the buffers of the tree, and the slices received
+    weights: int  # copies that the ops read; 0 where they read the master
+    flops: tuple[float, float]  # of a training step per token: all scores, the causal half
+    forward: dict[str, float]  # floating-point operations of a forward pass per token, by part
+    kv_cache: int  # of one sequence of the whole context
+    scores: int  # of one sequence and layer, if they were ever stored
+    sent: int  # by each rank in a step
+    steps: int
+    exposures: int  # tokens read in all
+    checkpoint: int
+    disk: int  # checkpoints kept, the best, and the one being written
+    data: int  # as many tokens on disk
+
+
+def kv_cache_bytes(model: Config, item: int) -> int:
+    """Return 2·L·Hkv·d·T·s, the keys and values of one sequence of the whole context."""
+    return 2 * model.n_layers * model.n_kv_heads * model.d_head * model.context_length * item
+
+
+def score_bytes(model: Config, item: int) -> int:
+    """Return Hq·T²·s, the scores of one layer and sequence that tiled attention never stores."""
+    return model.n_heads * model.context_length**2 * item
+
+
+def forward_flops(model: Config) -> dict[str, float]:
+    """Return the operations of a forward pass per token, by part; a multiply-add counts as two."""
+    width, d, T = model.d_model, model.d_head, model.context_length
+    projected = (2 * model.n_heads + 2 * model.n_kv_heads) * d  # q, k, v, and the way out
+    matrices = 3 if model.ffn == "swiglu" else 2
+    L = model.n_layers
+    return {
+        "projections": 2.0 * L * width * projected,
+        "attention": 4.0 * L * T * model.n_heads * d,
+        "feed-forward": 2.0 * L * matrices * width * model.d_ff,
+        "head": 2.0 * model.vocab_size * width,
+    }
+
+
+def make_plan(run: RunFile, ranks: int) -> Plan:
+    """Return the figures of a run on so many ranks.
+
+    Raises
+    ------
+    ValueError
+        When the ranks cannot share the batch.
+    """
+    accumulation = run.accumulation(ranks)
+    layout = decoder_layout(run.model)
+    n = layout.size
+    low = run.run.compute == "bf16"
+    buffers = accumulation.bit_length()  # log2(a) + 1
+    checkpoint = 3 * 4 * n
+    exposures = run.steps * run.tokens_per_step
+    return Plan(
+        parameters=n,
+        master=4 * n,
+        moments=2 * 4 * -(-n // ranks),
+        gradients=4 * n * (buffers + (ranks > 1)),
+        weights=2 * n if low else 0,
+        flops=flops_per_token(run.model, layout),
+        forward=forward_flops(run.model),
+        kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
+        scores=score_bytes(run.model, 2 if low else 4),
+        sent=4 * 2 * n * (ranks - 1) // ranks,
+        steps=run.steps,
+        exposures=exposures,
+        checkpoint=checkpoint,
+        disk=checkpoint * (run.run.keep + 2),
+        data=exposures * dtype_for(run.model.vocab_size).itemsize,
+    )
+
+
+def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
+    """Return the plan as people read it."""
+    p, model = make_plan(run, ranks), run.model
+
+    def size(n: int) -> str:
+        return f"{n:>22,} bytes = {bytes_text(n)}"
+
+    item = "bf16" if run.run.compute == "bf16" else "float32"
+    rule = TOKENS_PER_PARAMETER * p.parameters
+    total = sum(p.forward.values())
+    per_rank = p.master + p.moments + p.gradients + p.weights
+    out = [
+        f"parameters          {p.parameters:>22,}",
+        "",
+        f"each of {ranks} ranks, besides activations",
+        f"  master, float32   {size(p.master)}",
+        f"  m and v           {size(p.moments)}",
+        f"  gradients         {size(p.gradients)}",
+        f"  weights, {item:<9}{size(p.weights)}",
+        f"  together          {size(per_rank)}",
+        f"  sent in a step    {size(p.sent)}  (2N(W-1)/W float32)",
+        "",
+        "floating-point operations",
+        f"  training, a token {p.flops[0]:>22,.0f}  (6N + attention, all scores counted)",
+        f"                    {p.flops[1]:>22,.0f}  (the causal half of the scores)",
+        f"  training, a step  {p.flops[0] * run.tokens_per_step:>22.4g}",
+        f"  whole run         {p.flops[0] * p.exposures:>22.4g}",
+    ]
+    out += [
+        f"  forward: {part:<12}{work:>19,.0f}  a token, {work / total:.1%}"
+        for part, work in p.forward.items()
+    ]
+    many = kv_cache_bytes(model, 2 if item == "bf16" else 4) // model.n_kv_heads * model.n_heads
+    out += [
+        "",
+        f"one sequence of {model.context_length:,} tokens, {item}",
+        f"  KV cache          {size(p.kv_cache)}  ({model.n_kv_heads} KV heads)",
+        f"  with {model.n_heads:>3} KV heads {size(many)}",
+        f"  scores of a layer {size(p.scores)}  (never stored)",
+        f"  and probabilities {size(2 * p.scores)}  (never stored)",
+        "",
+        "the run",
+        f"  tokens a step     {run.tokens_per_step:>22,}  = {ranks} ranks × "
+        f"{run.accumulation(ranks)} × {run.train.micro_batch} windows of {run.window:,}",
+        f"  steps             {p.steps:>22,}",
+    ]
+    if len(run.phase_steps) > 1:
+        out += [f"    phase {i}         {s:>22,}" for i, s in enumerate(run.phase_steps, 1)]
+    out += [
+        f"  exposures         {p.exposures:>22,}",
+        f"  20 a parameter    {rule:>22,}  the run is {p.exposures / rule:.3f} of it",
+    ]
+    if speed:
+        seconds = p.exposures / speed
+        out.append(f"  at {speed:,.0f} tokens/s: {seconds / 3600:,.1f} hours ({duration(seconds)})")
+    out += [
+        "",
+        "disk",
+        f"  a checkpoint      {size(p.checkpoint)}  (master, m, v)",
+        f"  checkpoints       {size(p.disk)}  ({run.run.keep} newest, best, one being written)",
+        f"  tokens, read once {size(p.data)}",
+    ]
+    return out
+
+
+def main(argv: Sequence[str]) -> int:
+    """``myllm plan``."""
+    args = parser(
+        "plan",
+        "Say what a run will need: memory, work, communication, time, disk. Nothing is allocated.",
+        "myllm plan myllm-1b --ranks 8 --speed 160000",
+    )
+    args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
+    add_set(args)
+    args.add_argument("--ranks", type=int, default=1)
+    args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
+    given = args.parse_args(argv)
+    if given.speed is not None and not given.speed > 0:
+        args.error("--speed must be positive")
+    run = run_file.load(given.config, given.overrides)
+    print("\n".join(lines(run, given.ranks, given.speed)))
+    return 0

@@ -1,0 +1,267 @@
+"""One exact optimizer step, shared among ranks.
+
+The gradient of a step is a sum over M micro-batches, and floating-point addition is not
+associative: a library's reduction adds in an order that depends on the number of ranks. Here each
+micro-batch's gradient is a leaf of one binary tree over 0 .. M - 1 that is fixed by M alone::
+
+        (0 1) (2 3) (4 5) (6 7)          M = 8
+        ((01)(23)) ((45)(67))
+        all
+
+A rank holds a contiguous block of M/W leaves, W a power of two: exactly a subtree, which it adds up
+by itself. The W roots are then added by slices: rank r receives everybody's slice r (all-to-all)
+and adds them in the tree's order. So every W adds the same pairs, and gives the same bits. What
+goes over the wire is what reduce-scatter would send.
+
+Then, as each slice is whole blocks of ``SUM_BLOCK`` elements (ZeRO stage 1, Rajbhandari et al.
+2020): multiply by 1/N, N the valid targets of all ranks; the norm from per-block sums; clip; AdamW
+on this rank's slice of the master, of m and of v; gather the master.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from dist.comm import Comm, bounds_of_slices
+from dist.config import Optim
+from dist.data import Batch, on_backend
+from reference.config import Config
+from reference.global_norm import SUM_BLOCK, clip_scale
+from reference.model import loss_backward, loss_forward
+from reference.ops import Ops
+from reference.params import Layout
+from reference.types import Array, DropoutKey, Loss
+
+
+class Gradient(NamedTuple):
+    """What a step knows before it decides whether to take it."""
+
+    loss: float  # mean over the valid targets of all ranks, in nats
+    n_valid: int  # of all ranks
+    norm: float  # of the whole mean gradient, before clipping
+    mine: Array  # this rank's slice of the mean gradient
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step may be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class TreeSum:
+    """Adds arrays as the leaves of a balanced binary tree, in as few buffers as that needs.
+
+    Used for log2(leaves) + 1 buffers of ``size`` float32 at once, made when first wanted.
+    """
+
+    def __init__(self, ops: Ops, size: int) -> None:
+        self._ops, self._size = ops, size
+        self._free: list[Array] = []
+        self._stack: list[tuple[int, Array]] = []  # (height, sum), heights falling
+
+    def leaf(self) -> Array:
+        """Return a buffer to write the next leaf into."""
+        if self._free:
+            return self._free.pop()
+        return self._ops.from_numpy(np.empty(self._size, np.float32))
+
+    def push(self, leaf: Array) -> None:
+        """Add the next leaf: like carrying in a binary counter, equal heights merge."""
+        height = 0
+        while self._stack and self._stack[-1][0] == height:
+            _, left = self._stack.pop()
+            self._ops.accumulate(left, leaf)
+            self._free.append(leaf)
+            leaf, height = left, height + 1
+        self._stack.append((height, leaf))
+
+    def root(self) -> Array:
+        """Return the sum of a power of two leaves; ``give_back`` it when it has been read."""
+        if len(self._stack) != 1:
+            raise ValueError("the leaves of a tree sum must be a power of two")
+        return self._stack.pop()[1]
+
+    def give_back(self, root: Array) -> None:
+        """Let the buffer of a root be used again."""
+        self._free.append(root)
+
+    def clear(self) -> None:
+        """Forget a sum that was not finished."""
+        self._free += [array for _, array in self._stack]
+        self._stack.clear()
+
+
+def add_in_tree_order(ops: Ops, parts: list[Array]) -> Array:
+    """Return the sum of a power of two arrays by halves, written into the first ones."""
+    while len(parts) > 1:
+        for left, right in zip(parts[::2], parts[1::2], strict=True):
+            ops.accumulate(left, right)
+        parts = parts[::2]
+    return parts[0]
+
+
+class Clock:
+    """Seconds spent in communication, and in the backend, since the last reading."""
+
+    def __init__(self) -> None:
+        self.comm = 0.0
+        self.backend = 0.0
+
+    def read(self) -> tuple[float, float]:
+        """Return (communication, backend) and start again."""
+        seconds = self.comm, self.backend
+        self.comm = self.backend = 0.0
+        return seconds
+
+
+class Stepper:
+    """The model's weights, the optimizer's state, and how a step changes them.
+
+    Parameters
+    ----------
+    ops : module
+        The backend.
+    model : Config
+    optim : Optim
+    layout : Layout
+    comm : Comm
+    flat : (n,) float32
+        The initial weights, the same on every rank.
+    seed : int
+        Of dropout.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        model: Config,
+        optim: Optim,
+        layout: Layout,
+        comm: Comm,
+        flat: Array,
+        seed: int,
+    ) -> None:
+        self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm
+        self.bounds = bounds_of_slices(layout.size, SUM_BLOCK, comm.size)
+        self.low, self.high = self.bounds[comm.rank], self.bounds[comm.rank + 1]
+        self.master = ops.from_numpy(flat)
+        self.m = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
+        self.v = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
+        self.updates = 0  # optimizer steps taken: AdamW's t
+        self.seed = seed
+        self.clock = Clock()
+        self._tree = TreeSum(ops, layout.size)
+        self._drops = any(
+            (model.dropout_embedding, model.dropout_attention, model.dropout_residual)
+        )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make the weights that the ops read from the master; needed whenever that changed."""
+        self.params = self.ops.parameters(self.layout.views(self.master))
+
+    def gradient(self, batches: Iterable[Batch], step: int, first_sample: int) -> Gradient:
+        """Return the mean gradient of a step.
+
+        Parameters
+        ----------
+        batches : iterable of Batch
+            This rank's micro-batches, in order.
+        step : int
+            Of the run; with the sample it keys dropout.
+        first_sample : int
+            Number of this rank's first window within the step.
+
+        Raises
+        ------
+        ValueError
+            When no rank has a valid target.
+        """
+        self._tree.clear()
+        losses: list[Loss] = []
+        for batch in batches:
+            leaf = self._tree.leaf()
+            losses.append(self._micro_batch(batch, leaf, step, first_sample))
+            first_sample += len(batch.ids)
+            started = time.perf_counter()
+            self._tree.push(leaf)
+            self.clock.backend += time.perf_counter() - started
+
+        started = time.perf_counter()
+        everyone = [loss for losses in self.comm.all_gather(losses) for loss in losses]
+        root = self._tree.root()
+        parts = self.comm.exchange(root, self.bounds)
+        self.clock.comm += time.perf_counter() - started
+
+        n_valid = sum(loss.n_valid for loss in everyone)
+        if n_valid == 0:
+            raise ValueError(
+                f"no token of step {step} is to be predicted on any rank: every mask is zero there"
+            )
+        started = time.perf_counter()
+        mine = add_in_tree_order(self.ops, parts)
+        mine *= np.float32(1 / n_valid)
+        sums = self.ops.square_sums(mine)
+        self._tree.give_back(root)
+        self.clock.backend += time.perf_counter() - started
+
+        started = time.perf_counter()
+        sums = np.concatenate(self.comm.all_gather(sums))
+        self.clock.comm += time.perf_counter() - started
+        # fsum is exact, so neither the leaves' order nor their number per rank can matter
+        total = sum_of(loss.total for loss in everyone)
+        return Gradient(total / n_valid, n_valid, math.sqrt(float(np.sum(sums))), mine)
+
+    def _micro_batch(self, batch: Batch, leaf: Array, step: int, sample: int) -> Loss:
+        ops = self.ops
+        started = time.perf_counter()
+        with ops.step():
+            loss, cache = loss_forward(
+                ops,
+                self.params,
+                self.model,
+                *on_backend(ops, batch),
+                dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
+            )
+            loss_backward(1.0, cache, self.layout.views(leaf))
+        self.clock.backend += time.perf_counter() - started
+        return Loss(float(loss.total), int(loss.n_valid))
+
+    def update(self, gradient: Gradient, lr: float) -> None:
+        """Clip, and take one step of AdamW; ``gradient`` must be finite."""
+        started = time.perf_counter()
+        optim = self.optim
+        scale = clip_scale(gradient.norm, optim.clip) if optim.clip else 1.0
+        n_decayed = self.layout.size if optim.decay_all else self.layout.n_decayed
+        self.updates += 1
+        if self.high > self.low:
+            self.ops.adamw(
+                self.master[self.low : self.high],
+                self.m,
+                self.v,
+                gradient.mine,
+                step=self.updates,
+                lr=lr,
+                beta1=optim.beta1,
+                beta2=optim.beta2,
+                eps=optim.eps,
+                weight_decay=optim.weight_decay,
+                n_decayed=min(max(n_decayed - self.low, 0), self.high - self.low),
+                grad_scale=scale,
+            )
+        between = time.perf_counter()
+        self.comm.all_gather_slices(self.master, self.bounds)
+        gathered = time.perf_counter()
+        self.refresh()
+        self.clock.comm += gathered - between
+        self.clock.backend += between - started + time.perf_counter() - gathered
+
+
+def sum_of(values: Iterable[float]) -> float:
+    """Return the exactly rounded sum; NaN or infinity when one is among them."""
+    values = list(values)
+    if all(math.isfinite(value) for value in values):
+        return math.fsum(values)
+    return float(np.sum(values))

@@ -1,0 +1,365 @@
+"""The training loop.
+
+    myllm train CONFIG.toml                      one rank, no MPI
+    myllm train CONFIG.toml --ranks 2            starts MPI itself
+    mpirun -n 8 myllm train CONFIG.toml          under a launcher of your own
+
+All ranks run this same code; rank 0 also speaks and writes the metrics.
+"""
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from accel import load as load_backend
+from dist import checkpoint, monitor
+from dist.comm import AllRanksError, Comm, together
+from dist.config import RunFile
+from dist.data import TrainingData, Windows
+from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
+from dist.files import replace_durably
+from dist.step import Stepper
+from reference.generate import generate
+from reference.params import decoder_layout
+
+# What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
+LEARNING_TABLES = ("model", "data", "train", "optim")
+CONFIG = "config.toml"
+CHECKPOINTS = "checkpoints"
+LOCK = "lock"  # held while a run writes to its folder
+
+
+class StopRequest:
+    """A signal that asks the run to end after the step under way, leaving a checkpoint.
+
+    SIGINT is Ctrl-C, SIGTERM what schedulers send, SIGUSR1 what our own launcher hands on in place
+    of both, because mpirun kills its ranks a moment after passing SIGTERM to them.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice by hand: at once, then
+        self.signal = number
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """Catch the signals inside this block."""
+        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                # the launcher may hand a signal on until this process is gone, and left to itself
+                # SIGUSR1 kills
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+
+
+def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
+    """Return the keys in which two runs would learn differently, as ``table.key: old -> new``."""
+    fresh = new.to_dict()
+    return [
+        f"{table}.{key}: {old[table].get(key)!r} -> {value!r}"
+        for table in LEARNING_TABLES
+        for key, value in fresh[table].items()
+        if old[table].get(key) != value
+    ]
+
+
+class Trainer:
+    """A run in progress.
+
+    Parameters
+    ----------
+    config : RunFile
+    comm : Comm
+    changed : bool
+        Go on from a checkpoint although the settings that decide what is learned have changed.
+
+    Raises
+    ------
+    AllRanksError
+        When it cannot start, whichever rank found out.
+    """
+
+    def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
+        self.config, self.comm = config, comm
+        self.out = Path(config.run.out)
+        self.heldout: Windows | None = None
+        together(comm, self._open)
+        layout = decoder_layout(config.model)
+        self.stepper = Stepper(
+            self.ops,
+            config.model,
+            config.optim,
+            layout,
+            comm,
+            layout.init(config.train.seed),
+            config.train.seed,
+        )
+        self.step = 0
+        remembered: dict[str, Any] = {}
+        newest = comm.broadcast(checkpoint.pointed(self.out / CHECKPOINTS))
+        if newest is not None:
+            remembered = self._resume(newest, changed)
+        self.guards = monitor.Guards(config.run.patience, remembered)
+        self.best: float | None = remembered.get("best")
+        self.saved_step = self.step if newest is not None else -1
+        together(comm, self._prepare_folder, only=0)
+
+    def _open(self) -> None:
+        run = self.config.run
+        self.accumulation = self.config.accumulation(self.comm.size)
+        self.ops = load_backend(run.backend, compute=run.compute)
+        self.data = TrainingData(self.config)
+        if self.config.data.heldout:
+            self.heldout = Windows(self.config.data.heldout, self.config)
+        # any source's: they were all packed with the same
+        self.tokenizer_path = self.data.sources[0].dataset.tokenizer
+        self.tokenizer = None
+        self.lengths = None
+        if self.tokenizer_path is not None:
+            self.tokenizer = load_tokenizer(self.tokenizer_path)
+            self.lengths = token_lengths(self.tokenizer, self.config.model.vocab_size)
+        elif self.config.run.sample_every:
+            raise ValueError(
+                "run.sample_every needs a tokenizer, but "
+                f"{self.data.sources[0].dataset.path} has none beside it"
+            )
+
+    def _resume(self, newest: Path, changed: bool) -> dict[str, Any]:
+        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_state(newest))[0]
+        differences = same_learning(state.config, self.config)
+        if state.tokenizer_sha256 != self.data.tokenizer_sha256:
+            differences.append("the tokenizer of the data")
+        if differences and not changed:
+            raise AllRanksError(
+                f"{newest} belongs to a run with other settings ({'; '.join(differences)}): pass "
+                "--changed to go on from it all the same, or choose another run.out"
+            )
+        state = checkpoint.load(newest, self.stepper, self.comm)
+        self.step = state.step
+        return state.monitor
+
+    def _prepare_folder(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ValueError(
+                f"another run is writing to {self.out}: wait for it, or choose another run.out"
+            ) from error
+        replace_durably(self.out / CONFIG, self.config.to_toml().encode())
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    def run(self, stop: StopRequest) -> int | None:
+        """Train to the last step; return the signal that ended it before, or None.
+
+        Raises
+        ------
+        AllRanksError
+            When too many steps in a row were not finite.
+        """
+        config, comm = self.config, self.comm
+        self.console = monitor.Console(comm.rank == 0, config.steps, bar=comm.size == 1)
+        self.metrics: monitor.Metrics | None = None
+        self._introduce()
+        try:
+            self.peak = monitor.measure_peak(self.ops, comm)
+            self.flops = monitor.flops_per_token(config.model, self.stepper.layout)[0]
+            if comm.rank == 0:
+                self.metrics = monitor.Metrics(self.out, self.step)
+            return self._loop(stop)
+        finally:
+            if comm.rank == 0:
+                os.close(self._lock)
+            self.console.close()
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _loop(self, stop: StopRequest) -> int | None:
+        config, run = self.config, self.config.run
+        started, first_step = time.perf_counter(), self.step
+        while self.step < config.steps:
+            record = self._one_step()
+            # one message a step: who was asked to stop, and how much memory is in use
+            everyone = self.comm.all_gather((stop.signal, monitor.peak_memory()))
+            signals = [int(number) for number, _ in everyone if number is not None]
+            asked = signals[0] if signals else None
+            record["memory"] = sum(memory for _, memory in everyone)
+            elapsed = time.perf_counter() - started
+            eta = elapsed / (self.step - first_step) * (config.steps - self.step)
+            self.console.say(monitor.step_line(record, config.steps, elapsed, eta))
+            self.console.at(self.step)
+            self._write(record)
+            if self.guards.exhausted:
+                self._give_up()
+            last = self.step == config.steps
+            if self.heldout is not None and (last or _due(self.step, run.eval_every)):
+                self._evaluate()
+            if _due(self.step, run.sample_every):
+                self._sample()
+            if last or asked is not None or _due(self.step, run.checkpoint_every):
+                self._save()
+            if asked is not None and not last:
+                self.console.say(
+                    f"stopped by {signal.Signals(asked).name} after step {self.step}; the same "
+                    "command goes on from there"
+                )
+                return asked
+        return None
+
+    def _one_step(self) -> dict[str, Any]:
+        config, stepper = self.config, self.stepper
+        began = time.perf_counter()
+        stepper.clock.read()
+        self.step += 1
+        sample = self.comm.rank * self.accumulation * config.train.micro_batch
+        position = (self.step - 1) * config.train.global_batch + sample
+        batches = (
+            self.data.batch(position + i * config.train.micro_batch, config.train.micro_batch)
+            for i in range(self.accumulation)
+        )
+        gradient = stepper.gradient(batches, self.step, sample)
+        lr = config.lr(self.step)
+        z = self.guards.look(gradient.loss, gradient.finite)
+        if gradient.finite:
+            stepper.update(gradient, lr)
+        seconds = time.perf_counter() - began
+        comm, backend = stepper.clock.read()
+        speed = config.tokens_per_step / seconds
+        return {
+            "step": self.step,
+            "loss": gradient.loss,
+            "norm": gradient.norm,
+            "lr": lr,
+            "n_valid": gradient.n_valid,
+            "z": z,
+            "skipped": not gradient.finite,
+            "ms": 1e3 * seconds,
+            "comm_ms": 1e3 * comm,
+            "own_ms": 1e3 * (seconds - comm - backend),
+            "tokens_per_s": speed,
+            "utilisation": speed * self.flops / self.peak,
+        }
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(record)
+
+    def _give_up(self) -> None:
+        good = checkpoint.pointed(self.out / CHECKPOINTS)
+        named = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+        raise AllRanksError(
+            f"the loss or the gradient was not finite in {self.guards.bad_in_a_row} steps in a "
+            f"row, the last of them step {self.step}; {named}. A lower train.lr or a smaller "
+            "optim.clip helps most often"
+        )
+
+    def _introduce(self) -> None:
+        config, comm = self.config, self.comm
+        n = self.stepper.layout.size
+        self.console.say(config.to_toml())
+        self.console.say(f"this run file is saved as {self.out / CONFIG}")
+        mpi = getattr(comm, "library", "no MPI")
+        self.console.say(
+            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({mpi}), "
+            f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
+            f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
+        )
+        for source in self.data.sources:
+            d = source.dataset
+            rest = d.n_tokens - d.n_windows * d.window
+            self.console.say(
+                f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows; "
+                f"the last {rest} tokens, less than a window, are not used"
+            )
+        if self.step:
+            self.console.say(f"going on after step {self.step} in {self.out}")
+
+    # ---- now and then ------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        assert self.heldout is not None
+        result = evaluate(
+            self.ops,
+            self.stepper.params,
+            self.config.model,
+            self.heldout,
+            n_windows=self.config.run.eval_windows,
+            micro_batch=self.config.train.micro_batch,
+            comm=self.comm,
+            lengths=self.lengths,
+        )
+        self.console.say(f"step {self.step}: held-out {result}")
+        self._write(evaluation_record(self.step, result))
+        if self.best is None or result.loss < self.best:
+            self.best = result.loss
+            self._save(best=True)
+
+    def _sample(self) -> None:
+        if self.comm.rank or self.tokenizer is None:
+            return
+        prompt = self.tokenizer.encode_ordinary(self.config.run.sample_prompt or "\n")
+        room = self.config.window - len(prompt)
+        ids = generate(
+            self.ops,
+            self.stepper.params,
+            self.config.model,
+            [prompt],
+            max_new_tokens=max(1, min(64, room)),
+            temperature=0.8,
+            top_p=0.95,
+            seed=self.step,
+        )[0]
+        text = self.tokenizer.decode([i for i in prompt + ids if i < self.tokenizer.n_vocab])
+        self.console.say(f"step {self.step} writes: {text!r}")
+
+    def _save(self, best: bool = False) -> None:
+        """Write a checkpoint, unless this step has one, and drop those no longer needed."""
+        if self.saved_step == self.step:
+            return
+        state = checkpoint.State(
+            step=self.step,
+            updates=self.stepper.updates,
+            position=self.step * self.config.train.global_batch,
+            seed=self.config.train.seed,
+            tokenizer_sha256=self.data.tokenizer_sha256,
+            config=self.config.to_dict(),
+            monitor={**self.guards.remember(), "best": self.best},
+        )
+        folder = self.out / CHECKPOINTS
+        path = checkpoint.save(folder, self.stepper, state, self.comm, self.tokenizer_path)
+        self.saved_step = self.step
+        if self.comm.rank == 0:
+            if best:
+                checkpoint.point(folder, "best", path.name)
+            checkpoint.prune(folder, self.config.run.keep)
+        self.console.say(f"saved {path}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def evaluation_record(step: int, result: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as a line of ``metrics.jsonl``."""
+    return {
+        "step": step,
+        "heldout_loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+    }

@@ -1,0 +1,259 @@
+"""``myllm generate``, ``myllm eval`` and ``myllm plot``: what a trained model is good for."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dist import checkpoint, monitor
+from dist.checkpoint import Model
+from dist.comm import Solo
+from dist.commands import parser
+from dist.config import from_tables
+from dist.data import Windows
+from dist.documents import END, chat
+from dist.evaluate import evaluate, load_tokenizer, token_lengths
+from dist.pack import special_id
+from reference.generate import stream
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+EOS_NAMES = ("<|eos|>", "<|endoftext|>")
+
+
+def add_model(args: Any) -> None:
+    """Add the checkpoint and the backend."""
+    args.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
+    )
+    args.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
+    args.add_argument("--compute", default="float32", help="float32 (default) or bf16")
+
+
+# ---- generate ------------------------------------------------------------------------------------
+
+
+def write_text(
+    model: Model, tokenizer: "Tokenizer", prompt: list[int], **sampling: Any
+) -> Iterator[str]:
+    """Yield a continuation piece by piece, never half a character.
+
+    Parameters
+    ----------
+    model : Model
+    tokenizer : Tokenizer
+    prompt : list of int
+        Token ids.
+    **sampling
+        Of ``reference.generate.stream``.
+    """
+    from tokenizer import DecodeStream
+
+    decoder = DecodeStream(tokenizer)
+    for (token,) in stream(model.ops, model.params, model.config, [prompt], **sampling):
+        if token is None:
+            break
+        if token < tokenizer.n_vocab:  # a model may have more ids than its tokenizer
+            yield decoder.step(token)
+    yield decoder.finish()
+
+
+def generate(argv: Sequence[str]) -> int:
+    """``myllm generate``."""
+    args = parser(
+        "generate",
+        "Let a trained model continue a text. Without --prompt it asks for one after the other.",
+        'myllm generate runs/laptop --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',
+    )
+    add_model(args)
+    args.add_argument("--prompt", help="the text to continue; - reads it from standard input")
+    args.add_argument("--chat", action="store_true", help="the prompt is a user's turn in a chat")
+    args.add_argument("--tokens", type=int, default=200, help="at most so many new ones (200)")
+    args.add_argument("--temperature", type=float, default=0.8, help="0: the most likely (0.8)")
+    args.add_argument("--top-k", type=int, help="choose among the k most likely")
+    args.add_argument("--top-p", type=float, help="choose among the likeliest that hold p")
+    args.add_argument("--seed", type=int, default=0)
+    given = args.parse_args(argv)
+    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{model.path} has no tokenizer beside it, so it cannot read or write text"
+        )
+    tokenizer = load_tokenizer(model.tokenizer)
+    stop = {special_id(tokenizer, *EOS_NAMES)}
+    if given.chat:
+        stop.add(special_id(tokenizer, END))
+
+    def answer(text: str, seed: int) -> None:
+        if not given.chat:
+            # what stands before the first token of a text in training is the end of another
+            ids = tokenizer.encode_ordinary(text) or [special_id(tokenizer, *EOS_NAMES)]
+            print(text, end="", flush=True)
+        else:
+            parts = [*chat([{"role": "user", "content": text}])]
+            ids = []
+            for part in parts:
+                said = str(part.text)
+                ids += (
+                    [special_id(tokenizer, said)]
+                    if part.control
+                    else tokenizer.encode_ordinary(said)
+                )
+            ids.append(special_id(tokenizer, "<|assistant|>"))
+        pieces = write_text(
+            model,
+            tokenizer,
+            ids,
+            max_new_tokens=given.tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=seed,
+            stop=stop,
+        )
+        n, started = 0, time.perf_counter()
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            n += 1
+        seconds = time.perf_counter() - started
+        print()
+        print(f"({n - 1} tokens, {(n - 1) / seconds:.0f} a second)", file=sys.stderr)
+
+    if given.prompt is not None:
+        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, given.seed)
+        return 0
+    asked = 0
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return 0
+        answer(text, given.seed + asked)
+        asked += 1
+
+
+# ---- eval ----------------------------------------------------------------------------------------
+
+
+def eval_(argv: Sequence[str]) -> int:
+    """``myllm eval``."""
+    args = parser(
+        "eval",
+        "Measure how well a model predicts a packed dataset: loss, perplexity, bits per byte.",
+        "myllm eval runs/laptop data/mine/heldout",
+    )
+    add_model(args)
+    args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
+    args.add_argument("--windows", type=int, help="at most so many (default: all)")
+    given = args.parse_args(argv)
+    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    config = from_tables(model.state.config)
+    path = given.data or config.data.heldout
+    if not path:
+        raise ValueError("the run has no held-out data: name a packed folder")
+    windows = Windows(path, config)
+    sha = windows.dataset.manifest.get("tokenizer_sha256")
+    if sha is not None and sha != model.state.tokenizer_sha256:
+        raise ValueError(f"{path} was packed with another tokenizer than the model's")
+    lengths = None
+    if model.tokenizer is not None:
+        lengths = token_lengths(load_tokenizer(model.tokenizer), config.model.vocab_size)
+    started = time.perf_counter()
+    result = evaluate(
+        model.ops,
+        model.params,
+        model.config,
+        windows,
+        n_windows=given.windows or windows.dataset.n_windows,
+        micro_batch=config.train.micro_batch,
+        comm=Solo(),
+        lengths=lengths,
+    )
+    print(
+        f"{model.path} on {path}: {result} ({result.n_targets:,} tokens in "
+        f"{monitor.duration(time.perf_counter() - started)})"
+    )
+    return 0
+
+
+# ---- plot ----------------------------------------------------------------------------------------
+
+
+def plot(argv: Sequence[str]) -> int:
+    """``myllm plot``."""
+    args = parser(
+        "plot",
+        "Draw the loss and the learning rate of one run, or compare several.",
+        "myllm plot runs/a runs/b -o compared.png",
+    )
+    args.add_argument("runs", nargs="+", metavar="RUN", help="folders with a metrics.jsonl")
+    args.add_argument(
+        "-o", "--out", help="a .png, .svg or .pdf (default: loss.png and loss.svg in the first run)"
+    )
+    given = args.parse_args(argv)
+    outs = [Path(given.out)] if given.out else [Path(given.runs[0]) / f"loss.{e}" for e in _KINDS]
+    draw([Path(run) for run in given.runs], outs)
+    print(", ".join(map(str, outs)))
+    return 0
+
+
+_KINDS = ("png", "svg")
+
+
+def draw(runs: Sequence[Path], outs: Sequence[Path]) -> None:
+    """Draw curves of loss and learning rate of some runs into files.
+
+    Raises
+    ------
+    ValueError, ImportError
+        When a run has no steps, or matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss_axes, lr_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    for number, run in enumerate(runs):
+        records = monitor.read_metrics(run)
+        steps = [r for r in records if r.get("loss") is not None and "lr" in r]
+        evals = [r for r in records if "heldout_loss" in r]
+        if not steps:
+            raise ValueError(
+                f"{run} has no {monitor.METRICS} with steps in it; is it a run folder?"
+            )
+        color = f"C{number}"
+        x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
+        loss_axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
+        loss_axes.plot(x, smooth(y), color=color, label=f"{run.name}: training")
+        if evals:
+            loss_axes.plot(
+                [r["step"] for r in evals],
+                [r["heldout_loss"] for r in evals],
+                "o--",
+                color=color,
+                markersize=4,
+                label=f"{run.name}: held out",
+            )
+        lr_axes.plot(x, [r["lr"] for r in steps], color=color)
+    loss_axes.set_ylabel("loss, nats a token")
+    loss_axes.legend()
+    loss_axes.grid(alpha=0.3)
+    lr_axes.set_ylabel("learning rate")
+    lr_axes.set_xlabel("step")
+    lr_axes.grid(alpha=0.3)
+    for out in outs:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=120)
+
+
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Return running means, each value counting ``weight`` times as much as the next."""
+    result, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + value, weight * norm + 1
+        result.append(total / norm)
+    return result

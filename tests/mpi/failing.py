@@ -1,0 +1,25 @@
+"""``myllm`` with a rank that fails in the middle of a step: python failing.py RANK HOW ARGS..."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from dist import cli
+from dist.step import Stepper
+
+rank, how = int(sys.argv[1]), sys.argv[2]
+original = Stepper.update
+
+
+def update(self: Stepper, *args: Any, **kwargs: Any) -> None:
+    """Fail on one rank before its third update."""
+    if self.comm.rank == rank and self.updates == 2:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("a fault planted on one rank")
+    original(self, *args, **kwargs)
+
+
+Stepper.update = update  # type: ignore[method-assign]
+sys.exit(cli.main(sys.argv[3:]))

@@ -1,0 +1,155 @@
+"""Many ranks: the same bits, and no rank ever left waiting."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dist import launch
+from dist.config import RunFile
+from tests.runs import prepare, with_run
+from tests.test_dist_train import digest, losses, save_run_file
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MYLLM_THREADS": "1"}
+
+
+def start(
+    config: RunFile, ranks: int, *arguments: str, **environment: str
+) -> "subprocess.Popen[str]":
+    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
+    return subprocess.Popen(
+        [sys.executable, "-m", "dist", "train", str(path), "--ranks", str(ranks), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(config: RunFile, ranks: int, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    process = start(config, ranks, *arguments, **environment)
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__eval_every=3, model__dropout_residual=0.2)
+    runs = {w: with_run(config, out=str(tmp_path / f"w{w}")) for w in (1, 2, 4, 8)}
+    for ranks, run in runs.items():
+        status, _, err = train(run, ranks)
+        assert status == 0, err
+    assert len({digest(run) for run in runs.values()}) == 1
+    assert all(losses(run) == losses(runs[1]) for run in runs.values())
+
+
+def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__backend="cpu", train__steps=4, model__dropout_residual=0.2)
+    digests = set()
+    for ranks, threads in ((1, 1), (1, 2), (2, 1), (4, 1)):
+        run = with_run(config, out=str(tmp_path / f"w{ranks}t{threads}"))
+        status, _, err = train(run, ranks, MYLLM_THREADS=str(threads))
+        assert status == 0, err
+        digests.add(digest(run))
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_start_together_on_a_cold_kernel_cache_do_not_race(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__backend="cpu", train__steps=2)
+    runs = [with_run(config, out=str(tmp_path / name)) for name in ("cold", "warm")]
+    for run in runs:
+        status, _, err = train(run, 4, MYLLM_CACHE_DIR=str(tmp_path / "cache"))
+        assert status == 0, err
+        assert err.count("compiling kernels of accel.cpu") == (run is runs[0])
+    assert digest(runs[0]) == digest(runs[1])
+
+
+@pytest.mark.slow
+def test_open_mpi_passes_these_tests_too(tmp_path: Path) -> None:
+    """In an environment of its own: the two MPIs' packages overwrite each other's files."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = [*project["dependencies"], "openmpi", "pytest", "hypothesis"]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    kind = "from dist.launch import find_mpirun; print(find_mpirun()[1])"
+    said = subprocess.run([python, "-c", kind], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout.strip() == "openmpi", said.stderr
+    words = [python, "-m", "pytest", "-q", "-m", "not slow", str(Path(__file__).parent)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "no tests ran" not in done.stdout
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config, 4)[0] == 0
+    whole = digest(config)
+    latest = Path(config.run.out) / "checkpoints" / "latest"
+    for ranks in (2, 1):
+        latest.write_text("step-00000002\n")
+        assert train(config, ranks)[0] == 0
+        assert digest(config) == whole
+
+
+@pytest.mark.parametrize(("how", "rank"), [("raise", 1), ("raise", 0), ("kill", 1)])
+def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, rank: int) -> None:
+    config = prepare(tmp_path, train__steps=1000)
+    path = save_run_file(config, tmp_path / "c.toml")
+    mpirun, kind = launch.find_mpirun()
+    words = launch.command(mpirun, kind, 4, [])
+    words[words.index("-m") :] = [str(Path(__file__).parent / "failing.py"), str(rank), how]
+    started = time.monotonic()
+    done = subprocess.run(
+        [*words, "train", str(path)],
+        cwd=ROOT,
+        env={**launch.environment(4), **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=60,  # waiting for ever is the failure looked for
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "step    2/1000" in done.stdout and "step    4/1000" not in done.stdout
+    planted = re.findall("RuntimeError: a fault planted", done.stdout + done.stderr)
+    assert len(planted) == (1 if how == "raise" else 0)
+    if how == "raise":
+        assert f"myllm train: rank {rank}: a fault planted on one rank" in done.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path, number: int) -> None:
+    config = prepare(tmp_path, train__steps=4000)
+    process = start(config, 2)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step    3"):
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    stopped = re.search(r"stopped by SIGUSR1 after step (\d+)", out)
+    assert stopped is not None
+    steps = int(stopped[1])
+    status, out, _ = train(config, 2, "--set", f"train.steps={steps + 2}", "--changed")
+    assert status == 0 and f"going on after step {steps}" in out
+    assert len(losses(config)) == steps + 2
+
+
+def test_bad_input_is_said_once(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    (tmp_path / "train" / "00001.bin").write_bytes(b"")
+    status, _, err = train(config, 4)
+    assert status != 0
+    assert err.count("00001.bin is empty") == 1 and "Traceback" not in err
+    status, _, err = train(config, 3)
+    assert status == 1 and "power of two" in err and err.count("\n") == 1

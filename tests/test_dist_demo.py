@@ -1,0 +1,83 @@
+"""The demo, on a part of its corpus, and what the corpus is made of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist import checkpoint, cli, config, corpus, demo, monitor
+from dist.corpus import Text, near_duplicates, shingles, standard_library
+from dist.data import Windows
+from dist.shards import read_manifest
+from tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def library() -> list[Text]:
+    return standard_library()
+
+
+def test_the_corpus_is_the_standard_library_without_tests_and_tables(library: list[Text]) -> None:
+    names = {t.name for t in library}
+    assert {"argparse.py", "ast.py", "json/decoder.py", "topic yield"} <= names
+    assert not any("test" in Path(n).parts[:-1] or "site-packages" in n for n in names)
+    assert not {"encodings/cp437.py", "pydoc_data/topics.py"} & names
+    assert sum(len(t.text) for t in library) > 5_000_000
+    assert [t.name for t in standard_library()] == [t.name for t in library]
+
+
+def test_near_duplicates_are_found_and_others_are_not(library: list[Text]) -> None:
+    by_name = {t.name: t.text for t in library}
+    words = by_name["argparse.py"].split()
+    pasted = " ".join(by_name["argparse.py"].split()[:400] + by_name["ast.py"].split()[:400])
+    changed = " ".join("x" if i % 60 == 0 else w for i, w in enumerate(words))
+    others = [by_name["argparse.py"], by_name["ast.py"], "short"]
+    candidates = [pasted, changed, by_name["tarfile.py"], "short", "another"]
+    assert near_duplicates(candidates, others, 0.3) == [True, True, False, True, False]
+
+
+def test_shingles_are_runs_of_eight_words() -> None:
+    text = " ".join(f"word{i}" for i in range(20))
+    assert len(shingles(text)) == 13
+    assert len(np.intersect1d(shingles(text), shingles(f"new {text} end"))) == 13
+    assert len(np.intersect1d(shingles(text), shingles(text.replace("word9", "x")))) == 5
+    assert corpus.hash_of("a") == 0xAF63DC4C8601EC8C  # FNV-1a's published value
+
+
+def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
+    tmp_path: Path,
+    library: list[Text],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    small = [t for t in library if t.name.startswith(("email/", "json/", "logging/", "topic "))]
+    # a copy under another name must not end up on both sides
+    monkeypatch.setattr(demo, "standard_library", lambda: small)
+    monkeypatch.setattr(demo, "LEAST_STEPS", 6)
+    monkeypatch.setattr(demo, "PROBE_STEPS", 3)
+    monkeypatch.setattr(demo, "NEW_TOKENS", 5)
+    words = ["demo", "--out", str(tmp_path / "d"), "--minutes", "0.01", "--ranks", "2"]
+    assert cli.main(words) == 0
+    said = capfd.readouterr().out
+    for stage in ("corpus:", "tokenizer:", "packing:", "speed:", "training:", "held-out text,"):
+        assert f"== {stage}" in said
+    assert "2 ranks" in said and said.count("---- ") == 3 and "myllm pack MY_TEXTS" in said
+    assert "zlib -9" in said and "allowed 1e-04" in said
+    for name in ("loss.png", "loss.svg", "run.toml", "corpus.jsonl", "tokenizer.myllm"):
+        assert (tmp_path / "d" / name).stat().st_size > 0
+    run = tmp_path / "d" / "run"
+    assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert read_manifest(tmp_path / "d" / "data" / "heldout")["documents"] >= 1
+
+    model = checkpoint.load_model(run, "cpu")
+    windows = Windows(str(tmp_path / "d" / "data" / "heldout"), config.load(run / "config.toml"))
+    tokenizer = Tokenizer.load(tmp_path / "d" / "tokenizer.myllm")
+    worst, _ = demo.gradient_error(model.ops, model, windows)
+    assert 0 < worst < 1e-4
+    bits = demo.unigram_bits(demo.Paths(tmp_path / "d"), windows, tokenizer)
+    assert 1 < bits < 8
+
+    assert cli.main(words) == 0  # everything is there: it only shows again
+    again = capfd.readouterr().out
+    assert "== corpus:" not in again and "== speed:" not in again
+    assert f"going on after step 6 in {run}" in again and again.count("---- ") == 3

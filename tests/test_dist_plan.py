@@ -1,0 +1,58 @@
+"""The arithmetic of the headline run."""
+
+import pytest
+
+from dist import cli, config
+from dist.plan import forward_flops, kv_cache_bytes, make_plan, score_bytes
+from reference.presets import MYLLM_1B
+
+
+def test_the_headline_figures() -> None:
+    plan = make_plan(config.load("myllm-1b"), 8)
+    n = 1_055_231_744
+    assert plan.parameters == n
+    assert plan.kv_cache == 224 * 2**20 == kv_cache_bytes(MYLLM_1B, 2)
+    assert plan.scores == 1_879_048_192 == score_bytes(MYLLM_1B, 2)
+    assert 2 * plan.scores == 3.5 * 2**30
+    assert plan.sent == 2 * n * 7 // 8 * 4
+    assert plan.master == 4 * n and plan.moments == n and plan.weights == 2 * n
+    assert plan.gradients == 4 * n * 4  # accumulation 4: three buffers, and the received slices
+    assert plan.checkpoint == 12 * n
+    assert plan.steps == 47_837 + 57_221
+    assert plan.exposures == 105_058 * 262_144
+
+
+def test_forward_work_is_a_third_of_training() -> None:
+    model = MYLLM_1B
+    plan = make_plan(config.load("myllm-1b"), 8)
+    gains = (2 * model.n_layers + 1) * model.d_model
+    parts = forward_flops(model)
+    assert parts["attention"] == 4 * 28 * 8_192 * 1_792
+    assert sum(parts.values()) - parts["attention"] == 2 * (plan.parameters - gains)
+    assert 3 * sum(parts.values()) == plan.flops[0]
+
+
+def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "myllm-1b", "--ranks", "8", "--speed", "100000"]) == 0
+    said = capsys.readouterr().out
+    for figure in (
+        "1,055,231,744",
+        "224.0 MiB",
+        "1.5 GiB",  # 1,568 MiB with as many KV heads as query heads
+        f"{1_568 * 2**20:,}",
+        "1,879,048,192",
+        "3.5 GiB",
+        "21,104,634,880  the run is 1.305 of it",
+        "47,837",
+        "57,221",
+        "76.5 hours",
+    ):
+        assert figure in said
+    assert cli.main(["plan", "myllm-1b", "--ranks", "64"]) == 1
+    assert "at most 32 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["gpt2-small", "laptop", "demo"])
+def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", preset, "--ranks", "2", "--set", "optim.clip=0.5"]) == 0
+    assert "sent in a step" in capsys.readouterr().out
