@@ -1,0 +1,234 @@
+"""What all launchers do with arrays: checks, conversions, strides, NumPy's arrays in and out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accel.cuda.device import (
+    BF16,
+    F32,
+    bf16_flag,
+    ceil_div,
+    current,
+    empty,
+    i32,
+    i64,
+    is_contiguous,
+    launch,
+)
+from reference.checks import check_array, check_shape
+from reference.types import Array
+
+THREADS = 256
+MAX_GRID_Y = 65_535
+_NAMES = {BF16: "bf16"}
+
+
+def pack(array: Array) -> int:
+    """Return the elements that a kernel moves at once: 16 bytes of them."""
+    return 16 // array.itemsize
+
+
+def packs(array: Array, n: int) -> int:
+    """Return the blocks of THREADS threads that cover n elements, a pack each."""
+    return ceil_div(n, THREADS * pack(array))
+
+
+def check_activations(op: str, **arrays: Array | None) -> None:
+    """Raise unless the given arrays share one dtype, float32 or bf16."""
+    for name, array in arrays.items():
+        if array is not None:
+            check_array(op, name, array)
+    given = {name: array.dtype for name, array in arrays.items() if array is not None}
+    if len(set(given.values())) > 1 or next(iter(given.values())) not in (F32, BF16):
+        found = ", ".join(f"{name} is {_NAMES.get(dtype, dtype)}" for name, dtype in given.items())
+        raise ValueError(
+            f"{op}: arrays must share one dtype, float32 or bf16 (held as uint16), but {found}; "
+            "convert with from_numpy"
+        )
+
+
+def check_weights(op: str, x: Array, **weights: Array | None) -> None:
+    """Raise unless x is float32 or bf16 and each weight is float32 or of x's dtype."""
+    check_array(op, "x", x)
+    for name, weight in weights.items():
+        if weight is not None:
+            check_array(op, name, weight)
+        if weight is None or (weight.dtype == F32 and x.dtype == BF16):
+            continue
+        check_activations(op, x=x, **{name: weight})
+    check_activations(op, x=x)
+
+
+def check_dout(op: str, dout: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise unless ``dout`` has the shape and dtype of the forward's output."""
+    check_shape(f"{op}_backward", "dout", dout, shape, "the output")
+    if dout.dtype != dtype:
+        found, wanted = (_NAMES.get(d, d) for d in (dout.dtype, dtype))
+        raise ValueError(
+            f"{op}_backward: dout and the output must share one dtype, {wanted}, got {found}"
+        )
+
+
+def check_out(out: Array | None, shape: tuple[int, ...]) -> Array:
+    """Return the float32 array that a parameter gradient goes to: ``out``, or a new one."""
+    if out is None:
+        return empty(shape, F32)
+    if out.shape != shape or out.dtype != F32:
+        raise ValueError(
+            f"out must have the gradient's shape {shape} and dtype float32, got {out.shape} and "
+            f"{out.dtype}"
+        )
+    if not is_contiguous(out):
+        raise ValueError(
+            "out must be contiguous, as views of the flat gradient are, got strides "
+            f"{out.strides} for shape {shape}"
+        )
+    return out
+
+
+def to_dtype(array: Array, dtype: np.dtype) -> Array:
+    """Return a float array as contiguous float32 or bf16; itself when it is that already."""
+    array = contiguous(array)
+    if array.dtype == dtype:
+        return array
+    out = empty(array.shape, dtype)
+    kernel = "to_bf16_array" if dtype == BF16 else "to_f32_array"
+    blocks = ceil_div(array.size, 4 * THREADS)
+    launch("elementwise", kernel, blocks, THREADS, array, out, i64(array.size))
+    return out
+
+
+# ---- arrays from and to NumPy ------------------------------------------------------------------
+
+
+def upload(array: Array, *, as_bf16: bool) -> Array:
+    """Return a device array with a NumPy array's values; float32 becomes bf16 when asked to."""
+    array = np.asarray(array)
+    if array.dtype == np.float64:
+        raise ValueError(
+            "the cuda backend computes in float32 and bf16, got a float64 array; "
+            "convert with .astype(np.float32), or check in float64 with the reference"
+        )
+    on_device = current().upload(array)
+    return to_dtype(on_device, BF16) if as_bf16 and array.dtype == F32 else on_device
+
+
+def to_numpy(array: Array) -> Array:
+    """Return a device array as NumPy's; bf16 comes as float32."""
+    host = current().download(array)
+    if host.dtype == BF16:
+        return np.asarray((host.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    return host
+
+
+# ---- strides -----------------------------------------------------------------------------------
+
+
+def strides(array: Array, shape: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return an array's strides in elements; broadcast to ``shape`` when one is given."""
+    own = tuple(s // array.itemsize for s in array.strides)
+    if shape is None:
+        return own
+    new = len(shape) - array.ndim
+    repeated = [n == 1 and shape[new + i] != 1 for i, n in enumerate(array.shape)]
+    return (0,) * new + tuple(0 if r else s for r, s in zip(repeated, own, strict=True))
+
+
+def fold(
+    shape: Sequence[int], *by_array: Sequence[int], axes: int = 4
+) -> tuple[tuple[int, ...], ...]:
+    """Join neighbouring axes that every array steps through evenly, and pad in front to ``axes``.
+
+    Returns
+    -------
+    shape, then the strides of each array : tuples of length ``axes``
+
+    Raises
+    ------
+    ValueError
+        When more axes remain.
+    """
+    kept: list[tuple[int, ...]] = []  # (n, stride of each array), outermost first
+    for n, *steps in zip(shape, *by_array, strict=True):
+        if n == 1:
+            continue
+        if kept and all(outer == n * s for outer, s in zip(kept[-1][1:], steps, strict=True)):
+            kept[-1] = (kept[-1][0] * n, *steps)
+        else:
+            kept.append((n, *steps))
+    if len(kept) > axes:
+        raise ValueError(
+            f"an array of shape {tuple(shape)} has more than {axes} axes that do not join; "
+            "make it contiguous first"
+        )
+    padding = [(1, *(0 for _ in by_array))] * (axes - len(kept))
+    columns = list(zip(*padding, *kept, strict=True))
+    return tuple(tuple(int(n) for n in column) for column in columns)
+
+
+def contiguous(array: Array) -> Array:
+    """Return the array itself, or its values in a new array when its elements are scattered."""
+    if is_contiguous(array):
+        return array
+    out = empty(array.shape, array.dtype)
+    copy(out, array)
+    return out
+
+
+def copy(to: Array, array: Array) -> None:
+    """Write an array's values into another of the same shape and dtype, either of them a view."""
+    assert to.shape == array.shape and to.dtype == array.dtype
+    shape, source, target = array.shape, strides(array), strides(to)
+    if array.itemsize == 1:
+        sizes, a, b = fold(shape, source, target)
+        numbers = [i64(n) for n in (*sizes, *a, *b)]
+        launch("layout", "copy_bytes", ceil_div(array.size, THREADS), THREADS, array, to, *numbers)
+        return
+    if array.itemsize == 4:  # integers are copied as the floats that their bits are
+        array, to = array.view(F32), to.view(F32)
+    if not shape or source[-1] != 1 or target[-1] != 1:  # the innermost axis must be contiguous
+        shape, source, target = (*shape, 1), (*source, 1), (*target, 1)
+    sizes, a, b = fold(shape[:-1], source[:-1], target[:-1], axes=3)
+    n_packs = int(np.prod(sizes, dtype=np.int64)) * ceil_div(shape[-1], pack(array))
+    numbers = [i64(n) for n in (*sizes, shape[-1], *a, *b)]
+    blocks = ceil_div(n_packs, THREADS)
+    launch("layout", "copy_strided", blocks, THREADS, array, to, *numbers, BF16=bf16_flag(array))
+
+
+def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
+    """Write Σ over the rows of x (N, D) into ``out`` (D,) float32, or add it."""
+    N, D = x.shape
+    rows_each = max(32, ceil_div(N, 256))
+    parts = ceil_div(N, rows_each)
+    partial = empty((parts, D), F32)
+    launch(
+        "reduce",
+        "partial_sums",
+        (packs(x, D), parts),
+        THREADS,
+        x,
+        partial,
+        i64(N),
+        i64(D),
+        i64(rows_each),
+        BF16=bf16_flag(x),
+    )
+    sum_rows(partial, out, accumulate=accumulate)
+
+
+def sum_rows(partial: Array, out: Array, *, accumulate: bool = False) -> None:
+    """Write Σ over the rows of partial (P, D) float32 into ``out`` (D,), or add it."""
+    P, D = partial.shape
+    launch(
+        "reduce",
+        "sum_rows",
+        ceil_div(D, THREADS),
+        THREADS,
+        partial,
+        out,
+        i64(P),
+        i64(D),
+        i32(accumulate),
+    )

@@ -1,0 +1,182 @@
+"""What a launcher asks of a machine: memory, copies, launches, dense products.
+
+There are two bodies of ``Device``: ``cupy_device.CuPyDevice`` on a GPU, and the tests' own, which
+runs the same kernels on a processor. One is in use at a time, and arrays are that device's: CuPy's
+or NumPy's. Both have ``shape``, ``strides``, ``dtype``, ``reshape`` and slicing, and the launchers
+use nothing else.
+
+A bfloat16 array is one of dtype uint16 that holds the bits: CuPy has no complete type for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.types import Array
+
+Argument = Array | np.generic | None
+
+BF16 = np.dtype(np.uint16)
+F32 = np.dtype(np.float32)
+
+
+class Device(Protocol):
+    """A machine that kernels run on."""
+
+    def __hash__(self) -> int:
+        """Tell one device from another."""
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return an uninitialised C-contiguous array, aligned to 256 bytes."""
+
+    def clear(self, array: Array) -> None:
+        """Set every byte of a contiguous array to zero."""
+
+    def upload(self, array: Array) -> Array:
+        """Return a device array that holds a NumPy array's values, C-contiguous."""
+
+    def download(self, array: Array) -> Array:
+        """Wait for the device and return its array's values as a NumPy array."""
+
+    def address(self, array: Array) -> int:
+        """Return the address of the array's first element."""
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        shared: int,
+        defines: Mapping[str, int],
+    ) -> None:
+        """Run a kernel of ``source``.cu, compiled with ``defines``, after all work before it.
+
+        ``arguments`` are device arrays, None for a null pointer, or NumPy scalars of the
+        parameter's own width; ``shared`` is the block's dynamic shared memory in bytes.
+        """
+
+    def gemm_ex(
+        self,
+        transpose_a: bool,
+        transpose_b: bool,
+        m: int,
+        n: int,
+        k: int,
+        a: Array,
+        lda: int,
+        b: Array,
+        ldb: int,
+        beta: float,
+        c: Array,
+        ldc: int,
+    ) -> None:
+        """C ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
+
+        op(A) is m × k, op(B) k × n; ``ld`` is the distance between columns. A and B share a type,
+        C has it too or is float32. Sums are in float32.
+        """
+
+    def step(self) -> AbstractContextManager[None]:
+        """Open a scope in which memory is reused."""
+
+
+_device: Device | None = None
+
+
+def use(device: Device | None) -> Device | None:
+    """Take ``device`` for all calls from now on and return the one before it."""
+    global _device
+    before, _device = _device, device
+    return before
+
+
+def current() -> Device:
+    """Return the device in use.
+
+    Raises
+    ------
+    RuntimeError
+        When none has been chosen.
+    """
+    if _device is None:
+        raise RuntimeError("no CUDA device is in use: get the backend by accel.load('cuda')")
+    return _device
+
+
+def empty(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """Return an uninitialised array of the device in use."""
+    return current().empty(tuple(int(n) for n in shape), dtype)
+
+
+def zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+    """Return an array of zeros."""
+    array = empty(shape, dtype)
+    if array.size:
+        current().clear(array)
+    return array
+
+
+def launch(
+    source: str,
+    kernel: str,
+    grid: int | tuple[int, ...],
+    threads: int,
+    *arguments: Argument,
+    shared: int = 0,
+    **defines: int,
+) -> None:
+    """Run a kernel on the device in use; a grid without blocks does nothing.
+
+    ``defines`` are the macros that the source is compiled with: ``BF16=1``, say.
+    """
+    x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
+    if x * y * z:
+        current().launch(
+            source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines
+        )
+
+
+def bf16_flag(array: Array) -> int:
+    """Return 1 when the elements are bfloat16, 0 when they are float32: the macro BF16."""
+    return int(array.dtype == BF16)
+
+
+def i32(value: int) -> np.int32:
+    """Return a kernel argument of type int."""
+    return np.int32(value)
+
+
+def i64(value: int) -> np.int64:
+    """Return a kernel argument of type long long."""
+    return np.int64(value)
+
+
+def u32(value: int) -> np.uint32:
+    """Return a kernel argument of type unsigned."""
+    return np.uint32(value)
+
+
+def f32(value: float) -> np.float32:
+    """Return a kernel argument of type float."""
+    return np.float32(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return the number of pieces of b elements that cover a."""
+    return -(-a // b)
+
+
+def is_contiguous(array: Array) -> bool:
+    """Return whether the elements lie one after the other in C order."""
+    return bool(array.flags.c_contiguous)
+
+
+def is_f32(array: Any) -> bool:
+    """Return whether an array is float32."""
+    return bool(array.dtype == F32)

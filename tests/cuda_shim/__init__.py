@@ -1,0 +1,1 @@
+"""Kernels of accel/cuda run on a processor: a device for the launchers, strict about mistakes."""

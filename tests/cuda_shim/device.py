@@ -1,0 +1,301 @@
+"""The shim's body of ``accel.cuda.device.Device``: g++ compiles the kernels, fibers run them.
+
+Memory is NumPy's. Every array starts as NaN and lies between two bands that must not change, which
+is looked at after each launch. A launch checks its arguments against the types of the kernel's
+parameters, and the width of every scalar. ``edits`` change the text of a kernel before it is
+compiled: that is how the tests plant bugs.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.cuda import sources
+from accel.cuda.device import Argument
+from reference.types import Array
+
+HERE = Path(__file__).parent
+ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
+BAND = 256  # bytes on either side of an array
+FLAGS = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
+SCALARS = {
+    np.dtype(np.float32): "f",
+    np.dtype(np.float64): "d",
+    np.dtype(np.int32): "i",
+    np.dtype(np.uint32): "I",
+    np.dtype(np.int64): "q",
+    np.dtype(np.uint64): "Q",
+    np.dtype(np.uint16): "H",
+    np.dtype(np.bool_): "?",
+}
+
+Edits = Mapping[str, Sequence[tuple[str, str]]]  # source name -> (old text, new text)
+
+
+class ShimError(Exception):
+    """What a kernel or a launch did wrong."""
+
+
+class ShimDevice:
+    """A processor that plays the GPU.
+
+    Parameters
+    ----------
+    order : str
+        In which order threads and blocks take their turns: forward, reverse or shuffled.
+    early : bool
+        Asynchronous copies land at once instead of at the wait that covers them.
+    edits : mapping
+        File name -> changes (old text, new text); each old text must occur exactly once.
+    extra : mapping
+        More kernel sources, name -> text.
+    """
+
+    def __init__(
+        self,
+        order: str = "forward",
+        *,
+        early: bool = False,
+        edits: Edits | None = None,
+        extra: Mapping[str, str] | None = None,
+    ):
+        self.order = order
+        self.early = early
+        self.edits = dict(edits or {})
+        self.extra = dict(extra or {})
+        self.launches: list[str] = []
+        self._libraries: dict[Any, ctypes.CDLL] = {}
+        self._bands: weakref.WeakSet[_Memory] = weakref.WeakSet()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return an array of NaN (all bits set) between two bands."""
+        memory = _Memory(shape, np.dtype(dtype))
+        self._bands.add(memory)
+        return np.asarray(memory)
+
+    def clear(self, array: Array) -> None:
+        assert array.flags.c_contiguous
+        array[...] = 0
+
+    def upload(self, array: Array) -> Array:
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def download(self, array: Array) -> Array:
+        return np.array(array)
+
+    def address(self, array: Array) -> int:
+        return int(array.ctypes.data)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        yield
+
+    # ---- kernels ---------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        shared: int,
+        defines: Mapping[str, int],
+    ) -> None:
+        library = self._library(source, defines)
+        types = getattr(library, f"shim_types_{kernel}")
+        types.restype = ctypes.c_char_p
+        expected = types().decode().split()
+        if len(expected) != len(arguments):
+            raise ShimError(f"{kernel} has {len(expected)} parameters, got {len(arguments)}")
+        values = [
+            _argument(kernel, i, letter, argument)
+            for i, (letter, argument) in enumerate(zip(expected, arguments, strict=True))
+        ]
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
+        )
+        run = getattr(library, f"shim_launch_{kernel}")
+        run.restype = ctypes.c_char_p
+        run.argtypes = [ctypes.c_uint] * 4 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_uint]
+        run.argtypes += [ctypes.c_int, ctypes.c_void_p]
+        self.launches.append(kernel)
+        seed = len(self.launches)
+        message = run(*grid, threads, shared, ORDERS[self.order], seed, int(self.early), pointers)
+        if message is not None:
+            raise ShimError(f"{kernel}: {message.decode()}")
+        for memory in list(self._bands):
+            if not memory.intact():
+                raise ShimError(f"{kernel} wrote outside an array of {memory.nbytes} bytes")
+
+    def _library(self, source: str, defines: Mapping[str, int]) -> ctypes.CDLL:
+        key = (source, tuple(sorted(defines.items())))
+        if key not in self._libraries:
+            path = build(self._text(source), source, defines)
+            self._libraries[key] = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+        return self._libraries[key]
+
+    def _text(self, source: str) -> str:
+        """Return the whole text of a kernel file as g++ is given it."""
+        if source in self.extra:
+            texts = {
+                "device.cuh": sources.text_of("device.cuh"),
+                f"{source}.cu": self.extra[source],
+            }
+        else:
+            texts = sources.parts(source)
+        for name in texts:
+            for old, new in self.edits.get(name, ()):
+                if texts[name].count(old) != 1:
+                    found = texts[name].count(old)
+                    raise ValueError(f"{name} has {found} places that read {old!r}, not one")
+                texts[name] = texts[name].replace(old, new)
+        kernels = sources.kernels(texts[f"{source}.cu"])
+        return "\n".join([sources.join(texts), *(f"SHIM_EXPORT({name})" for name in kernels)])
+
+    # ---- dense products --------------------------------------------------------------------------
+
+    def gemm_ex(
+        self,
+        transpose_a: bool,
+        transpose_b: bool,
+        m: int,
+        n: int,
+        k: int,
+        a: Array,
+        lda: int,
+        b: Array,
+        ldb: int,
+        beta: float,
+        c: Array,
+        ldc: int,
+    ) -> None:
+        """C ← op(A) op(B) + beta·C on column-major matrices, as cuBLAS reads its arguments."""
+        self.launches.append("gemm")
+        assert a.dtype == b.dtype and c.dtype in (a.dtype, np.float32)
+        left = _columns(a, lda, *((k, m) if transpose_a else (m, k)))
+        right = _columns(b, ldb, *((n, k) if transpose_b else (k, n)))
+        product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+        if beta:
+            product = product + np.float32(beta) * _columns(c, ldc, m, n)
+        target = np.lib.stride_tricks.as_strided(
+            c, (m, n), (c.itemsize, ldc * c.itemsize), writeable=True
+        )
+        target[...] = to_bf16(product) if c.dtype == np.uint16 else product
+
+
+def _columns(array: Array, ld: int, rows: int, columns: int) -> Array:
+    """View memory as a column-major matrix, in float32."""
+    assert ld >= max(rows, 1) and array.flags.c_contiguous
+    assert array.size >= (columns - 1) * ld + rows, "the matrix reaches beyond the array"
+    matrix = np.lib.stride_tricks.as_strided(
+        array, (rows, columns), (array.itemsize, ld * array.itemsize)
+    )
+    return from_bf16(matrix) if array.dtype == np.uint16 else matrix
+
+
+def to_bf16(x: Array) -> Array:
+    """Return the bits of float32 values rounded to bfloat16, ties to even."""
+    x = np.asarray(x, np.float32)
+    bits = x.view(np.uint32) if x.flags.c_contiguous else np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
+
+
+def from_bf16(x: Array) -> Array:
+    """Return bfloat16 bits as float32 values."""
+    return (np.asarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+class _Memory:
+    """The bytes of one array with a band before and behind; NumPy keeps it as the array's base."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]):
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        raw = np.full(self.nbytes + 2 * BAND + 256, 0xFF, np.uint8)
+        start = -int(raw.ctypes.data) % 256 + BAND
+        self.raw, self.start = raw, start
+        self.__array_interface__ = {
+            "data": (raw.ctypes.data + start, False),
+            "shape": shape,
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+    def intact(self) -> bool:
+        before = self.raw[self.start - BAND : self.start]
+        behind = self.raw[self.start + self.nbytes : self.start + self.nbytes + BAND]
+        return bool((before == 0xFF).all() and (behind == 0xFF).all())
+
+
+def _argument(kernel: str, i: int, letter: str, argument: Argument) -> Any:
+    what = f"{kernel}, argument {i}"
+    if letter.endswith("*"):
+        if argument is None:
+            return ctypes.c_void_p(0)
+        if not isinstance(argument, np.ndarray):
+            raise ShimError(f"{what}: a pointer is wanted, got {type(argument).__name__}")
+        if SCALARS.get(argument.dtype) != letter[:-1]:
+            raise ShimError(f"{what}: a pointer to {letter[:-1]} is wanted, got {argument.dtype}")
+        return ctypes.c_void_p(argument.ctypes.data)
+    if not isinstance(argument, np.generic) or SCALARS.get(argument.dtype) != letter:
+        raise ShimError(
+            f"{what}: a NumPy scalar of type {letter} is wanted, got {type(argument).__name__}"
+        )
+    return np.ctypeslib.as_ctypes_type(argument.dtype)(argument.item())
+
+
+# ---- compiling ---------------------------------------------------------------------------------
+
+
+def missing() -> str | None:
+    """Say what keeps the shim from running here, or None."""
+    if shutil.which("g++") is None:
+        return "the kernels are compiled with g++, which is not installed"
+    return None
+
+
+def cache() -> Path:
+    """Return the folder that keeps compiled kernels from one run to the next."""
+    path = Path(tempfile.gettempdir(), f"myllm-shim-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to somebody else")
+    return path
+
+
+def build(text: str, name: str, defines: Mapping[str, int]) -> Path:
+    """Compile the text of kernels into a shared library and return its path."""
+    macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
+    command = ["g++", *FLAGS, *WARNINGS, "-DMYLLM_SHIM", *macros, "-I", str(HERE), "-x", "c++", "-"]
+    hashed = hashlib.sha256("\0".join([*command, text]).encode())
+    hashed.update((HERE / "shim.h").read_bytes())
+    path = cache() / f"{name}-{hashed.hexdigest()[:20]}.so"
+    if not path.exists():
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
+        os.close(handle)
+        done = subprocess.run(
+            [*command, "-o", partial], input=text, text=True, capture_output=True, check=False
+        )
+        if done.returncode:
+            os.unlink(partial)
+            raise ShimError(f"g++ refuses {name}.cu {macros}:\n{done.stderr[:4000]}")
+        os.replace(partial, path)
+    return path
