@@ -1,0 +1,224 @@
+// Attention for any head widths and either element type, in float arithmetic: tiles of shared
+// memory and one lane per key. This is the strict path and the plain statement of the algorithm
+// (Dao et al. 2022); attention_mma.cu is the fast one.
+//
+// A tile is QUERIES × KEYS scores; a block has four warps of four queries each, and lane j of a warp
+// has key j. Forward keeps for each query the maximum m and sum l of exp(s - m) over the keys so
+// far, and rescales its output when m grows.
+
+constexpr int QUERIES = 16, KEYS = 32, WARPS = 4, ROWS = QUERIES / WARPS;
+
+// Copy `count` rows of width `width` from a strided array into shared memory, zeros from `n` on.
+DEVICE void load_rows(float* to, int pitch, const elem* from, i64 stride, int first, int count,
+                      int n, int width) {
+    for (int i = threadIdx.x; i < count * width; i += blockDim.x) {
+        const int row = i / width, column = i % width;
+        to[row * pitch + column] =
+            first + row < n ? widen(from[(first + row) * stride + column]) : 0.0f;
+    }
+}
+
+DEVICE float dot(const float* a, const float* b, int n) {
+    float total = 0.0f;
+    for (int i = 0; i < n; ++i) total += a[i] * b[i];
+    return total;
+}
+
+// Grid: (query tiles, Hq, B), longest rows first. Shared memory: QUERIES (d + dv + KEYS + 1) +
+// KEYS (d + 1 + dv) floats.
+KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
+    SHARED(memory);
+    float* tq = (float*)memory;                // (QUERIES, d)
+    float* tk = tq + QUERIES * d;              // (KEYS, d + 1): lanes read rows, so pad
+    float* tv = tk + KEYS * (d + 1);           // (KEYS, dv)
+    float* to = tv + KEYS * dv;                // (QUERIES, dv), each element one lane's
+    float* tp = to + QUERIES * dv;             // (QUERIES, KEYS + 1)
+    const int h = blockIdx.y, b = blockIdx.z, group = Hq / Hkv;
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
+    const Rules rules = ATTENTION_RULES(b, h);
+    load_rows(tq, d, q + b * qb + h * qh, qt, first, QUERIES, T, d);
+    float m[ROWS], l[ROWS];
+    for (int r = 0; r < ROWS; ++r) {
+        m[r] = -INFINITY;
+        l[r] = 0.0f;
+        for (int c = lane; c < dv; c += 32) to[(row0 + r) * dv + c] = 0.0f;
+    }
+    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
+    const int end = key_end(last, T, S, causal);
+    for (int u0 = 0; u0 < end; u0 += KEYS) {
+        sync_block();  // the tiles have been read
+        load_rows(tk, d + 1, k + b * kb + h / group * kh, kt, u0, KEYS, S, d);
+        load_rows(tv, dv, v + b * vb + h / group * vh, vt, u0, KEYS, S, dv);
+        sync_block();
+        const int u = u0 + lane;
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = row0 + r, t = first + row;
+            const bool may = rules.allows(t, u);
+            float s = -INFINITY;
+            if (may) s = scale * dot(tq + row * d, tk + lane * (d + 1), d) + rules.bias(t, u);
+            const float top = fmaxf(m[r], warp_max(s));
+            const float p = may ? expf(s - top) : 0.0f;
+            const float shrink = m[r] == -INFINITY ? 0.0f : expf(m[r] - top);
+            l[r] = l[r] * shrink + warp_sum(p);
+            m[r] = top;
+            tp[row * (KEYS + 1) + lane] = may ? p * rules.kept(t, u) : 0.0f;
+            sync_warp();
+            for (int c = lane; c < dv; c += 32) {
+                float total = to[row * dv + c] * shrink;
+                for (int j = 0; j < KEYS; ++j) total += tp[row * (KEYS + 1) + j] * tv[j * dv + c];
+                to[row * dv + c] = total;
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        const int t = first + row0 + r;
+        if (t >= T) break;
+        const float share = l[r] > 0.0f ? 1.0f / l[r] : l[r];  // a row of NaN stays NaN
+        for (int c = lane; c < dv; c += 32)
+            put(out + (((i64)b * T + t) * Hq + h) * dv + c, to[(row0 + r) * dv + c] * share);
+        if (lane == 0)
+            lse[((i64)b * Hq + h) * T + t] = m[r] == -INFINITY ? INFINITY : m[r] + logf(l[r]);
+    }
+}
+
+// delta = Σ dout·out over a row: a warp a row, of the B·T·Hq rows.
+KERNEL attention_delta(const elem* dout, i64 db, i64 dt, i64 dh, const elem* out, float* delta,
+                       i64 rows, int T, int Hq, int dv) {
+    const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const int lane = threadIdx.x % 32;
+    float total = 0.0f;
+    if (row < rows) {
+        const i64 h = row % Hq, t = row / Hq % T, b = row / Hq / T;
+        for (int c = lane; c < dv; c += 32)
+            total += widen(dout[b * db + t * dt + h * dh + c]) * widen(out[row * dv + c]);
+    }
+    total = warp_sum(total);
+    if (lane == 0 && row < rows)
+        delta[(row / Hq / T * Hq + row % Hq) * T + row / Hq % T] = total;
+}
+
+// One query against one key: what it adds to dv (p·κ) and to dq, dk (ds).
+struct Slopes {
+    float p, ds;
+};
+
+DEVICE Slopes slopes(const Rules& rules, int t, int u, const float* qr, const float* kr,
+                     const float* dor, const float* vr, int d, int dv, float scale, float lse,
+                     float delta) {
+    if (!rules.allows(t, u)) return {0.0f, 0.0f};
+    const float p = expf(scale * dot(qr, kr, d) + rules.bias(t, u) - lse);
+    const float kept = rules.kept(t, u);
+    return {p * kept, p * (kept * dot(dor, vr, dv) - delta)};
+}
+
+// Grid: (query tiles, Hq, B). Shared memory: QUERIES (2 d + dv + KEYS + 1) +
+// KEYS (d + 1 + dv + 1) floats.
+KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh,
+                    const float* lse, const float* delta, elem* dq, i64 dqb, i64 dqt, i64 dqh) {
+    SHARED(memory);
+    float* tq = (float*)memory;          // (QUERIES, d)
+    float* tdq = tq + QUERIES * d;       // (QUERIES, d), each element one lane's
+    float* tdo = tdq + QUERIES * d;      // (QUERIES, dv)
+    float* tk = tdo + QUERIES * dv;      // (KEYS, d + 1)
+    float* tv = tk + KEYS * (d + 1);     // (KEYS, dv + 1)
+    float* tds = tv + KEYS * (dv + 1);   // (QUERIES, KEYS + 1)
+    const int h = blockIdx.y, b = blockIdx.z, group = Hq / Hkv;
+    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
+    const Rules rules = ATTENTION_RULES(b, h);
+    load_rows(tq, d, q + b * qb + h * qh, qt, first, QUERIES, T, d);
+    load_rows(tdo, dv, dout + b * db + h * dh, dt, first, QUERIES, T, dv);
+    for (int i = threadIdx.x; i < QUERIES * d; i += blockDim.x) tdq[i] = 0.0f;
+    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
+    const int end = key_end(last, T, S, causal);
+    for (int u0 = 0; u0 < end; u0 += KEYS) {
+        sync_block();  // the tiles have been read
+        load_rows(tk, d + 1, k + b * kb + h / group * kh, kt, u0, KEYS, S, d);
+        load_rows(tv, dv + 1, v + b * vb + h / group * vh, vt, u0, KEYS, S, dv);
+        sync_block();
+        for (int r = 0; r < ROWS; ++r) {
+            const int row = row0 + r, t = first + row;
+            const i64 at = ((i64)b * Hq + h) * T + t;
+            const Slopes x =
+                slopes(rules, t, u0 + lane, tq + row * d, tk + lane * (d + 1), tdo + row * dv,
+                       tv + lane * (dv + 1), d, dv, scale, t < T ? lse[at] : 0.0f,
+                       t < T ? delta[at] : 0.0f);
+            tds[row * (KEYS + 1) + lane] = x.ds;
+            sync_warp();
+            for (int c = lane; c < d; c += 32) {
+                float total = tdq[row * d + c];
+                for (int j = 0; j < KEYS; ++j)
+                    total += tds[row * (KEYS + 1) + j] * tk[j * (d + 1) + c];
+                tdq[row * d + c] = total;
+            }
+        }
+    }
+    sync_block();
+    for (int r = 0; r < ROWS; ++r) {
+        const int t = first + row0 + r;
+        if (t >= T) break;
+        for (int c = lane; c < d; c += 32)
+            put(dq + b * dqb + t * dqt + h * dqh + c, scale * tdq[(row0 + r) * d + c]);
+    }
+}
+
+// Grid: (key tiles, Hkv, B). The block loops over the query heads of its group, so the gradients of
+// a shared key are summed in one place and in one order. Shared memory: KEYS (2 d + 2 dv + 2) +
+// QUERIES (d + dv + 2 (KEYS + 1)) floats.
+KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh,
+                     const float* lse, const float* delta, elem* dk, i64 dkb, i64 dkt, i64 dkh,
+                     elem* dvalue, i64 dvb, i64 dvt, i64 dvh) {
+    SHARED(memory);
+    float* tk = (float*)memory;                // (KEYS, d + 1)
+    float* tv = tk + KEYS * (d + 1);           // (KEYS, dv + 1)
+    float* tdk = tv + KEYS * (dv + 1);         // (KEYS, d), each element one lane's
+    float* tdv = tdk + KEYS * d;               // (KEYS, dv), the same
+    float* tq = tdv + KEYS * dv;               // (QUERIES, d)
+    float* tdo = tq + QUERIES * d;             // (QUERIES, dv)
+    float* tp = tdo + QUERIES * dv;            // (QUERIES, KEYS + 1)
+    float* tds = tp + QUERIES * (KEYS + 1);    // (QUERIES, KEYS + 1)
+    const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * KEYS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = warp * ROWS;
+    const int key0 = warp * (KEYS / WARPS);
+    load_rows(tk, d + 1, k + b * kb + hk * kh, kt, first, KEYS, S, d);
+    load_rows(tv, dv + 1, v + b * vb + hk * vh, vt, first, KEYS, S, dv);
+    for (int i = threadIdx.x; i < KEYS * d; i += blockDim.x) tdk[i] = 0.0f;
+    for (int i = threadIdx.x; i < KEYS * dv; i += blockDim.x) tdv[i] = 0.0f;
+    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
+    for (int h = hk * group; h < (hk + 1) * group; ++h) {
+        const Rules rules = ATTENTION_RULES(b, h);
+        for (int t0 = begin; t0 < T; t0 += QUERIES) {
+            sync_block();  // the tiles have been read
+            load_rows(tq, d, q + b * qb + h * qh, qt, t0, QUERIES, T, d);
+            load_rows(tdo, dv, dout + b * db + h * dh, dt, t0, QUERIES, T, dv);
+            sync_block();
+            for (int r = 0; r < ROWS; ++r) {
+                const int row = row0 + r, t = t0 + row;
+                const i64 at = ((i64)b * Hq + h) * T + t;
+                const Slopes x =
+                    slopes(rules, t, first + lane, tq + row * d, tk + lane * (d + 1),
+                           tdo + row * dv, tv + lane * (dv + 1), d, dv, scale,
+                           t < T ? lse[at] : 0.0f, t < T ? delta[at] : 0.0f);
+                tp[row * (KEYS + 1) + lane] = x.p;
+                tds[row * (KEYS + 1) + lane] = x.ds;
+            }
+            sync_block();
+            for (int j = key0; j < key0 + KEYS / WARPS; ++j) {
+                for (int c = lane; c < d; c += 32)
+                    for (int r = 0; r < QUERIES; ++r)
+                        tdk[j * d + c] += tds[r * (KEYS + 1) + j] * tq[r * d + c];
+                for (int c = lane; c < dv; c += 32)
+                    for (int r = 0; r < QUERIES; ++r)
+                        tdv[j * dv + c] += tp[r * (KEYS + 1) + j] * tdo[r * dv + c];
+            }
+        }
+    }
+    for (int j = key0; j < key0 + KEYS / WARPS && first + j < S; ++j) {
+        const i64 u = first + j;
+        for (int c = lane; c < d; c += 32)
+            put(dk + b * dkb + u * dkt + hk * dkh + c, scale * tdk[j * d + c]);
+        for (int c = lane; c < dv; c += 32)
+            put(dvalue + b * dvb + u * dvt + hk * dvh + c, tdv[j * dv + c]);
+    }
+}

@@ -1,0 +1,78 @@
+// What the attention kernels share: who may see whom, the bias, the dropout, and their parameters.
+//
+// Arrays are (B, T, H, d) with any strides but one along d; strides count elements. lse is
+// (B, Hq, T) float: log Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
+// its probabilities exp(s - lse) zero. delta is (B, Hq, T) float: Σ dout·out.
+
+// What a variant is compiled for; what is off costs nothing.
+#ifndef MASKED
+#define MASKED 1  // there may be a key mask or documents
+#endif
+#ifndef ALIBI
+#define ALIBI 1
+#endif
+#ifndef DROPOUT
+#define DROPOUT 1
+#endif
+
+// The parameters that the forward, dq and dk/dv kernels begin with.
+#define ATTENTION_PARAMETERS                                                                    \
+    const elem *q, i64 qb, i64 qt, i64 qh, const elem *k, i64 kb, i64 kt, i64 kh, const elem *v, \
+        i64 vb, i64 vt, i64 vh, const float *alibi, const bool *key_mask, const int *documents,  \
+        int T, int S, int Hq, int Hkv, int d, int dv, int causal, float scale, int dropping,     \
+        float keep_scale, u32 threshold, u32 sample, u32 step, u32 site, u32 k0, u32 k1
+
+// The rules of one (batch, query head).
+struct Rules {
+    const bool* key_mask;  // (S) of this batch, or null
+    const int* documents;  // (S) of this batch, or null
+    float slope;
+    int T, S, causal, dropping;
+    float keep_scale;
+    u32 threshold, sample, step, site, k0, k1;
+    u64 first_bit;  // index of (head, 0, 0) among the (Hq, T, S) bits of the sample
+
+    DEVICE bool allows(int t, int u) const {
+        if (t >= T || u >= S) return false;
+        if (causal && u > t + S - T) return false;
+        if (!MASKED) return true;
+        if (key_mask && !key_mask[u]) return false;
+        return !documents || documents[u] == documents[t + S - T];
+    }
+
+    // What ALiBi adds to the score: nothing without it, as the slope is 0 then.
+    DEVICE float bias(int t, int u) const { return -slope * (float)(t + S - T - u); }
+
+    // What dropout multiplies the probability by.
+    DEVICE float kept(int t, int u) const {
+        if (!dropping) return 1.0f;
+        const u64 i = first_bit + (u64)t * (u64)S + (u64)u;
+        const Words words = philox((u32)(i >> 2), sample, step, site, k0, k1);
+        const u32 which = (u32)i & 3;
+        const u32 word = which == 0   ? words.w[0]
+                         : which == 1 ? words.w[1]
+                         : which == 2 ? words.w[2]
+                                      : words.w[3];
+        return word >= threshold ? keep_scale : 0.0f;
+    }
+};
+
+#define ATTENTION_RULES(b, h)                                                                  \
+    Rules {                                                                                    \
+        key_mask ? key_mask + (i64)(b) * S : nullptr,                                          \
+            documents ? documents + (i64)(b) * S : nullptr, alibi ? alibi[h] : 0.0f, T, S,     \
+            causal, dropping, keep_scale, threshold, sample + (u32)(b), step, site, k0, k1,    \
+            (u64)(h) * (u64)T * (u64)S                                                         \
+    }
+
+// The keys that queries up to `last` may see end before this one.
+DEVICE int key_end(int last, int T, int S, int causal) {
+    const int end = causal ? last + S - T + 1 : S;
+    return end < 0 ? 0 : end < S ? end : S;
+}
+
+// The first query that may see key `first`.
+DEVICE int query_begin(int first, int T, int S, int causal) {
+    const int begin = causal ? first - (S - T) : 0;
+    return begin < 0 ? 0 : begin;
+}

@@ -1,0 +1,359 @@
+// Attention in bf16 on tensor cores (mma.sync m16n8k16), for head widths up to HEAD (64 or 128) that
+// are multiples of 8; narrower ones are padded with zeros on the way into shared memory. The
+// algorithm is attention.cu's (Dao et al. 2022; Dao 2023 for the loop order).
+//
+// Eight warps. Forward and dq: a block owns 128 queries of one head, a warp 16 of them, and walks
+// over the keys 64 at a time. dk, dv: a block owns 128 keys of one key/value head, a warp 16, and
+// walks over the queries of all heads of the group 32 at a time; scores are made transposed, so that
+// here too a warp's own rows are the rows of its products. Scores and probabilities stay in
+// registers: the accumulators of one product are, packed to bf16, the left operand of the next.
+//
+// Tiles lie in shared memory as rows of HEAD bf16, the 16-byte chunk c of row r at chunk c ^ (r & 7):
+// eight rows that ldmatrix reads together then lie in eight different bank groups. The tiles that
+// are walked over come by cp.async into two stages, one filling while the other is used. Shared
+// memory at HEAD = 128: forward 96 KiB, dq 128 KiB, dk/dv 97 KiB.
+//
+// A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
+// 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
+#ifndef HEAD
+#define HEAD 128
+#endif
+
+constexpr int THREADS = 256, OWN = 128;    // rows of a block, 16 a warp
+constexpr int KEYS = 64, QUERIES = 32;     // rows of a tile that is walked over
+constexpr int CHUNKS = HEAD / 8;           // 16-byte chunks of a row
+constexpr int PITCH = HEAD * 2;            // bytes of a row
+constexpr int GROUPS = HEAD / 8;           // accumulators of a 16 × HEAD result
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.69314718055994531f;
+
+// The byte offset of chunk `chunk` of row `row` in a tile.
+DEVICE u32 place(int row, int chunk) { return row * PITCH + ((chunk ^ (row & 7)) << 4); }
+
+// Start copying rows first … first + ROWS - 1 of a strided array; zeros beyond n rows and `width`.
+template <int ROWS>
+DEVICE void fetch(u32 tile, const elem* from, i64 stride, int first, int n, int width) {
+#pragma unroll
+    for (int i = 0; i < ROWS * CHUNKS / THREADS; ++i) {
+        const int at = threadIdx.x + i * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
+        const bool valid = first + row < n && chunk * 8 < width;
+        copy_async(tile + place(row, chunk),
+                   valid ? from + (i64)(first + row) * stride + chunk * 8 : from, valid);
+    }
+}
+
+// acc (16 × 8N) += a bᵀ: rows `row` … of tile a, and the 8N rows of tile b.
+template <int N> DEVICE void multiply_rows(float (&acc)[N][4], u32 a, int row, u32 b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < HEAD / 16; ++k) {
+        u32 left[4];
+        ldmatrix<false>(left, a + place(row + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+        for (int n = 0; n < N / 2; ++n) {
+            u32 right[4];
+            ldmatrix<false>(right,
+                            b + place(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+            const u32 low[2] = {right[0], right[1]}, high[2] = {right[2], right[3]};
+            mma_bf16(acc[2 * n], left, low);
+            mma_bf16(acc[2 * n + 1], left, high);
+        }
+    }
+}
+
+// acc (16 × HEAD) += p b: p (16 × 8N) from registers, rounded to bf16, and the 8N rows of tile b.
+template <int N>
+DEVICE void multiply_columns(float (&acc)[GROUPS][4], const float (&p)[N][4], u32 b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+        const u32 left[4] = {pack_bf16(p[2 * k][0], p[2 * k][1]), pack_bf16(p[2 * k][2], p[2 * k][3]),
+                             pack_bf16(p[2 * k + 1][0], p[2 * k + 1][1]),
+                             pack_bf16(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+        for (int n = 0; n < GROUPS / 2; ++n) {
+            u32 right[4];
+            ldmatrix<true>(right, b + place(k * 16 + lane % 16, 2 * n + lane / 16));
+            const u32 low[2] = {right[0], right[1]}, high[2] = {right[2], right[3]};
+            mma_bf16(acc[2 * n], left, low);
+            mma_bf16(acc[2 * n + 1], left, high);
+        }
+    }
+}
+
+template <int N> DEVICE void clear(float (&acc)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
+}
+
+// Write a warp's 16 rows, rows g and g + 8 multiplied by factor[0] and factor[1], to a strided
+// array, 16 bytes at a time by way of shared memory: rows row … row + 15 of `tile`, which nobody
+// reads any more.
+DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], unsigned char* tile,
+                       int row, elem* to, i64 stride, int first, int n, int width) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int c = 0; c < GROUPS; ++c)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *(u32*)(tile + place(row + g + 8 * half, c) + 4 * t) =
+                pack_bf16(acc[c][2 * half] * factor[half], acc[c][2 * half + 1] * factor[half]);
+    sync_warp();
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+        const int r = i / CHUNKS, chunk = i % CHUNKS;
+        if (first + row + r < n && chunk * 8 < width)
+            store16(to + (i64)(first + row + r) * stride + chunk * 8,
+                    load16(tile + place(row + r, chunk)));
+    }
+}
+
+// The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
+// forbid. `inside`: causality and the ends of the arrays forbid nothing in this tile.
+DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool inside) {
+    float x = s * scale2;
+    if (ALIBI) x += rules.bias(t, u) * LOG2E;
+    if (MASKED || !inside) x = rules.allows(t, u) ? x : -INFINITY;
+    return x;
+}
+
+// Grid: (query tiles, Hq, B), the longest rows of a causal head first.
+KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
+    SHARED(memory);
+    const u32 tq = shared_address(memory), stages = tq + OWN * PITCH;
+    const u32 stage_bytes = 2 * KEYS * PITCH;  // keys, then values
+    const int h = blockIdx.y, b = blockIdx.z, hk = h / (Hq / Hkv);
+    const int first = (gridDim.x - 1 - blockIdx.x) * OWN;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
+    const Rules rules = ATTENTION_RULES(b, h);
+    const float scale2 = scale * LOG2E;
+    const int last = first + OWN < T ? first + OWN - 1 : T - 1;
+    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
+    const elem* keys = k + b * kb + hk * kh;
+    const elem* values = v + b * vb + hk * vh;
+
+    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
+    if (tiles) {
+        fetch<KEYS>(stages, keys, kt, 0, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, vt, 0, S, dv);
+    }
+    copy_commit();
+    float o[GROUPS][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};
+    clear(o);
+    for (int j = 0; j < tiles; ++j) {
+        const u32 tk = stages + j % 2 * stage_bytes, tv = tk + KEYS * PITCH;
+        if (j + 1 < tiles) {
+            const u32 next = stages + (j + 1) % 2 * stage_bytes;
+            fetch<KEYS>(next, keys, kt, (j + 1) * KEYS, S, d);
+            fetch<KEYS>(next + KEYS * PITCH, values, vt, (j + 1) * KEYS, S, dv);
+        }
+        copy_commit();
+        copy_wait<1>();
+        sync_block();  // tile j has landed
+        float s[KEYS / 8][4];
+        clear(s);
+        multiply_rows(s, tq, row, tk);
+        const int u0 = j * KEYS;
+        const bool inside =
+            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = first + row + g + 8 * half;
+            float top = m[half];
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[n][2 * half + e];
+                    x = score(rules, x, scale2, t, u0 + n * 8 + c + e, inside);
+                    top = fmaxf(top, x);
+                }
+            top = fmaxf(top, shuffle_xor(top, 1));  // the four lanes of a row
+            top = fmaxf(top, shuffle_xor(top, 2));
+            const float base = top == -INFINITY ? 0.0f : top;
+            const float shrink = exp2_fast(m[half] - base);
+            m[half] = top;
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[n][2 * half + e];
+                    x = exp2_fast(x - base);
+                    sum += x;
+                    if (DROPOUT) x *= rules.kept(t, u0 + n * 8 + c + e);
+                }
+            l[half] = l[half] * shrink + sum;
+#pragma unroll
+            for (int n = 0; n < GROUPS; ++n) {
+                o[n][2 * half] *= shrink;
+                o[n][2 * half + 1] *= shrink;
+            }
+        }
+        multiply_columns(o, s, tv);
+        sync_block();  // tile j has been read
+    }
+    copy_wait<0>();
+    float share[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = l[half];
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        share[half] = sum > 0.0f ? 1.0f / sum : sum;  // a row of NaN stays NaN
+        const int t = first + row + g + 8 * half;
+        if (c == 0 && t < T)
+            lse[((i64)b * Hq + h) * T + t] =
+                m[half] == -INFINITY ? INFINITY : m[half] * LN2 + logf(sum);
+    }
+    sync_block();  // with no tiles: all of the queries have landed
+    store_rows(o, share, memory, row, out + ((i64)b * T * Hq + h) * dv, (i64)Hq * dv, first, T, dv);
+}
+
+// Grid: (query tiles, Hq, B).
+KERNEL __launch_bounds__(THREADS)
+    attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
+                 const float* delta, elem* dq, i64 dqb, i64 dqt, i64 dqh) {
+    SHARED(memory);
+    const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, stages = tdo + OWN * PITCH;
+    const u32 stage_bytes = 2 * KEYS * PITCH;
+    const int h = blockIdx.y, b = blockIdx.z, hk = h / (Hq / Hkv);
+    const int first = (gridDim.x - 1 - blockIdx.x) * OWN;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
+    const Rules rules = ATTENTION_RULES(b, h);
+    const float scale2 = scale * LOG2E;
+    const int last = first + OWN < T ? first + OWN - 1 : T - 1;
+    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
+    const elem* keys = k + b * kb + hk * kh;
+    const elem* values = v + b * vb + hk * vh;
+
+    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
+    fetch<OWN>(tdo, dout + b * db + h * dh, dt, first, T, dv);
+    if (tiles) {
+        fetch<KEYS>(stages, keys, kt, 0, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, vt, 0, S, dv);
+    }
+    copy_commit();
+    float row_lse[2], row_delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int t = first + row + g + 8 * half;
+        const i64 at = ((i64)b * Hq + h) * T + t;
+        row_lse[half] = t < T ? lse[at] * LOG2E : INFINITY;
+        row_delta[half] = t < T ? delta[at] : 0.0f;
+    }
+    float acc[GROUPS][4];
+    clear(acc);
+    for (int j = 0; j < tiles; ++j) {
+        const u32 tk = stages + j % 2 * stage_bytes, tv = tk + KEYS * PITCH;
+        if (j + 1 < tiles) {
+            const u32 next = stages + (j + 1) % 2 * stage_bytes;
+            fetch<KEYS>(next, keys, kt, (j + 1) * KEYS, S, d);
+            fetch<KEYS>(next + KEYS * PITCH, values, vt, (j + 1) * KEYS, S, dv);
+        }
+        copy_commit();
+        copy_wait<1>();
+        sync_block();  // tile j has landed
+        float s[KEYS / 8][4], dp[KEYS / 8][4];
+        clear(s);
+        clear(dp);
+        multiply_rows(s, tq, row, tk);
+        multiply_rows(dp, tdo, row, tv);
+        const int u0 = j * KEYS;
+        const bool inside =
+            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int half = i / 2, t = first + row + g + 8 * half, u = u0 + n * 8 + c + i % 2;
+                const float x = score(rules, s[n][i], scale2, t, u, inside);
+                const float p = exp2_fast(x - row_lse[half]);
+                const float kept = DROPOUT ? rules.kept(t, u) : 1.0f;
+                s[n][i] = p * (kept * dp[n][i] - row_delta[half]);
+            }
+        multiply_columns(acc, s, tk);
+        sync_block();  // tile j has been read
+    }
+    copy_wait<0>();
+    sync_block();  // with no tiles: all of the queries have landed
+    const float factor[2] = {scale, scale};
+    store_rows(acc, factor, memory, row, dq + b * dqb + h * dqh, dqt, first, T, d);
+}
+
+// Grid: (key tiles, Hkv, B). The queries of all heads of the group are walked over one after the
+// other, so a gradient is summed in one place and in one order.
+KERNEL __launch_bounds__(THREADS)
+    attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
+                  const float* delta, elem* dk, i64 dkb, i64 dkt, i64 dkh, elem* dvalue, i64 dvb,
+                  i64 dvt, i64 dvh) {
+    SHARED(memory);
+    const u32 tk = shared_address(memory), tv = tk + OWN * PITCH, stages = tv + OWN * PITCH;
+    const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs
+    float* rows = (float*)(memory + 2 * OWN * PITCH + 2 * stage_bytes);  // (2 stages, 2, QUERIES)
+    const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * OWN;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
+    const float scale2 = scale * LOG2E;
+    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
+    const int each = begin < T ? (T - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
+    const int tiles = group * each;
+
+    // Start on tile j: its rows of q and dout, and their lse (in units of log 2) and delta.
+    auto fetch_queries = [&](int j) {
+        const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
+        const u32 stage = stages + j % 2 * stage_bytes;
+        fetch<QUERIES>(stage, q + b * qb + h * qh, qt, t0, T, d);
+        fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * db + h * dh, dt, t0, T, dv);
+        if (threadIdx.x < QUERIES) {
+            const int t = t0 + threadIdx.x;
+            const i64 at = ((i64)b * Hq + h) * T + t;
+            float* to = rows + j % 2 * 2 * QUERIES + threadIdx.x;
+            to[0] = t < T ? lse[at] * LOG2E : INFINITY;
+            to[QUERIES] = t < T ? delta[at] : 0.0f;
+        }
+    };
+
+    fetch<OWN>(tk, k + b * kb + hk * kh, kt, first, S, d);
+    fetch<OWN>(tv, v + b * vb + hk * vh, vt, first, S, dv);
+    if (tiles) fetch_queries(0);
+    copy_commit();
+    float acc_k[GROUPS][4], acc_v[GROUPS][4];
+    clear(acc_k);
+    clear(acc_v);
+    for (int j = 0; j < tiles; ++j) {
+        if (j + 1 < tiles) fetch_queries(j + 1);
+        copy_commit();
+        copy_wait<1>();
+        sync_block();  // tile j has landed
+        const u32 tq = stages + j % 2 * stage_bytes, tdo = tq + QUERIES * PITCH;
+        const float* row_lse = rows + j % 2 * 2 * QUERIES;
+        const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
+        const Rules rules = ATTENTION_RULES(b, h);
+        float s[QUERIES / 8][4], dp[QUERIES / 8][4];  // transposed: rows are keys
+        clear(s);
+        clear(dp);
+        multiply_rows(s, tk, row, tq);
+        multiply_rows(dp, tv, row, tdo);
+        const bool inside = first + OWN <= S && t0 + QUERIES <= T &&
+                            (!causal || first + row + 15 <= t0 + S - T);
+#pragma unroll
+        for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int column = n * 8 + c + i % 2, t = t0 + column;
+                const int u = first + row + g + 8 * (i / 2);
+                const float x = score(rules, s[n][i], scale2, t, u, inside);
+                const float p = exp2_fast(x - row_lse[column]);
+                const float kept = DROPOUT ? rules.kept(t, u) : 1.0f;
+                s[n][i] = p * kept;
+                dp[n][i] = p * (kept * dp[n][i] - row_lse[QUERIES + column]);
+            }
+        multiply_columns(acc_v, s, tdo);
+        multiply_columns(acc_k, dp, tq);
+        sync_block();  // tile j has been read
+    }
+    copy_wait<0>();  // there was a tile, so that all is read
+    const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
+    store_rows(acc_k, factor, memory, row, dk + b * dkb + hk * dkh, dkt, first, S, d);
+    store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvb + hk * dvh, dvt, first, S, dv);
+}

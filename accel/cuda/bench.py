@@ -1,0 +1,262 @@
+"""``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
+
+First two ceilings are measured: bytes a second of a large copy on the GPU, and operations a second
+of one large bf16 product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or
+operations that its arithmetic asks for, and their share of the ceiling; then a training step of
+the model. Attention and the loss are checked against the reference at a small size in the process
+that is timed. Times are medians between events on the GPU, after a first call that compiles.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from accel.cuda.arrays import copy
+from accel.cuda.device import zeros
+from accel.cuda.linear import matmul
+from reference import model
+from reference import ops as reference
+from reference.config import Config
+from reference.params import decoder_layout
+from reference.presets import MYLLM_1B
+from reference.types import Array
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    ms: float
+    bytes: float  # that its arithmetic moves at least; 0 for what is bound by arithmetic
+    operations: float  # floating-point; 0 for what is bound by memory
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    p = argparse.ArgumentParser(
+        prog="myllm bench cuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example:\n  myllm bench cuda --batch 1 --layers 28",
+    )
+    p.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch (default 1)")
+    p.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default 8192)")
+    p.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
+    p.add_argument("--repeats", type=int, default=10, help="timed calls of an op (default 10)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; without a usable GPU, ``accel.load`` says what is missing."""
+    arguments = parser().parse_args(argv)
+    if min(arguments.batch, arguments.length, arguments.layers, arguments.repeats) < 1:
+        print("myllm bench cuda: all numbers must be positive", file=sys.stderr)
+        return 2
+    import accel
+
+    ops = accel.load("cuda", compute="bf16")
+    import cupy
+
+    bench = Bench(ops, cupy, arguments.repeats)
+    bench.check()
+    memory, compute = bench.ceilings()
+    rows = bench.op_rows(MYLLM_1B, arguments.batch, arguments.length, 1 << 28)
+    tokens = arguments.batch * arguments.length
+    config = dataclasses.replace(MYLLM_1B, n_layers=arguments.layers)
+    step_ms, peak = bench.training_step(config, arguments.batch, arguments.length)
+
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    runtime = cupy.cuda.runtime.runtimeGetVersion()
+    console = Console()
+    console.print(f"{name}, CUDA {runtime}, CuPy {cupy.__version__}")
+    console.print(f"copy {memory / 1e12:.2f} TB/s, bf16 product {compute / 1e12:.0f} TFLOP/s\n")
+    table = Table("op", "ms", "GB", "TB/s", "TFLOP/s", "of ceiling")
+    for row in rows:
+        speed, flops = row.bytes / row.ms * 1e3, row.operations / row.ms * 1e3
+        share = flops / compute if row.operations else speed / memory
+        table.add_row(
+            row.what,
+            f"{row.ms:.3f}",
+            f"{row.bytes / 1e9:.2f}" if row.bytes else "",
+            f"{speed / 1e12:.2f}" if row.bytes else "",
+            f"{flops / 1e12:.0f}" if row.operations else "",
+            f"{100 * share:.0f} %",
+        )
+    console.print(table)
+    per_token = model_operations(config, arguments.length)
+    rate = tokens / step_ms * 1e3
+    console.print(
+        f"training step, {arguments.layers} layers, {tokens:,} tokens: {step_ms:.1f} ms, "
+        f"{rate:,.0f} tokens/s, {rate * per_token / 1e12:.0f} TFLOP/s, peak {peak / 2**30:.1f} GiB"
+    )
+    return 0
+
+
+def model_operations(config: Config, length: int) -> float:
+    """Return the floating-point operations of training on one token.
+
+    6 for each parameter in a product, and causal attention: 6·T·d a head, as a query sees T/2 keys
+    on average and two products forward, four backward, take 2·d each. What is computed a second
+    time is not counted.
+    """
+    matrices = decoder_layout(config).n_decayed
+    return 6.0 * float(matrices) + config.n_layers * config.n_heads * 6.0 * length * config.d_head
+
+
+class Bench:
+    """The backend, and CuPy for its events and memory pool."""
+
+    def __init__(self, ops: Any, cupy: Any, repeats: int):
+        self.ops, self.cupy, self.repeats = ops, cupy, repeats
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Return the median time of a call in ms."""
+        call()
+        times = []
+        for _ in range(self.repeats):
+            begin, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(self.cupy.cuda.get_elapsed_time(begin, end))
+        return float(statistics.median(times))
+
+    def random(self, *shape: int) -> Array:
+        """Return a bf16 array; rows repeat, so that large ones are quick to make."""
+        n = int(np.prod(shape))
+        some = np.random.default_rng(0).standard_normal(min(n, 1 << 20)).astype(np.float32)
+        x: Array = np.resize(some, n).reshape(shape)
+        given: Array = self.ops.from_numpy(x, activation=True)
+        return given
+
+    def check(self) -> None:
+        """Compare attention at an awkward size with the reference, on this GPU."""
+        rng = np.random.default_rng(0)
+        sent = [
+            rng.standard_normal((1, 333, heads, 128)).astype(np.float32) for heads in (4, 2, 2, 4)
+        ]
+        given = [self.ops.from_numpy(x, activation=True) for x in sent]
+        exact = [self.ops.to_numpy(x).astype(np.float64) for x in given]
+        out, cache = self.ops.attention_forward(*given[:3])
+        want, want_cache = reference.attention_forward(*exact[:3])
+        got = [out, *self.ops.attention_backward(given[3], cache)]
+        wanted = [want, *reference.attention_backward(exact[3], want_cache)]
+        for a, b in zip(got, wanted, strict=True):
+            error = np.linalg.norm(self.ops.to_numpy(a) - b) / np.linalg.norm(b)
+            if not error < 0.01:  # bf16 gives 0.003
+                raise ValueError(
+                    f"attention on this GPU is off by {error:.1e} from the reference: the times "
+                    "would mean nothing; run python -m pytest tests/gpu"
+                )
+
+    def ceilings(self, n: int = 1 << 29, m: int = 8192) -> tuple[float, float]:
+        """Return bytes a second of copying n floats, operations a second of an m × m product."""
+        a, b = (zeros((n,), np.float32) for _ in range(2))
+        memory = 8 * n / self.time(lambda: copy(b, a)) * 1e3
+        x, y, out = (self.random(m, m) for _ in range(3))
+        compute = 2 * m**3 / self.time(lambda: matmul(x, y, out)) * 1e3
+        return memory, compute
+
+    def op_rows(self, config: Config, B: int, T: int, flat_size: int) -> list[Row]:
+        """Return the ops of a layer, of the head and on flat buffers, at a model's shapes."""
+        ops, c = self.ops, config
+        N, D, F, V, d = B * T, c.d_model, c.d_ff, c.vocab_size, c.d_head
+        Hq, Hkv = c.n_heads, c.n_kv_heads
+        H = Hq + 2 * Hkv
+        rows: list[Row] = []
+
+        def pair(
+            name: str,
+            forward: Callable[[], tuple[Any, Any]],
+            dout: Any,
+            moved: tuple[float, float] = (0, 0),
+            operations: tuple[float, float] = (0, 0),
+            **out: Any,
+        ) -> None:
+            cache = forward()[1]
+            backward = getattr(ops, f"{name.split()[0]}_backward")
+            rows.append(Row(f"{name} forward", self.time(forward), moved[0], operations[0]))
+            ms = self.time(lambda: backward(dout, cache, **out))
+            rows.append(Row(f"{name} backward", ms, moved[1], operations[1]))
+
+        x = self.random(B, T, D)
+        gain = ops.from_numpy(np.ones(D, np.float32))
+        pair("add", lambda: ops.add_forward(x, x), x, (6 * N * D, 0))
+        rows.pop()  # its backward copies nothing
+        moved = (4.0 * N * D, 6.0 * N * D)
+        pair("rmsnorm", lambda: ops.rmsnorm_forward(x, gain, eps=1e-5), x, moved)
+        h = self.random(B, T, 2 * F)
+        half = self.random(B, T, F)
+        pair("swiglu", lambda: ops.swiglu_forward(h), half, (6.0 * N * F, 10.0 * N * F))
+        qkv = self.random(B, T, H, d)
+        turn = {"base": c.rope_base, "rotate_heads": Hq + Hkv}
+        moved = (4.0 * N * H * d, 4.0 * N * H * d)
+        pair("rope", lambda: ops.rope_forward(qkv, **turn), qkv, moved)
+        q, k, v = ops.split_heads_forward(qkv, heads=(Hq, Hkv, Hkv))[0]
+        do = self.random(B, T, Hq, d)
+        square = float(B) * Hq * T * T * d
+        work = (2 * square, 5 * square)
+        pair("attention (causal)", lambda: ops.attention_forward(q, k, v), do, operations=work)
+        for name, wide, to in (("qkv", D, H * d), ("gate/up", D, 2 * F), ("down", F, D)):
+            a, w, dy = self.random(B, T, wide), self.random(wide, to), self.random(B, T, to)
+            work = (2.0 * N * wide * to, 4.0 * N * wide * to)
+            call = lambda a=a, w=w: ops.linear_forward(a, w)  # noqa: E731
+            pair(f"linear ({name})", call, dy, operations=work)
+        table = self.random(V, D)
+        ids = ops.from_numpy(np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32))
+        moved = (4.0 * N * D, 2.0 * N * D + 4.0 * V * D)
+        pair("embedding", lambda: ops.embedding_forward(ids, table), x, moved)
+        loss = lambda: ops.linear_cross_entropy_forward(x, table, ids)  # noqa: E731
+        rows.append(Row("linear_cross_entropy", self.time(loss), 0, 6.0 * N * V * D))
+        n = flat_size
+        flat = [zeros((n,), np.float32) for _ in range(4)]
+        rates = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        step = lambda: ops.adamw(*flat, step=1, n_decayed=n, **rates)  # noqa: E731
+        rows.append(Row(f"adamw ({n:,} parameters)", self.time(step), 28.0 * n, 0))
+        norm = lambda: ops.square_sums(flat[0])  # noqa: E731
+        rows.append(Row(f"square_sums ({n:,})", self.time(norm), 4.0 * n, 0))
+        return rows
+
+    def training_step(self, config: Config, B: int, T: int) -> tuple[float, int]:
+        """Return the time of a training step in ms and the memory it needed in bytes."""
+        ops, layout = self.ops, decoder_layout(config)
+        pool = self.cupy.get_default_memory_pool()
+        pool.free_all_blocks()
+        master = ops.from_numpy(layout.init(0))
+        m, v, grad = (zeros((layout.size,), np.float32) for _ in range(3))
+        rng = np.random.default_rng(0)
+        ids, targets = (
+            ops.from_numpy(rng.integers(0, config.vocab_size, (B, T)).astype(np.int32))
+            for _ in range(2)
+        )
+        grads = layout.views(grad)
+
+        def step() -> None:
+            with ops.step():
+                params = ops.parameters(layout.views(master))
+                loss, cache = model.loss_forward(ops, params, config, ids, targets)
+                model.loss_backward(1.0, cache, grads)
+                ops.adamw(
+                    master,
+                    m,
+                    v,
+                    grad,
+                    step=1,
+                    lr=1e-4,
+                    beta1=0.9,
+                    beta2=0.95,
+                    eps=1e-8,
+                    weight_decay=0.1,
+                    n_decayed=layout.n_decayed,
+                    grad_scale=min(1.0, loss.n_valid / ops.global_norm(grad)) / loss.n_valid,
+                )
+
+        return self.time(step), int(pool.total_bytes())

@@ -1,0 +1,201 @@
+"""A GPU as the launchers' device: memory, launches and cuBLAS by way of CuPy.
+
+CuPy compiles nothing here, so that no CUDA headers are needed: kernels are loaded as the machine
+code that ``compiler.py`` made, and array operations are limited to copies and memsets.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.cuda import device as devices
+from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
+from accel.cuda.device import BF16, Argument
+from reference.ops import Ops
+from reference.types import Array
+
+# cudaDataType and cublasComputeType_t; CuPy names only some of them
+CUDA_R_32F, CUDA_R_16BF = 0, 14
+COMPUTE_32F, COMPUTE_32F_PEDANTIC = 68, 69
+GEMM_DEFAULT = -1
+POINTER_MODE_HOST = 0
+COMPUTE_CAPABILITY_MAJOR = 75  # cudaDeviceAttr
+
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
+
+
+def backend(compute: str) -> Ops:
+    """Return the backend's module for ``compute``, with this process's GPU in use.
+
+    Raises
+    ------
+    ImportError
+        When CuPy, NVRTC, cuBLAS, the driver or a GPU is missing; the message says which, and what
+        to do.
+    """
+    devices.use(CuPyDevice(find_gpu()))
+    name = "accel.cuda.ops_bf16" if compute == "bf16" else "accel.cuda.ops"
+    return cast(Ops, importlib.import_module(name))
+
+
+def find_gpu() -> int:
+    """Return the index of this process's GPU: by its rank on this machine, in turn."""
+    nvrtc_version()  # says so when CuPy or NVRTC is missing
+    from cupy_backends.cuda.api import runtime
+
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise ImportError(
+            "the backend 'cuda' needs an NVIDIA GPU and its driver, and CUDA cannot reach one "
+            f"({first_line(error)}): install the driver (580 or later for CUDA 13, 525 for CUDA "
+            "12) and see that nvidia-smi lists the GPU; without a GPU use the backend 'cpu'"
+        ) from error
+    if count == 0:
+        raise ImportError(
+            "the backend 'cuda' needs an NVIDIA GPU and the driver sees none: look at nvidia-smi "
+            "and at CUDA_VISIBLE_DEVICES, or use the backend 'cpu'"
+        )
+    try:
+        importlib.import_module("cupy_backends.cuda.libs.cublas")
+        importlib.import_module("cupy")
+    except (ImportError, OSError) as error:
+        raise ImportError(
+            "the backend 'cuda' multiplies with cuBLAS, whose library was not found: pip install "
+            f"nvidia-cublas, or install the CUDA toolkit ({first_line(error)})"
+        ) from error
+    index = local_rank() % count
+    major = int(runtime.deviceGetAttribute(COMPUTE_CAPABILITY_MAJOR, index))
+    if major < 8:
+        raise ImportError(
+            "the backend 'cuda' needs a GPU of compute capability 8.0 (A100, RTX 30) or later for "
+            f"bf16, and this one has {major}.x; use the backend 'cpu'"
+        )
+    return index
+
+
+def local_rank() -> int:
+    """Return this process's number among this machine's ranks, as the MPI launcher tells it."""
+    for name in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+class CuPyDevice:
+    """One GPU.
+
+    Parameters
+    ----------
+    index : int
+        Which.
+    """
+
+    def __init__(self, index: int):
+        import cupy
+        from cupy_backends.cuda.libs import cublas
+
+        self._cupy: Any = cupy
+        self._cublas: Any = cublas
+        self._gpu = cupy.cuda.Device(index)
+        self._gpu.use()
+        capability = self._gpu.compute_capability  # "90", say
+        # sm_90a has Hopper's own instructions, which sm_90 lacks
+        self.architecture = f"sm_{capability}{'a' if capability == '90' else ''}"
+        self._kernels: dict[Any, Any] = {}
+        self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return uninitialised memory from CuPy's pool, which keeps what a step needed."""
+        return cast(Array, self._cupy.empty(shape, dtype))
+
+    def clear(self, array: Array) -> None:
+        """Set every byte to zero."""
+        array.data.memset_async(0, array.nbytes)  # type: ignore[attr-defined]
+
+    def upload(self, array: Array) -> Array:
+        """Copy a NumPy array to the GPU."""
+        return cast(Array, self._cupy.asarray(np.ascontiguousarray(array)).reshape(array.shape))
+
+    def download(self, array: Array) -> Array:
+        """Copy a GPU array to NumPy, after all work before it."""
+        return cast(Array, self._cupy.asnumpy(array))
+
+    def address(self, array: Array) -> int:
+        """Return the address of the first element."""
+        return int(array.data.ptr)  # type: ignore[attr-defined]
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        shared: int,
+        defines: Mapping[str, int],
+    ) -> None:
+        """Run a kernel on the current stream, compiling its file when it is first wanted."""
+        key = (source, kernel, tuple(sorted(defines.items())))
+        function = self._kernels.get(key)
+        if function is None:
+            path = cubin_file(source, self.architecture, defines)
+            function = self._cupy.RawModule(path=str(path)).get_function(kernel)
+            self._kernels[key] = function
+        if shared > max(STATIC_SHARED, function.max_dynamic_shared_size_bytes):
+            function.max_dynamic_shared_size_bytes = shared
+        # CuPy takes no None; a null pointer is eight bytes of zero
+        values = tuple(np.uint64(0) if a is None else a for a in arguments)
+        function(grid, (threads, 1, 1), values, shared_mem=shared)
+
+    def gemm_ex(
+        self,
+        transpose_a: bool,
+        transpose_b: bool,
+        m: int,
+        n: int,
+        k: int,
+        a: Array,
+        lda: int,
+        b: Array,
+        ldb: int,
+        beta: float,
+        c: Array,
+        ldc: int,
+    ) -> None:
+        """C ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
+        handle = self._cupy.cuda.device.get_cublas_handle()
+        self._cublas.setPointerMode(handle, POINTER_MODE_HOST)
+        bf16 = a.dtype == BF16
+        kind = CUDA_R_16BF if bf16 else CUDA_R_32F
+        self._cublas.gemmEx(
+            handle,
+            int(transpose_a),
+            int(transpose_b),
+            m,
+            n,
+            k,
+            self._numbers[1.0].ctypes.data,
+            self.address(a),
+            kind,
+            lda,
+            self.address(b),
+            kind,
+            ldb,
+            self._numbers[beta].ctypes.data,
+            self.address(c),
+            CUDA_R_16BF if c.dtype == BF16 else CUDA_R_32F,
+            ldc,
+            COMPUTE_32F if bf16 else COMPUTE_32F_PEDANTIC,
+            GEMM_DEFAULT,
+        )
+
+    def step(self) -> AbstractContextManager[None]:
+        """Open a scope: CuPy's pool reuses memory as references die, inside and outside of it."""
+        return nullcontext()

@@ -1,0 +1,270 @@
+"""add, scale, relu, gelu, swiglu and dropout: kernels that run at the speed of memory.
+
+Kernels: ``elementwise.cu``; ``layout.cu`` for an addition that broadcasts. Bytes moved are those of
+the arrays, each once: with e the element size, n·3e for add, n·2e forward and n·3e backward for the
+activations, n·2e for dropout, which draws its bits again in the backward instead of keeping them.
+At 4.0 TB/s (an H200 reaches about that of its 4.8) swiglu on 65,536 rows of 2·4,864 bf16 moves
+1.9 GB forward and 3.2 GB backward: 0.5 and 0.8 ms.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.cuda.arrays import (
+    MAX_GRID_Y,
+    THREADS,
+    check_activations,
+    check_dout,
+    contiguous,
+    fold,
+    packs,
+    strides,
+)
+from accel.cuda.device import bf16_flag, ceil_div, empty, f32, i64, launch, u32
+from reference.checks import check_number, check_rows, check_shape
+from reference.dropout import check_dropout
+from reference.philox import check_counters
+from reference.types import Array, DropoutKey
+
+SOURCE = "elementwise"
+
+
+class AddCache(NamedTuple):
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+
+
+class ScaleCache(NamedTuple):
+    factor: float
+    x_shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # of x
+
+
+class ActivationCache(NamedTuple):
+    x: Array  # (...), contiguous
+
+
+class DropoutCache(NamedTuple):
+    shape: tuple[int, ...]
+    p: float
+    key: DropoutKey | None  # None when p is 0
+
+
+# ---- add, scale ----------------------------------------------------------------------------------
+
+
+def add_forward(a: Array, b: Array) -> tuple[Array, AddCache]:
+    """Return a + b."""
+    check_activations("add", a=a, b=b)
+    try:
+        shape = np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ValueError(f"add: shapes {a.shape} and {b.shape} do not broadcast") from None
+    out = empty(shape, a.dtype)
+    if a.shape == b.shape:
+        _launch2("add", contiguous(a), contiguous(b), out)
+    else:
+        sizes, a_steps, b_steps = fold(shape, strides(a, shape), strides(b, shape))
+        numbers = [i64(n) for n in (*sizes, *a_steps, *b_steps)]
+        blocks = ceil_div(out.size, THREADS)
+        launch("layout", "add_broadcast", blocks, THREADS, a, b, out, *numbers, BF16=bf16_flag(a))
+    return out, AddCache(a.shape, b.shape)
+
+
+def add_backward(dout: Array, cache: AddCache) -> tuple[Array, Array]:
+    """Return (da, db); without broadcasting both are dout itself."""
+    shape = np.broadcast_shapes(cache.a_shape, cache.b_shape)
+    check_shape("add_backward", "dout", dout, shape, "the output")
+    return _sum_to(dout, cache.a_shape), _sum_to(dout, cache.b_shape)
+
+
+def _sum_to(dout: Array, shape: tuple[int, ...]) -> Array:
+    if dout.shape == shape:
+        return dout
+    dout = contiguous(dout)
+    steps = strides(dout)
+    new = dout.ndim - len(shape)
+    summed = [i < new or (shape[i - new] == 1 and n != 1) for i, n in enumerate(dout.shape)]
+    # the forward has at most four axes that do not join, and one of them is summed
+    kept = fold(*zip(*_axes(dout.shape, steps, summed, False), strict=True), axes=3)
+    gone = fold(*zip(*_axes(dout.shape, steps, summed, True), strict=True))
+    out = empty(shape, dout.dtype)
+    launch(
+        "layout",
+        "sum_axes",
+        ceil_div(out.size, THREADS),
+        THREADS,
+        dout,
+        out,
+        *(i64(n) for n in (*kept[0], *kept[1], *gone[0], *gone[1])),
+        BF16=bf16_flag(dout),
+    )
+    return out
+
+
+def _axes(
+    shape: tuple[int, ...], steps: tuple[int, ...], summed: list[bool], which: bool
+) -> list[tuple[int, int]]:
+    chosen = [(n, s) for n, s, gone in zip(shape, steps, summed, strict=True) if gone == which]
+    return chosen or [(1, 0)]
+
+
+def scale_forward(x: Array, *, factor: float) -> tuple[Array, ScaleCache]:
+    """Return factor · x."""
+    check_activations("scale", x=x)
+    check_number("scale", "factor", factor)
+    return _scaled(x, float(factor)), ScaleCache(float(factor), x.shape, x.dtype)
+
+
+def scale_backward(dout: Array, cache: ScaleCache) -> Array:
+    """Return dx."""
+    check_dout("scale", dout, cache.x_shape, cache.dtype)
+    return _scaled(dout, cache.factor)
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    x = contiguous(x)
+    out = empty(x.shape, x.dtype)
+    blocks = packs(x, x.size)
+    launch(SOURCE, "scale", blocks, THREADS, x, out, i64(x.size), f32(factor), BF16=bf16_flag(x))
+    return out
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def relu_forward(x: Array) -> tuple[Array, ActivationCache]:
+    """Return max(x, 0)."""
+    return _activate("relu", x)
+
+
+def relu_backward(dout: Array, cache: ActivationCache) -> Array:
+    """Return dx."""
+    return _activate_backward("relu", dout, cache)
+
+
+def gelu_forward(x: Array) -> tuple[Array, ActivationCache]:
+    """Return x Φ(x)."""
+    return _activate("gelu", x)
+
+
+def gelu_backward(dout: Array, cache: ActivationCache) -> Array:
+    """Return dx."""
+    return _activate_backward("gelu", dout, cache)
+
+
+def gelu_tanh_forward(x: Array) -> tuple[Array, ActivationCache]:
+    """Return GELU by its tanh approximation."""
+    return _activate("gelu_tanh", x)
+
+
+def gelu_tanh_backward(dout: Array, cache: ActivationCache) -> Array:
+    """Return dx."""
+    return _activate_backward("gelu_tanh", dout, cache)
+
+
+def _activate(op: str, x: Array) -> tuple[Array, ActivationCache]:
+    check_activations(op, x=x)
+    x = contiguous(x)
+    out = empty(x.shape, x.dtype)
+    blocks = packs(x, x.size)
+    launch(SOURCE, f"{op}_forward", blocks, THREADS, x, out, i64(x.size), BF16=bf16_flag(x))
+    return out, ActivationCache(x)
+
+
+def _activate_backward(op: str, dout: Array, cache: ActivationCache) -> Array:
+    check_dout(op, dout, cache.x.shape, cache.x.dtype)
+    dx = empty(cache.x.shape, cache.x.dtype)
+    _launch2(f"{op}_backward", cache.x, contiguous(dout), dx)
+    return dx
+
+
+def _launch2(kernel: str, a: Array, b: Array, out: Array) -> None:
+    blocks = packs(out, out.size)
+    launch(SOURCE, kernel, blocks, THREADS, a, b, out, i64(out.size), BF16=bf16_flag(out))
+
+
+def swiglu_forward(x: Array) -> tuple[Array, ActivationCache]:
+    """Return silu(gate) · up of x (..., 2F), whose first half is the gate."""
+    check_activations("swiglu", x=x)
+    check_rows("swiglu", x)
+    if x.shape[-1] % 2:
+        raise ValueError(f"swiglu: the last axis holds gate and up, so must be even, got {x.shape}")
+    x = contiguous(x)
+    F = x.shape[-1] // 2
+    out = empty((*x.shape[:-1], F), x.dtype)
+    rows = out.size // max(F, 1)
+    grid = (packs(x, F), min(rows, MAX_GRID_Y))
+    arguments = (x, out, i64(rows), i64(F))
+    launch(SOURCE, "swiglu_forward", grid, THREADS, *arguments, BF16=bf16_flag(x))
+    return out, ActivationCache(x)
+
+
+def swiglu_backward(dout: Array, cache: ActivationCache) -> Array:
+    """Return dx (..., 2F)."""
+    x = cache.x
+    F = x.shape[-1] // 2
+    check_dout("swiglu", dout, (*x.shape[:-1], F), x.dtype)
+    rows = x.size // max(2 * F, 1)
+    dx = empty(x.shape, x.dtype)
+    grid = (packs(x, F), min(rows, MAX_GRID_Y))
+    arguments = (x, contiguous(dout), dx, i64(rows), i64(F))
+    launch(SOURCE, "swiglu_backward", grid, THREADS, *arguments, BF16=bf16_flag(x))
+    return dx
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+def dropout_forward(
+    x: Array, *, p: float, key: DropoutKey | None = None
+) -> tuple[Array, DropoutCache]:
+    """Return x with elements dropped, shape (B, ...); p = 0 is the identity."""
+    check_activations("dropout", x=x)
+    check_rows("dropout", x)
+    check_dropout(p, key)
+    if p == 0 or key is None:
+        return x, DropoutCache(x.shape, 0.0, None)
+    cache = DropoutCache(x.shape, float(p), key)
+    return _drop(x, cache), cache
+
+
+def dropout_backward(dout: Array, cache: DropoutCache) -> Array:
+    """Return dx."""
+    check_activations("dropout_backward", dout=dout)
+    if cache.key is None:
+        return dout
+    check_shape("dropout_backward", "dout", dout, cache.shape, "the output")
+    return _drop(dout, cache)
+
+
+def _drop(x: Array, cache: DropoutCache) -> Array:
+    key = cache.key
+    assert key is not None
+    x = contiguous(x)
+    batch = x.shape[0]
+    size = x.size // max(batch, 1)
+    check_counters(batch, size, key)
+    if batch > MAX_GRID_Y:
+        raise ValueError(f"dropout: a batch has {MAX_GRID_Y} samples at most here, got {batch}")
+    out = empty(x.shape, x.dtype)
+    launch(
+        SOURCE,
+        "dropout",
+        (packs(x, size), batch),
+        THREADS,
+        x,
+        out,
+        i64(size),
+        f32(1 / (1 - cache.p)),
+        *dropout_words(cache.p, key),
+        BF16=bf16_flag(x),
+    )
+    return out
+
+
+def dropout_words(p: float, key: DropoutKey) -> tuple[np.uint32, ...]:
+    """Return what kernels draw bits by: threshold, sample, step, site and the seed's halves."""
+    numbers = (int(p * 2**32), key.sample, key.step, key.site)
+    return tuple(u32(n) for n in (*numbers, key.seed & 0xFFFFFFFF, key.seed >> 32))

@@ -1,0 +1,121 @@
+"""Embedding, and the check of token ids. Kernels: ``embedding.cu``.
+
+Forward moves 2·N·D·e bytes. Backward reads dout once and writes the V·D float32 of the gradient
+once (twice where it accumulates); each of its V/64 · D/256 blocks also reads all N ids, from L2.
+On 65,536 tokens of MyLLM-1B: 0.23 GB of dout, 0.94 GB of the table, 1.9 GB of L2 reads.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from accel.cuda.arrays import (
+    MAX_GRID_Y,
+    THREADS,
+    check_activations,
+    check_out,
+    contiguous,
+    packs,
+)
+from accel.cuda.device import bf16_flag, ceil_div, current, empty, i32, i64, launch
+from reference.checks import check_array, check_shape
+from reference.types import Array
+
+ROWS = 64  # table rows of one block of the backward: ROWS in embedding.cu
+
+
+class EmbeddingCache(NamedTuple):
+    ids: Array  # (N,) int32
+    shape: tuple[int, ...]  # (..., D), the output's
+    table_shape: tuple[int, int]  # (V, D)
+
+
+def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
+    """Return table[ids], shape (..., D). Waits for the device, to see whether all ids exist."""
+    check_activations("embedding", table=table)
+    if table.ndim != 2:
+        raise ValueError(f"embedding: table must be (V, D), got shape {table.shape}")
+    V, D = table.shape
+    count_ids("embedding", "ids", ids, None, V, "table")
+    flat, table = contiguous(ids).reshape(-1), contiguous(table)
+    out = empty((*ids.shape, D), table.dtype)
+    grid = (packs(table, D), min(flat.size, MAX_GRID_Y))
+    launch(
+        "embedding",
+        "embedding_forward",
+        grid,
+        THREADS,
+        flat,
+        table,
+        out,
+        i64(flat.size),
+        i64(D),
+        BF16=bf16_flag(table),
+    )
+    return out, EmbeddingCache(flat, out.shape, (V, D))
+
+
+def embedding_backward(
+    dout: Array, cache: EmbeddingCache, *, out: Array | None = None, accumulate: bool = False
+) -> Array:
+    """Return dtable (V, D) float32; ``accumulate`` adds it onto ``out``."""
+    if accumulate and out is None:
+        raise ValueError("embedding: accumulate=True adds onto out, so out must be given")
+    check_shape("embedding_backward", "dout", dout, cache.shape, "the output")
+    check_activations("embedding_backward", dout=dout)
+    V, D = cache.table_shape
+    dtable = check_out(out, (V, D))
+    width = min(256, 32 * ceil_div(D, 32))
+    launch(
+        "embedding",
+        "embedding_backward",
+        (ceil_div(V, ROWS), ceil_div(D, width)),
+        width,
+        cache.ids,
+        contiguous(dout),
+        dtable,
+        i64(cache.ids.size),
+        i64(V),
+        i64(D),
+        i32(accumulate),
+        shared=4 * (ROWS * width + width + 32),
+        BF16=bf16_flag(dout),
+    )
+    return dtable
+
+
+def count_ids(
+    op: str, name: str, ids: Array, mask: Array | None, limit: int, what: str = "vocabulary"
+) -> int:
+    """Return how many ids take part, after checking that those lie in 0 .. limit - 1.
+
+    Parameters
+    ----------
+    ids : (...) int32
+    mask : (...) bool, optional
+        Ids that take part; all, when None.
+
+    Raises
+    ------
+    ValueError
+        When ids are not int32 or one lies outside; the first offender is named.
+    """
+    check_array(op, name, ids)
+    if ids.dtype != np.int32:
+        raise ValueError(f"{op}: {name} must be integers (int32), got {ids.dtype}")
+    if not ids.size:
+        return 0
+    flat = contiguous(ids).reshape(-1)
+    result = empty((2,), np.int32)
+    mask = None if mask is None else contiguous(mask).reshape(-1)
+    arguments = (flat, mask, i64(flat.size), i32(limit), result)
+    launch("embedding", "check_ids", 1, 256, *arguments, shared=2 * 4 * 256)
+    first, count = (int(n) for n in current().download(result))
+    if first < flat.size:
+        where = ", ".join(str(int(i)) for i in np.unravel_index(first, ids.shape))
+        value = int(current().download(flat[first : first + 1])[0])
+        raise ValueError(
+            f"{op}: {name} must lie in 0..{limit - 1} (the {what} has {limit} entries), "
+            f"but {name}[{where}] is {value}"
+        )
+    return count

@@ -1,0 +1,218 @@
+"""The linear layer and the reshaping of heads: dense products go to cuBLAS.
+
+A product of M × K by K × N takes 2·M·N·K floating-point operations; backward is two of them. In
+bf16 the operands are bf16, sums are float32, and weight gradients stay float32.
+"""
+
+from typing import NamedTuple
+
+from accel.cuda.arrays import (
+    MAX_GRID_Y,
+    THREADS,
+    check_dout,
+    check_out,
+    check_weights,
+    column_sums,
+    contiguous,
+    copy,
+    packs,
+    to_dtype,
+)
+from accel.cuda.device import (
+    F32,
+    bf16_flag,
+    current,
+    empty,
+    i64,
+    is_contiguous,
+    launch,
+)
+from reference.checks import check_rows, check_shape
+from reference.types import Array
+
+
+class LinearCache(NamedTuple):
+    x: Array  # (..., I)
+    weight: Array  # (I, O), of x's dtype
+    has_bias: bool
+
+
+class SplitHeadsCache(NamedTuple):
+    heads: tuple[int, ...]
+    x_shape: tuple[int, ...]  # (B, T, H, d)
+
+
+class MergeHeadsCache(NamedTuple):
+    x_shape: tuple[int, ...]  # (B, T, H, d)
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    beta: float = 0.0,
+) -> Array:
+    """Write op(a) op(b) + beta·out into ``out`` (M, N) and return it; all are row-major.
+
+    cuBLAS reads memory by columns, so it sees aᵀ, bᵀ and outᵀ, and outᵀ = op(b)ᵀ op(a)ᵀ: the
+    operands change places, and each is transposed for cuBLAS exactly when it is for us, since
+    op(x)ᵀ read by columns is op(x) read by rows. A leading dimension is our row length.
+    """
+    M, N = out.shape
+    K = a.shape[0] if transpose_a else a.shape[1]
+    assert (b.shape == (N, K)) if transpose_b else (b.shape == (K, N))
+    assert (a.shape == (K, M)) if transpose_a else (a.shape == (M, K))
+    assert is_contiguous(a) and is_contiguous(b) and is_contiguous(out)
+    if not M * N * K:
+        if not beta and out.size:
+            current().clear(out)
+        return out
+    current().gemm_ex(transpose_b, transpose_a, N, M, K, b, b.shape[1], a, a.shape[1], beta, out, N)
+    return out
+
+
+def rows_of(x: Array) -> Array:
+    """Return x (..., n) as a contiguous (N, n)."""
+    return contiguous(x).reshape(-1, x.shape[-1])
+
+
+# ---- linear --------------------------------------------------------------------------------------
+
+
+def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+    """Return x W + b, shape (..., O)."""
+    check_weights("linear", x, weight=weight, bias=bias)
+    check_rows("linear", x)
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
+        raise ValueError(
+            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
+            f"{x.shape}, got {weight.shape}{hint}"
+        )
+    if bias is not None:
+        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
+    weight = to_dtype(weight, x.dtype)
+    rows = rows_of(x)
+    out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype))
+    if bias is not None:
+        add_bias(out, bias)
+    return out.reshape(*x.shape[:-1], weight.shape[1]), LinearCache(x, weight, bias is not None)
+
+
+def linear_backward(
+    dout: Array,
+    cache: LinearCache,
+    *,
+    out: tuple[Array | None, Array | None] | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Return (dx, dweight, dbias); the last two are float32."""
+    x, weight, has_bias = cache
+    check_dout("linear", dout, (*x.shape[:-1], weight.shape[1]), x.dtype)
+    to_weight, to_bias = out or (None, None)
+    rows, drows = rows_of(x), rows_of(dout)
+    dweight = check_out(to_weight, weight.shape)
+    dx = matmul(drows, weight, empty(rows.shape, x.dtype), transpose_b=True)
+    matmul(rows, drows, dweight, transpose_a=True)
+    dbias = None
+    if has_bias:
+        dbias = check_out(to_bias, weight.shape[1:])
+        column_sums(drows, dbias)
+    return dx.reshape(x.shape), dweight, dbias
+
+
+def add_bias(out: Array, bias: Array) -> None:
+    """Add bias (O,) to every row of out (N, O), in place."""
+    N, O = out.shape  # noqa: E741
+    grid = (packs(out, O), min(N, MAX_GRID_Y))
+    arguments = (out, to_dtype(bias, F32), i64(N), i64(O))
+    launch("elementwise", "add_bias", grid, THREADS, *arguments, BF16=bf16_flag(out))
+
+
+def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+    """Return x headᵀ + bias, shape (..., V)."""
+    check_weights("logits", x, head=head, bias=bias)
+    check_rows("logits", x)
+    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"logits: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
+        )
+    if bias is not None:
+        check_shape("logits", "bias", bias, head.shape[:1], f"head {head.shape}")
+    rows = rows_of(x)
+    out = empty((rows.shape[0], head.shape[0]), x.dtype)
+    matmul(rows, to_dtype(head, x.dtype), out, transpose_b=True)
+    if bias is not None:
+        add_bias(out, bias)
+    return out.reshape(*x.shape[:-1], head.shape[0])
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+def split_heads_forward(
+    x: Array, *, heads: tuple[int, ...]
+) -> tuple[tuple[Array, ...], SplitHeadsCache]:
+    """Cut x (B, T, H, d) along its heads into views of ``heads`` heads each, in order."""
+    heads = tuple(heads)
+    if x.ndim != 4 or sum(heads) != x.shape[2] or min(heads, default=0) < 1:
+        raise ValueError(
+            f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
+            f"got x {x.shape}"
+        )
+    parts, first = [], 0
+    for n in heads:
+        parts.append(x[:, :, first : first + n])
+        first += n
+    return tuple(parts), SplitHeadsCache(heads, x.shape)
+
+
+def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
+    """Return dx (B, T, H, d). Neighbouring views of one array are not copied."""
+    B, T, _, d = cache.x_shape
+    if len(dout) != len(cache.heads):
+        raise ValueError(f"split_heads_backward: {len(cache.heads)} parts, got {len(dout)}")
+    for part, n_heads in zip(dout, cache.heads, strict=True):
+        check_shape("split_heads_backward", "dout", part, (B, T, n_heads, d), "its part")
+    whole = _whole(dout)
+    if whole is not None:
+        return whole
+    dx = empty(cache.x_shape, dout[0].dtype)
+    first = 0
+    for part in dout:
+        copy(dx[:, :, first : first + part.shape[2]], part)
+        first += part.shape[2]
+    return dx
+
+
+def _whole(parts: tuple[Array, ...]) -> Array | None:
+    """Return the array that ``parts`` cut along axis 2, when they are views of exactly that."""
+    base = parts[0].base
+    B, T, _, d = parts[0].shape
+    n_heads = sum(part.shape[2] for part in parts)
+    if base is None or getattr(base, "shape", None) != (B, T, n_heads, d):
+        return None
+    address = current().address(base)
+    for part in parts:
+        if current().address(part) != address or part.strides != base.strides:
+            return None
+        address += part.shape[2] * part.strides[2]
+    return base
+
+
+def merge_heads_forward(x: Array) -> tuple[Array, MergeHeadsCache]:
+    """Return x (B, T, H, d) as (B, T, H·d)."""
+    if x.ndim != 4:
+        raise ValueError(f"merge_heads: x must be (B, T, H, d), got {x.shape}")
+    batch, length, n_heads, d_head = x.shape
+    merged = contiguous(x).reshape(batch, length, n_heads * d_head)
+    return merged, MergeHeadsCache(x.shape)
+
+
+def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
+    """Return dx (B, T, H, d)."""
+    B, T, H, d = cache.x_shape
+    check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
+    return dout.reshape(cache.x_shape)

@@ -1,0 +1,157 @@
+"""Head and loss together, and softmax. Kernels: ``loss.cu``; the products go to cuBLAS.
+
+Tokens are taken in chunks whose logits fill a fixed buffer. While a chunk's logits are at hand they
+become dlogits in place, and dx and the float32 dhead are made from them at once, so that backward
+recomputes nothing: it multiplies by the scalar. A training step takes 6·N·V·D operations here, of
+which evaluation (``need_backward=False``) takes a third. The kernel reads a row of logits twice
+and writes it once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from accel.cuda.arrays import (
+    THREADS,
+    check_activations,
+    check_out,
+    check_weights,
+    column_sums,
+    contiguous,
+    to_dtype,
+)
+from accel.cuda.device import (
+    F32,
+    bf16_flag,
+    ceil_div,
+    current,
+    empty,
+    f32,
+    i32,
+    i64,
+    launch,
+    zeros,
+)
+from accel.cuda.elementwise import scale_forward
+from accel.cuda.embedding import count_ids
+from accel.cuda.linear import add_bias, matmul, rows_of
+from reference.checks import check_mask, check_shape
+from reference.types import Array, Loss
+
+# Logits of one chunk: 512 MiB in bf16, 4,096 tokens at V = 65,536, enough rows for cuBLAS to run at
+# full speed.
+CHUNK_ELEMENTS = 1 << 28
+SCRATCH = 32 * 4  # bytes: one float a warp
+
+
+class LinearCrossEntropyCache(NamedTuple):
+    dx: Array | None  # (..., D) of the total; None where no backward was to follow
+    dhead: Array | None  # (V, D) float32
+    dbias: Array | None  # (V,) float32; None without a bias
+
+
+def linear_cross_entropy_forward(
+    x: Array,
+    head: Array,
+    targets: Array,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    *,
+    need_backward: bool = True,
+) -> tuple[Loss, LinearCrossEntropyCache]:
+    """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
+    op = "linear_cross_entropy"
+    check_weights(op, x, head=head, bias=bias)
+    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
+        )
+    check_shape(op, "targets", targets, x.shape[:-1], "the rows it scores")
+    if mask is not None:
+        check_mask(op, "mask", mask, x.shape[:-1], "targets")
+        mask = contiguous(mask).reshape(-1)
+    V = head.shape[0]
+    if bias is not None:
+        check_shape(op, "bias", bias, (V,), f"head {head.shape}")
+    n_valid = count_ids(op, "targets", targets, mask, V)
+
+    rows, head, targets = rows_of(x), to_dtype(head, x.dtype), contiguous(targets).reshape(-1)
+    N = rows.shape[0]
+    losses = empty((N,), F32)
+    dx = empty(rows.shape, x.dtype) if need_backward else None
+    dhead = zeros(head.shape, F32) if need_backward else None
+    dbias = zeros((V,), F32) if need_backward and bias is not None else None
+    chunk = max(1, CHUNK_ELEMENTS // V)
+    buffer = empty((min(chunk, N), V), x.dtype)
+    for first in range(0, N, chunk):
+        part = slice(first, min(first + chunk, N))
+        z = matmul(rows[part], head, buffer[: part.stop - first], transpose_b=True)
+        if bias is not None:
+            add_bias(z, bias)
+        launch(
+            "loss",
+            "cross_entropy",
+            part.stop - first,
+            THREADS,
+            z,
+            targets[part],
+            None if mask is None else mask[part],
+            losses[part],
+            i64(V),
+            i32(need_backward),
+            shared=SCRATCH,
+            BF16=bf16_flag(x),
+        )
+        if dx is not None and dhead is not None:  # z holds dlogits now
+            matmul(z, head, dx[part])
+            matmul(z, rows[part], dhead, transpose_a=True, beta=1.0)
+        if dbias is not None:
+            column_sums(z, dbias, accumulate=True)
+    total = float(np.sum(current().download(losses), dtype=np.float64))
+    return Loss(total, n_valid), LinearCrossEntropyCache(
+        None if dx is None else dx.reshape(x.shape), dhead, dbias
+    )
+
+
+def linear_cross_entropy_backward(
+    dloss: float,
+    cache: LinearCrossEntropyCache,
+    *,
+    out: tuple[Array | None, Array | None] | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Return (dx, dhead, dbias) of dloss · total; the last two are float32.
+
+    Raises
+    ------
+    ValueError
+        When the forward was told that no backward follows.
+    """
+    if cache.dx is None or cache.dhead is None:
+        raise ValueError(
+            "linear_cross_entropy: the forward ran with need_backward=False, so there is nothing "
+            "to go back through"
+        )
+    factor = float(dloss)
+    to_head, to_bias = out or (None, None)
+    dx = cache.dx if factor == 1 else scale_forward(cache.dx, factor=factor)[0]
+    dbias = None if cache.dbias is None else _scaled(cache.dbias, factor, to_bias)
+    return dx, _scaled(cache.dhead, factor, to_head), dbias
+
+
+def _scaled(gradient: Array, factor: float, out: Array | None) -> Array:
+    to = check_out(out, gradient.shape)
+    blocks = ceil_div(to.size, 4 * THREADS)
+    arguments = (to, gradient, i64(to.size), f32(factor))
+    launch("optimizer", "scale_into", blocks, THREADS, *arguments)
+    return to
+
+
+def softmax(x: Array) -> Array:
+    """Return the softmax of x (..., n) over its last axis."""
+    check_activations("softmax", x=x)
+    x = contiguous(x)
+    out = empty(x.shape, x.dtype)
+    V = x.shape[-1]
+    rows = x.size // V
+    launch("loss", "softmax", rows, THREADS, x, out, i64(V), shared=SCRATCH, BF16=bf16_flag(x))
+    return out

@@ -1,0 +1,169 @@
+// RMSNorm and LayerNorm. A block owns a row at a time, a thread PACK columns of it at a stride of
+// the block; sums are over the block in a fixed order, in float.
+//
+// Forward reads x twice, the second time from the L1 cache, and writes y: 2·D·sizeof(elem) bytes a
+// row from and to memory. Backward reads x and dy and writes dx. Its blocks stay for many rows and
+// keep Σ dy·n (and Σ dy) of their rows in shared memory; each column there belongs to one thread.
+// The partial sums leave as one row per block, for reduce.cu. How rows are dealt out depends on
+// their number alone.
+
+template <class F> DEVICE void columns(i64 D, F f) {
+    for (i64 i = (i64)threadIdx.x * PACK; i < D; i += (i64)blockDim.x * PACK) f(i);
+}
+
+DEVICE void load_gain(const float* gain, i64 i, i64 D, float (&g)[PACK]) {
+    for (int k = 0; k < PACK; ++k) g[k] = i + k < D ? gain[i + k] : 0.0f;
+}
+
+// Grid: one block a row. stats (N): the reciprocal root mean square.
+KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i64 D, float eps) {
+    SHARED(memory);
+    float* scratch = (float*)memory;
+    const i64 row = blockIdx.x;
+    const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
+    float squares = 0.0f;
+    columns(D, [&](i64 i) {
+        float v[PACK];
+        load_pack(x + row * D, i, D, wide, v);
+        for (int k = 0; k < PACK; ++k) squares += v[k] * v[k];
+    });
+    const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
+    columns(D, [&](i64 i) {
+        float v[PACK], g[PACK];
+        load_pack(x + row * D, i, D, wide, v);
+        load_gain(gain, i, D, g);
+        for (int k = 0; k < PACK; ++k) v[k] = v[k] * r * g[k];
+        store_pack(y + row * D, i, D, wide, v);
+    });
+    if (threadIdx.x == 0) rstd[row] = r;
+}
+
+// dx = r (dn - n mean(dn n)), dn = dy g, n = x r. partial (gridDim.x, D) receives Σ dy n of the
+// block's rows. Shared memory: 32 + D floats.
+KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const float* rstd,
+                        elem* dx, float* partial, i64 N, i64 D) {
+    SHARED(memory);
+    float* scratch = (float*)memory;
+    float* dgain = scratch + 32;
+    const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    columns(D, [&](i64 i) {
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) dgain[i + k] = 0.0f;
+    });
+    for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
+        const float r = rstd[row];
+        float along = 0.0f;
+        columns(D, [&](i64 i) {
+            float d[PACK], v[PACK], g[PACK];
+            load_pack(dy + row * D, i, D, wide, d);
+            load_pack(x + row * D, i, D, wide, v);
+            load_gain(gain, i, D, g);
+            for (int k = 0; k < PACK; ++k) {
+                const float n = v[k] * r;
+                along += d[k] * g[k] * n;
+                if (i + k < D) dgain[i + k] += d[k] * n;
+            }
+        });
+        const float mean = block_sum(along, scratch) / (float)D;
+        columns(D, [&](i64 i) {
+            float d[PACK], v[PACK], g[PACK];
+            load_pack(dy + row * D, i, D, wide, d);
+            load_pack(x + row * D, i, D, wide, v);
+            load_gain(gain, i, D, g);
+            for (int k = 0; k < PACK; ++k) d[k] = r * (d[k] * g[k] - v[k] * r * mean);
+            store_pack(dx + row * D, i, D, wide, d);
+        });
+    }
+    columns(D, [&](i64 i) {
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) partial[blockIdx.x * D + i + k] = dgain[i + k];
+    });
+}
+
+// Grid: one block a row. The variance is that of the centred row, so that a large mean costs no
+// digits.
+KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, elem* y, float* mean,
+                         float* rstd, i64 D, float eps) {
+    SHARED(memory);
+    float* scratch = (float*)memory;
+    const i64 row = blockIdx.x;
+    const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
+    float total = 0.0f, squares = 0.0f;
+    columns(D, [&](i64 i) {
+        float v[PACK];
+        load_pack(x + row * D, i, D, wide, v);
+        for (int k = 0; k < PACK; ++k) total += v[k];
+    });
+    const float m = block_sum(total, scratch) / (float)D;
+    columns(D, [&](i64 i) {
+        float v[PACK];
+        load_pack(x + row * D, i, D, wide, v);
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) squares += (v[k] - m) * (v[k] - m);
+    });
+    const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
+    columns(D, [&](i64 i) {
+        float v[PACK], g[PACK], b[PACK];
+        load_pack(x + row * D, i, D, wide, v);
+        load_gain(gain, i, D, g);
+        load_gain(bias, i, D, b);
+        for (int k = 0; k < PACK; ++k) v[k] = (v[k] - m) * r * g[k] + b[k];
+        store_pack(y + row * D, i, D, wide, v);
+    });
+    if (threadIdx.x == 0) {
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// dx = r (dn - mean(dn) - n mean(dn n)). partial (gridDim.x, 2, D) receives Σ dy n and Σ dy.
+// Shared memory: 32 + 2 D floats.
+KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, const float* mean,
+                          const float* rstd, elem* dx, float* partial, i64 N, i64 D) {
+    SHARED(memory);
+    float* scratch = (float*)memory;
+    float* dgain = scratch + 32;
+    float* dbias = dgain + D;
+    const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    columns(D, [&](i64 i) {
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) dgain[i + k] = dbias[i + k] = 0.0f;
+    });
+    for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
+        const float m = mean[row], r = rstd[row];
+        float along = 0.0f, sum = 0.0f;
+        columns(D, [&](i64 i) {
+            float d[PACK], v[PACK], g[PACK];
+            load_pack(dy + row * D, i, D, wide, d);
+            load_pack(x + row * D, i, D, wide, v);
+            load_gain(gain, i, D, g);
+            for (int k = 0; k < PACK; ++k) {
+                const float n = (v[k] - m) * r;
+                along += d[k] * g[k] * n;
+                sum += d[k] * g[k];
+                if (i + k < D) {
+                    dgain[i + k] += d[k] * n;
+                    dbias[i + k] += d[k];
+                }
+            }
+        });
+        const float mean_along = block_sum(along, scratch) / (float)D;
+        const float mean_dn = block_sum(sum, scratch) / (float)D;
+        columns(D, [&](i64 i) {
+            float d[PACK], v[PACK], g[PACK];
+            load_pack(dy + row * D, i, D, wide, d);
+            load_pack(x + row * D, i, D, wide, v);
+            load_gain(gain, i, D, g);
+            for (int k = 0; k < PACK; ++k)
+                d[k] = r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
+            store_pack(dx + row * D, i, D, wide, d);
+        });
+    }
+    columns(D, [&](i64 i) {
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) {
+                partial[blockIdx.x * 2 * D + i + k] = dgain[i + k];
+                partial[(blockIdx.x * 2 + 1) * D + i + k] = dbias[i + k];
+            }
+    });
+}

@@ -1,0 +1,110 @@
+"""AdamW, the gradient's norm and accumulation on flat float32 buffers. Kernels: ``optimizer.cu``.
+
+AdamW reads 16 bytes a parameter and writes 12; making the bf16 weights from the new master, in
+``parameters``, reads 4 and writes 2. For MyLLM-1B that is 30 GB and 6 GB: 7.4 and 1.6 ms at
+4.0 TB/s. The norm reads 4 bytes a parameter, accumulation moves 12.
+"""
+
+import math
+
+import numpy as np
+
+from accel.cuda.arrays import THREADS, contiguous, copy
+from accel.cuda.device import ceil_div, current, empty, f32, i64, launch
+from reference.checks import check_number, check_shape
+from reference.global_norm import SUM_BLOCK
+from reference.types import Array
+
+
+def _check_flat(op: str, **arrays: Array) -> None:
+    for name, array in arrays.items():
+        if array.dtype != np.float32:
+            raise ValueError(f"{op}: arrays must be float32, but {name} is {array.dtype}")
+
+
+def adamw(
+    master: Array,
+    m: Array,
+    v: Array,
+    grad: Array,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    n_decayed: int,
+    grad_scale: float = 1.0,
+) -> None:
+    """Take one step of AdamW: master, m and v (n,) are updated in place."""
+    _check_flat("adamw", master=master, m=m, v=v, grad=grad)
+    for name, array in (("m", m), ("v", v), ("grad", grad)):
+        check_shape("adamw", name, array, master.shape, "master")
+    if master.ndim != 1:
+        raise ValueError(f"adamw: master must be flat, got shape {master.shape}")
+    if step < 1 or step != int(step):
+        raise ValueError(f"adamw: step counts from 1, got {step}")
+    if not 0 <= n_decayed <= len(master):
+        raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        check_number("adamw", name, value, at_least=0)
+    check_number("adamw", "grad_scale", grad_scale)
+    beta1, beta2 = float(beta1), float(beta2)
+    flat = [contiguous(array) for array in (master, m, v, grad)]
+    numbers = (lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, grad_scale)
+    corrections = (1 / (1 - beta1**step), 1 / (1 - beta2**step))
+    launch(
+        "optimizer",
+        "adamw",
+        ceil_div(master.size, 4 * THREADS),
+        THREADS,
+        *flat,
+        i64(master.size),
+        i64(n_decayed),
+        *(f32(x) for x in (*numbers, *corrections)),
+    )
+    for array, updated in zip((master, m, v), flat, strict=False):
+        if updated is not array:
+            copy(array, updated)
+
+
+def accumulate(dst: Array, src: Array) -> None:
+    """Add ``src`` onto ``dst`` in place."""
+    _check_flat("accumulate", dst=dst, src=src)
+    if dst.shape != src.shape:
+        raise ValueError(f"accumulate: src must have dst's shape {dst.shape}, got {src.shape}")
+    blocks = ceil_div(dst.size, 4 * THREADS)
+    total = contiguous(dst)
+    launch("optimizer", "accumulate", blocks, THREADS, total, contiguous(src), i64(dst.size))
+    if total is not dst:
+        copy(dst, total)
+
+
+def square_sums(x: Array) -> Array:
+    """Return Σx² of each block of 65,536 elements of x (n,), in float64."""
+    if x.ndim != 1:
+        raise ValueError(f"square_sums: x must be flat, got shape {x.shape}")
+    _check_flat("square_sums", x=x)
+    x = contiguous(x)
+    sums = empty((ceil_div(x.size, SUM_BLOCK),), np.float64)
+    launch(
+        "optimizer",
+        "square_sums",
+        sums.size,
+        THREADS,
+        x,
+        sums,
+        i64(x.size),
+        i64(SUM_BLOCK),
+        shared=8 * THREADS,
+    )
+    return sums
+
+
+def global_norm(x: Array) -> float:
+    """Return √Σx² of a flat x."""
+    return math.sqrt(float(np.sum(current().download(square_sums(x)))))

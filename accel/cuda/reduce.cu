@@ -1,0 +1,29 @@
+// Sums over rows in a fixed order, for the gradients of gains, shifts and biases: first each block
+// sums a range of rows that depends on the shape alone, then the few partial rows are summed.
+
+// partial (P, D) float from x (N, D): block (c, p) sums rows p·rows_each … of its columns; a thread
+// owns PACK columns. x is read once.
+KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) {
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * PACK;
+    if (i >= D) return;
+    const bool wide = D % PACK == 0 && aligned(x);
+    const i64 first = blockIdx.y * rows_each;
+    const i64 last = first + rows_each < N ? first + rows_each : N;
+    float total[PACK] = {};
+    for (i64 r = first; r < last; ++r) {
+        float v[PACK];
+        load_pack(x + r * D, i, D, wide, v);
+        for (int k = 0; k < PACK; ++k) total[k] += v[k];
+    }
+    for (int k = 0; k < PACK; ++k)
+        if (i + k < D) partial[blockIdx.y * D + i + k] = total[k];
+}
+
+// out (D) = Σ of partial (P, D) over its rows, onto what is there when `accumulate`.
+KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= D) return;
+    float total = accumulate ? out[i] : 0.0f;
+    for (i64 p = 0; p < P; ++p) total += partial[p * D + i];
+    out[i] = total;
+}

@@ -1,0 +1,79 @@
+"""RoPE. Kernel: ``rope.cu``. Reads and writes x once, 2·H·d·e bytes a token.
+
+On 65,536 tokens of 18 heads of 128 in bf16: 0.60 GB, 0.15 ms at 4.0 TB/s. The table of cosines and
+sines is made on the host in float64 and kept: 4 MB at T = 8,192, d = 128, read through L2.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.cuda.arrays import check_activations, check_dout, contiguous
+from accel.cuda.device import Device, bf16_flag, current, empty, f32, i32, i64, launch
+from reference.checks import check_number, check_position
+from reference.types import Array
+
+
+class RopeCache(NamedTuple):
+    table: Array  # (1 or B, T, d/2, 2) float32: cosine and sine
+    x_shape: tuple[int, ...]  # (B, T, H, d)
+    dtype: np.dtype[Any]  # of x
+    rotate_heads: int  # the first so many heads turn
+
+
+def rope_forward(
+    x: Array, *, base: float, start: int | Array = 0, rotate_heads: int | None = None
+) -> tuple[Array, RopeCache]:
+    """Return x (B, T, H, d) with its coordinate pairs turned by their positions."""
+    check_activations("rope", x=x)
+    if x.ndim != 4 or x.shape[3] % 2:
+        raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
+    batch, length, n_heads, d_head = x.shape
+    rotate_heads = n_heads if rotate_heads is None else rotate_heads
+    if rotate_heads != int(rotate_heads) or not 0 <= rotate_heads <= n_heads:
+        raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
+    check_number("rope", "base", base, above=0)
+    check_position("rope", "start", start, batch)
+    starts = tuple(int(s) for s in np.atleast_1d(start))
+    table = _table(current(), float(base), starts, length, d_head)
+    cache = RopeCache(table, x.shape, x.dtype, int(rotate_heads))
+    return _rotate(x, cache, 1.0), cache
+
+
+def rope_backward(dout: Array, cache: RopeCache) -> Array:
+    """Return dx: the gradient turned back."""
+    check_dout("rope", dout, cache.x_shape, cache.dtype)
+    return _rotate(dout, cache, -1.0)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(device: Device, base: float, starts: tuple[int, ...], length: int, d_head: int) -> Array:
+    omega = base ** (-np.arange(0, d_head, 2) / d_head)  # (d/2,)
+    position = np.array(starts)[:, None] + np.arange(length)  # (1 or B, T)
+    angle = position[..., None] * omega
+    return device.upload(np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32))
+
+
+def _rotate(x: Array, cache: RopeCache, sign: float) -> Array:
+    x = contiguous(x)
+    batch, length, n_heads, d_head = x.shape
+    table_stride = length * d_head if cache.table.shape[0] > 1 else 0
+    out = empty(x.shape, x.dtype)
+    launch(
+        "rope",
+        "rope",
+        batch * length,
+        256,
+        x,
+        cache.table,
+        out,
+        i32(length),
+        i32(n_heads),
+        i32(d_head),
+        i32(cache.rotate_heads),
+        i64(table_stride),
+        f32(sign),
+        BF16=bf16_flag(x),
+    )
+    return out
