@@ -67,6 +67,8 @@ def _bits(typingctx: Any, x: Any) -> Any:
     return other(x), codegen
 
 
+# forceinline, here and below: left to the compiler, the process that compiled these kernels and one
+# that loads them from the cache got different code, and the last bits of the loss differed.
 @jit(**SERIAL, forceinline=True)
 def _row_max(x: Any, n: int) -> Any:
     """Return the largest element, by way of integers.
