@@ -10,9 +10,9 @@ import argparse
 import gc
 import json
 import math
+import mmap
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from accel import load
 from accel.jit import set_threads, threads
+from accel.process import peak_memory
 from reference.config import Config
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
@@ -408,14 +409,13 @@ def measure_memory(side: str, mode: str) -> None:
     baseline = _resident()
     for _ in range(3):
         step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"bytes": peak - baseline}))
+    print(json.dumps({"bytes": peak_memory() - baseline}))
 
 
 def _resident() -> int:
     """Return the resident bytes now; the peak so far must not be above, or it hides the step's."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return pages * mmap.PAGESIZE
 
 
 def decode_rows(modes: list[str]) -> list[Row]:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -165,12 +164,6 @@ def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.1) -> float:
             ops.to_numpy(y[:, :1, :1])  # waits for it, where work is asynchronous
             best = min(best, time.perf_counter() - started)
     return float(sum(comm.all_gather(2.0 * rows * width * width / best)))
-
-
-def peak_memory() -> int:
-    """Return the most bytes that this process has had in memory."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 # ---- the console ---------------------------------------------------------------------------------

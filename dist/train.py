@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from accel import load as load_backend
+from accel.process import peak_memory
 from dist import checkpoint, monitor
 from dist.comm import AllRanksError, Comm, together
 from dist.config import RunFile
@@ -196,7 +197,7 @@ class Trainer:
         while self.step < config.steps:
             record = self._one_step()
             # one message a step: who was asked to stop, and how much memory is in use
-            everyone = self.comm.all_gather((stop.signal, monitor.peak_memory()))
+            everyone = self.comm.all_gather((stop.signal, peak_memory()))
             signals = [int(number) for number, _ in everyone if number is not None]
             asked = signals[0] if signals else None
             record["memory"] = sum(memory for _, memory in everyone)

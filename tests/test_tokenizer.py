@@ -15,6 +15,7 @@ from tokenizer.classes import installed_classes
 from tokenizer.counting import Words
 from tokenizer.kernels.train import learn_merges
 from tokenizer.patterns import compiled
+from tokenizer.tokenizer import ROOM
 from tokenizer.vocabulary import FIRST_BYTE
 
 
@@ -275,6 +276,14 @@ def test_a_million_bytes_of_anything_come_back(make: Callable[[], bytes]) -> Non
     """Work that grew with the square of the text would keep this test busy for hours."""
     raw = make()
     assert small().decode_bytes(small().encode_bytes(raw)) == raw
+
+
+def test_texts_larger_and_smaller_than_a_threads_room_are_encoded_alike() -> None:
+    large = os.urandom(ROOM + 1)
+    expected = small().encode_bytes(b"some text")
+    for raw in (large, b"some text", large[:-1], large[: ROOM - 64], b""):
+        assert small().decode_bytes(small().encode_bytes(raw)) == raw
+        assert small().encode_bytes(b"some text") == expected
 
 
 def test_gpt4_is_the_default_pattern() -> None:

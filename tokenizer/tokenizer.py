@@ -3,8 +3,9 @@
 import array
 import hashlib
 import os
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from tokenizer.vocabulary import Vocabulary
 Names = Collection[str] | Literal["all"]
 
 BATCH_BYTES = 1 << 19  # of text handed to a thread at once
+ROOM = 1 << 20  # ids: what a thread keeps for the texts to come, so that its pages stay mapped
 CACHE_BITS = 15  # 2 MB: pieces of up to 15 bytes that one thread remembers
 LONG_CACHE_BITS = 12  # 0.5 MB: longer ones
 _GAP = b"\0" * PADDING
@@ -46,7 +48,7 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self._machine = machine_of(vocabulary.pattern)
         self._pattern = compiled(vocabulary.pattern)
-        self._idle: list[_Tables] = []  # encoder tables no thread is using
+        self._idle: list[tuple[_Tables, Array]] = []  # tables and room no thread is using
         self._marks: dict[tuple[object, ...], _Marks] = {}
 
     # --- files
@@ -139,7 +141,7 @@ class Tokenizer:
         disallowed_special: Names = "all",
     ) -> Array:
         """Encode as ``encode`` does, into an array of ``dtype``."""
-        return self._encode(text, allowed_special, disallowed_special).astype(self.dtype)
+        return self._encode(text, allowed_special, disallowed_special)
 
     def encode_batch(
         self,
@@ -161,7 +163,7 @@ class Tokenizer:
             How many threads work; ``accel.jit.threads()`` if not given. It changes nothing else.
         """
         groups = self._encode_groups(texts, allowed_special, disallowed_special, num_threads)
-        return [part.tolist() for group in groups for part in group]
+        return [self._ints[part].tolist() for group in groups for part in group]
 
     def encode_batch_to_numpy(
         self,
@@ -173,7 +175,7 @@ class Tokenizer:
     ) -> list[Array]:
         """Encode many texts as ``encode_batch`` does, into arrays of ``dtype``."""
         groups = self._encode_groups(texts, allowed_special, disallowed_special, num_threads)
-        return [part.astype(self.dtype) for group in groups for part in group]
+        return [part for group in groups for part in group]
 
     # --- ids to text
 
@@ -234,6 +236,11 @@ class Tokenizer:
         return table.reshape(-1), np.frombuffer(b"".join(tokens) + _GAP, np.uint8)
 
     @cached_property
+    def _ints(self) -> Array:
+        """An int for every id: lists that share them are smaller, and made faster."""
+        return np.arange(self.n_vocab).astype(object)
+
+    @cached_property
     def _template(self) -> "_Tables":
         return _fill_tables(self.vocabulary)
 
@@ -256,19 +263,20 @@ class Tokenizer:
             part_stops = starts + sizes
             buf = np.frombuffer(_GAP.join([*parts, b""]), np.uint8)
         ends = self._ends(parts, starts) if self._machine is None else _NONE
-        out = np.empty(buf.size + 2, np.int32)
         stops = np.empty(len(parts), np.int64)
         try:
-            tables = self._idle.pop()
+            tables, out = self._idle.pop()
         except IndexError:
-            tables = self._template.fresh()
+            tables, out = self._template.fresh(), np.empty(ROOM, np.int32)
+        room = out if buf.size + 2 <= ROOM else np.empty(buf.size + 2, np.int32)
         knowledge: tuple[Any, ...] = (*self._cutter, *tables)
-        kernels.encode_texts(buf, starts, part_stops, checked, ends, out, stops, *knowledge)
-        self._idle.append(tables)
+        kernels.encode_texts(buf, starts, part_stops, checked, ends, room, stops, *knowledge)
+        ids = room[: stops[-1]].astype(self.dtype)
+        self._idle.append((tables, out))
         begin = 0
         arrays = []
         for stop in stops.tolist():
-            arrays.append(out[begin:stop])
+            arrays.append(ids[begin:stop])
             begin = stop
         return arrays
 
@@ -299,7 +307,7 @@ class Tokenizer:
         out = []
         for pieces in cut:
             arrays = [
-                next(encoded) if i % 2 == 0 else np.array([marks.ids[piece]], np.int32)
+                next(encoded) if i % 2 == 0 else np.array([marks.ids[piece]], self.dtype)
                 for i, piece in enumerate(pieces)
             ]
             out.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
@@ -320,7 +328,13 @@ class Tokenizer:
                 yield self._encode_marked(group, marks)
             return
         with ThreadPoolExecutor(n_threads) as pool:
-            yield from pool.map(lambda group: self._encode_marked(group, marks), _groups(texts))
+            at_work: deque[Future[list[Array]]] = deque()
+            for group in _groups(texts):
+                at_work.append(pool.submit(self._encode_marked, group, marks))
+                if len(at_work) > 2 * n_threads:
+                    yield at_work.popleft().result()
+            while at_work:
+                yield at_work.popleft().result()
 
 
 class _Marks:
