@@ -1,11 +1,12 @@
 """Cutting text into pieces: the state machines against the patterns they stand for."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import regex
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.tokenizer_texts import CHARACTERS, corpus, data
 from tokenizer import GPT2, GPT4, reference
@@ -33,7 +34,7 @@ def machine_split(text: bytes, pattern: str, block: int = 10_000) -> list[bytes]
     assert machine is not None
     classes = installed_classes()
     # Junk before and a neighbour behind the zeros: a cut must not depend on either.
-    buf = np.frombuffer(b"x'" + text + bytes(PADDING) + b"llword 12", np.uint8)
+    buf = np.frombuffer(b"x'" + text + bytes(PADDING) + 8 * b"llword 12", np.uint8)
     i = n = 2
     stop = i + len(text)
     ends = [2]
@@ -55,6 +56,45 @@ def test_machines_cut_where_the_patterns_do(pattern: str, text: bytes) -> None:
     pieces = machine_split(text, pattern)
     assert b"".join(pieces) == text
     assert pieces == reference.split(text, compiled(pattern), installed_classes())
+
+
+@pytest.mark.parametrize("pattern", [GPT4, QWEN, NANOCHAT])
+def test_blocks_cut_every_short_text_where_the_pattern_does(pattern: str) -> None:
+    machine = compiled(pattern)
+    for letters in product(b"asel1 \t\n-'", repeat=4):
+        for text in (
+            bytes(letters),
+            b"x" + bytes(letters) + b"\n x",
+            b"- " + bytes(letters) + b"1",
+        ):
+            pieces = reference.split(text, machine, installed_classes())
+            assert machine_split(text, pattern) == pieces
+
+
+@pytest.mark.parametrize("pattern", [GPT4, CL100K, QWEN, NANOCHAT])
+@given(st.text("aZsSeLlvrdT19 \t\v\n\r-+'_éſ１\x1c\x85", min_size=40, max_size=200))
+def test_blocks_cut_mixed_texts_where_the_pattern_does(pattern: str, text: str) -> None:
+    pieces = reference.split(text.encode(), compiled(pattern), installed_classes())
+    assert machine_split(text.encode(), pattern) == pieces
+
+
+runs = st.tuples(st.sampled_from(list("a7 \t\n-'é")), st.integers(1, 3) | st.integers(1, 70))
+
+
+@pytest.mark.parametrize("pattern", [GPT4, CL100K, QWEN])
+@given(st.lists(runs, max_size=30))
+def test_blocks_cut_runs_of_any_length(pattern: str, parts: list[tuple[str, int]]) -> None:
+    text = "".join(character * n for character, n in parts).encode()
+    pieces = reference.split(text, compiled(pattern), installed_classes())
+    assert machine_split(text, pattern) == pieces
+
+
+def test_blocks_class_ascii_as_the_table_does() -> None:
+    """By cutting every pair of characters, since that is where classes show."""
+    for a, b in product(range(128), repeat=2):
+        text = bytes([a, b])
+        expected = reference.split(text, compiled(GPT4), installed_classes())
+        assert machine_split(text, GPT4) == expected
 
 
 @given(data)
@@ -147,3 +187,10 @@ def test_a_table_of_classes_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=what):
         UnicodeClasses(np.array(starts), np.array(values))
+
+
+def test_a_table_that_classes_ascii_otherwise_is_refused() -> None:
+    values = installed_classes().expanded[:128].copy()
+    values[ord("_")] = CATEGORIES.index("Lo")
+    with pytest.raises(ValueError, match="does not class ASCII as Unicode does"):
+        _ = UnicodeClasses(np.arange(128), values).ascii

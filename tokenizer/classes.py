@@ -6,6 +6,7 @@ trained with them. So a vocabulary is saved with the classes it was trained with
 category of every code point, and whether it is white space, as runs of equal class.
 """
 
+import string
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -70,8 +71,17 @@ class UnicodeClasses:
 
     @cached_property
     def ascii(self) -> Array:
-        """(256,) uint8: ``machine`` for the bytes below 128, NON_ASCII above."""
+        """(256,) uint8: ``machine`` for the bytes below 128, NON_ASCII above.
+
+        Raises
+        ------
+        ValueError
+            If ASCII is classed otherwise than in every version of Unicode, on which the kernel that
+            cuts 64 bytes of ASCII at once relies.
+        """
         table = self.machine[:256].copy()
+        if not np.array_equal(table[:128], _ascii_classes()):
+            raise ValueError("the table of Unicode classes does not class ASCII as Unicode does")
         table[128:] = NON_ASCII
         return table
 
@@ -106,6 +116,16 @@ class UnicodeClasses:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _ascii_classes() -> Array:
+    """Return (128,) uint8: what Unicode says of ASCII in terms of the state machines."""
+    table = np.full(128, OTHER, np.uint8)
+    for characters, kind in ((string.ascii_letters, LETTER), (string.digits, NUMBER)):
+        table[list(characters.encode())] = kind
+    table[list(b"\t\v\f ")] = WHITE
+    table[list(b"\r\n")] = NEWLINE
+    return table
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ The patterns look at three classes of characters (letter, number, white space) a
 the end of a piece follows from its first two characters and a run. ASCII runs of letters, most of
 any text, are measured 8 bytes at a time without a branch per byte: the bytes of one load are tested
 in parallel ("SIMD within a register"), and the first non-letter is found by counting zero bits.
+Most pieces of ASCII text never come here: ``tokenizer.kernels.block`` cuts 64 bytes at once.
 
 Every function takes ``buf``, uint8, in which the text ``[.., n)`` is whole characters, and is
 followed by a byte that is zero or belongs to no character, and by ``PADDING`` bytes in all. A
@@ -19,12 +20,14 @@ import numpy as np
 
 from accel.jit import jit
 from tokenizer.arrays import Array, Int
+from tokenizer.kernels.block import SIZE, beginnings
 from tokenizer.kernels.words import load64, trailing_zeros
 
 OTHER, LETTER, NUMBER, WHITE, NEWLINE, NON_ASCII = 0, 1, 2, 3, 4, 9  # as in tokenizer.classes
 
 BLOCK = 512
 
+_ONE = np.uint64(1)
 _8 = np.uint64(8)
 _EACH = 0x0101010101010101
 _HIGH_BITS = np.uint64(0x80 * _EACH)
@@ -257,6 +260,16 @@ def cut_gpt4(
 ) -> Int:
     """Write the ends of pieces from ``i`` on into ``ends[k:]`` until it is full; return k."""
     while i < n and k < ends.size:
+        if i + SIZE <= buf.size and k + SIZE <= ends.size and load64(buf, i) & _HIGH_BITS == 0:
+            begins = beginnings(buf, i, n, max_digits)
+            if begins != 0:
+                start = i
+                while begins != 0:
+                    i = start + trailing_zeros(begins)
+                    ends[k] = i
+                    k += 1
+                    begins &= begins - _ONE
+                continue
         i = end_gpt4(buf, i, n, table, ascii, max_digits, whole_tail)
         ends[k] = i
         k += 1
