@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
     "tokenizer import": Command("tokenizer.cli:import_", "from Hugging Face or tiktoken"),
     "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
     "bench cuda": Command("accel.cuda.bench:main", "the GPU's kernels, products and training step"),
+    "bench train": Command("dist.bench:main", "start-up, own time, ranks against threads"),
     "bench tokenizer": Command("tokenizer.bench:main", "beside tiktoken, rustbpe, Hugging Face"),
 }
 
