@@ -11,12 +11,13 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from reference.config import Config
 from reference.schedule import Schedule, learning_rate
 
 T = TypeVar("T")
+Carrier = Literal["auto", "mpi", "nccl"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -81,6 +82,7 @@ class Run:
     out: str  # folder of the run
     backend: str = "cpu"
     compute: str = "float32"
+    comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # held-out windows looked at, from the first
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
@@ -235,6 +237,11 @@ def check(config: RunFile) -> None:
         for source in phase.sources:
             if not 0 < source.weight < math.inf:
                 raise ValueError(f"the weight of {source.path} must be positive")
+    if run.comm == "nccl" and run.backend != "cuda":
+        raise ValueError(
+            f"run.comm 'nccl' moves the arrays of GPUs, and run.backend {run.backend!r} has none; "
+            "leave run.comm at 'auto'"
+        )
     if config.steps < 1:
         raise ValueError("train.steps must be at least 1")
     config.lr(1)  # refuses a schedule that contradicts itself

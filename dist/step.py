@@ -202,8 +202,8 @@ class Stepper:
             )
         started = time.perf_counter()
         mine = add_in_tree_order(self.ops, parts)
-        mine *= np.float32(1 / n_valid)
-        sums = self.ops.square_sums(mine)
+        mine = self.ops.scale_forward(mine, factor=1 / n_valid, out=mine)[0]
+        sums = self.ops.to_numpy(self.ops.square_sums(mine))
         self._tree.give_back(root)
         self.clock.backend += time.perf_counter() - started
 

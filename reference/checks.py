@@ -90,6 +90,18 @@ def check_position(op: str, name: str, position: int | Array, batch: int) -> Non
         )
 
 
+def check_receiver(op: str, out: Array | None, x: Array) -> None:
+    """Raise unless ``out``, when given, can receive an array of x's shape and dtype as it lies."""
+    if out is None:
+        return
+    check_shape(op, "out", out, x.shape, "x")
+    if out.dtype != x.dtype or not out.flags.c_contiguous:
+        raise ValueError(
+            f"{op}: out must be contiguous and of x's dtype {x.dtype}, got dtype {out.dtype} and "
+            f"strides {out.strides}"
+        )
+
+
 def write_out(out: Array | None, gradient: Array) -> None:
     """Write a parameter gradient where the caller wants it, if anywhere."""
     if out is not None:

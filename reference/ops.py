@@ -159,8 +159,10 @@ class Ops(Protocol):
     def add_backward(self, dout: Array, cache: Any) -> tuple[Array, Array]:
         """(da, db)."""
 
-    def scale_forward(self, x: Array, *, factor: float) -> tuple[Array, Any]:
-        """factor · x."""
+    def scale_forward(
+        self, x: Array, *, factor: float, out: Array | None = None
+    ) -> tuple[Array, Any]:
+        """factor · x; ``out`` receives it and may be x itself."""
 
     def scale_backward(self, dout: Array, cache: Any) -> Array:
         """dx."""

@@ -122,6 +122,10 @@ class CuPyDevice:
         """Copy a NumPy array to the GPU."""
         return cast(Array, self._cupy.asarray(np.ascontiguousarray(array)).reshape(array.shape))
 
+    def write(self, array: Array, values: Array) -> None:
+        """Copy a NumPy array into a GPU array, after all work before it."""
+        array.set(np.ascontiguousarray(values))  # type: ignore[attr-defined]
+
     def download(self, array: Array) -> Array:
         """Copy a GPU array to NumPy, after all work before it."""
         return cast(Array, self._cupy.asnumpy(array))
@@ -199,3 +203,15 @@ class CuPyDevice:
     def step(self) -> AbstractContextManager[None]:
         """Open a scope: CuPy's pool reuses memory as references die, inside and outside of it."""
         return nullcontext()
+
+    def stream(self) -> int:
+        """Return the handle of the current stream."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def name(self) -> str:
+        """Return the GPU's address on the bus, which no CUDA_VISIBLE_DEVICES changes."""
+        return str(self._gpu.pci_bus_id)
+
+    def memory(self) -> int:
+        """Return the bytes of CuPy's pool, which gives nothing back during a run."""
+        return int(self._cupy.get_default_memory_pool().total_bytes())

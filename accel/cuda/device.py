@@ -38,6 +38,9 @@ class Device(Protocol):
     def upload(self, array: Array) -> Array:
         """Return a device array that holds a NumPy array's values, C-contiguous."""
 
+    def write(self, array: Array, values: Array) -> None:
+        """Copy a NumPy array's values into a contiguous device array of its shape and dtype."""
+
     def download(self, array: Array) -> Array:
         """Wait for the device and return its array's values as a NumPy array."""
 
@@ -84,6 +87,15 @@ class Device(Protocol):
 
     def step(self) -> AbstractContextManager[None]:
         """Open a scope in which memory is reused."""
+
+    def stream(self) -> int:
+        """Return the handle of the queue that launches go to, for libraries that add to it."""
+
+    def name(self) -> str:
+        """Return what tells this device from all others of the machine."""
+
+    def memory(self) -> int:
+        """Return the most bytes of the device's memory that this process has held."""
 
 
 _device: Device | None = None

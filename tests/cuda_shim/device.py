@@ -96,6 +96,11 @@ class ShimDevice:
         copy[...] = array
         return copy
 
+    def write(self, array: Array, values: Array) -> None:
+        assert array.flags.c_contiguous and array.shape == values.shape
+        assert array.dtype == values.dtype
+        array[...] = values
+
     def download(self, array: Array) -> Array:
         return np.array(array)
 
@@ -105,6 +110,19 @@ class ShimDevice:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         yield
+
+    def stream(self) -> int:
+        return 0x5EA
+
+    def name(self) -> str:
+        return f"shim {os.getpid()}"  # each rank has a processor of its own
+
+    def memory(self) -> int:
+        return sum(memory.nbytes for memory in self._bands)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes are all of one array, as those that a library is given must be."""
+        return any(m.first <= address <= m.first + m.nbytes - nbytes for m in self._bands)
 
     # ---- kernels ---------------------------------------------------------------------------------
 
@@ -238,6 +256,10 @@ class _Memory:
             "typestr": dtype.str,
             "version": 3,
         }
+
+    @property
+    def first(self) -> int:
+        return int(self.raw.ctypes.data) + self.start
 
     def intact(self) -> bool:
         before = self.raw[self.start - BAND : self.start]
