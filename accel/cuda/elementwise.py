@@ -22,6 +22,7 @@ from accel.cuda.arrays import (
     strides,
 )
 from accel.cuda.device import bf16_flag, ceil_div, empty, f32, i64, launch, u32
+from accel.cuda.weights import written
 from reference.checks import check_number, check_receiver, check_rows, check_shape
 from reference.dropout import check_dropout
 from reference.philox import check_counters
@@ -115,6 +116,8 @@ def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple
     check_activations("scale", x=x)
     check_number("scale", "factor", factor)
     check_receiver("scale", out, x)
+    if out is not None:
+        written(out)
     return _scaled(x, float(factor), out), ScaleCache(float(factor), x.shape, x.dtype)
 
 
