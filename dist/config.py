@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from reference.blocks import Recompute
 from reference.config import Config
 from reference.schedule import Schedule, learning_rate
 
@@ -83,6 +84,7 @@ class Run:
     backend: str = "cpu"
     compute: str = "float32"
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
+    recompute: Recompute = "none"  # norms, block: made again in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # held-out windows looked at, from the first
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped

@@ -110,6 +110,7 @@ class Trainer:
             self.comm,
             layout.init(config.train.seed),
             config.train.seed,
+            config.run.recompute,
         )
         self.step = 0
         remembered: dict[str, Any] = {}
