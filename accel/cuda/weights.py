@@ -54,6 +54,11 @@ _ties: weakref.WeakValueDictionary[tuple[int, int], Tie] = weakref.WeakValueDict
 
 def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
     """Return bf16 copies of matrices and tables, and the master's own gains and biases."""
+    with current().arena.lasting():  # also when called within a step
+        return _parameters(master)
+
+
+def _parameters(master: Mapping[str, Array]) -> dict[str, Array]:
     matrices = {name: x for name, x in master.items() if x.ndim >= 2}
     if not _side_by_side(list(matrices.values())):
         return {name: to_dtype(x, BF16) if x.ndim >= 2 else x for name, x in master.items()}

@@ -6,7 +6,6 @@ parameters, and the width of every scalar. ``edits`` change the text of a kernel
 compiled: that is how the tests plant bugs.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -14,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cuda import sources
+from accel.cuda.arena import Arena
 from accel.cuda.device import Argument
 from reference.types import Array
 
@@ -76,6 +76,7 @@ class ShimDevice:
         self.edits = dict(edits or {})
         self.extra = dict(extra or {})
         self.launches: list[str] = []
+        self.arena = Arena(self)
         self._libraries: dict[Any, ctypes.CDLL] = {}
         self._bands: weakref.WeakSet[_Memory] = weakref.WeakSet()
 
@@ -86,6 +87,23 @@ class ShimDevice:
         memory = _Memory(shape, np.dtype(dtype))
         self._bands.add(memory)
         return np.asarray(memory)
+
+    def piece(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
+    ) -> Array:
+        """Return an array of NaN at a byte of a block."""
+        array = np.asarray(_Piece(block, start, shape, np.dtype(dtype), owner))
+        assert block.ctypes.data <= array.ctypes.data and start % 256 == 0
+        assert array.ctypes.data + array.nbytes <= block.ctypes.data + block.nbytes
+        array.view(np.uint8)[...] = 0xFF
+        return array
+
+    def expired(self, block: Array) -> None:
+        """Make NaN of what outlived its step."""
+        block[...] = 0xFF
+
+    def trim(self) -> None:
+        pass
 
     def clear(self, array: Array) -> None:
         assert array.flags.c_contiguous
@@ -106,10 +124,6 @@ class ShimDevice:
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        yield
 
     def stream(self) -> int:
         return 0x5EA
@@ -265,6 +279,21 @@ class _Memory:
         before = self.raw[self.start - BAND : self.start]
         behind = self.raw[self.start + self.nbytes : self.start + self.nbytes + BAND]
         return bool((before == 0xFF).all() and (behind == 0xFF).all())
+
+
+class _Piece:
+    """A part of a block; NumPy keeps it, and so its owner, as the array's base."""
+
+    def __init__(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
+    ):
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (block.ctypes.data + start, False),
+            "shape": shape,
+            "typestr": dtype.str,
+            "version": 3,
+        }
 
 
 def _argument(kernel: str, i: int, letter: str, argument: Argument) -> Any:
