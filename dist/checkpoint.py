@@ -280,7 +280,8 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
     loaded: list[tuple[State, list[Array]]] = []
     together(comm, lambda: loaded.append(read()))  # not its result: arrays are not to be sent
     state, arrays = loaded[0]
-    stepper.master, stepper.m, stepper.v = (stepper.ops.from_numpy(array) for array in arrays)
+    for name, array in zip(ARRAYS, arrays, strict=True):  # one at a time: a GPU may be nearly full
+        setattr(stepper, name, stepper.ops.from_numpy(array))
     stepper.updates = state.updates
     stepper.refresh()
     return state

@@ -22,6 +22,7 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    library: str  # that carries what they say, by its own name
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Return, in the order of ranks, what each has in this rank's slice of ``flat``."""
@@ -47,6 +48,7 @@ class Solo:
 
     rank = 0
     size = 1
+    library = "no MPI"
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Return ``flat`` itself."""

@@ -11,12 +11,14 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+from reference.blocks import Recompute
 from reference.config import Config
 from reference.schedule import Schedule, learning_rate
 
 T = TypeVar("T")
+Carrier = Literal["auto", "mpi", "nccl"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -81,6 +83,8 @@ class Run:
     out: str  # folder of the run
     backend: str = "cpu"
     compute: str = "float32"
+    comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
+    recompute: Recompute = "none"  # norms, block: made again in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # held-out windows looked at, from the first
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
@@ -235,6 +239,11 @@ def check(config: RunFile) -> None:
         for source in phase.sources:
             if not 0 < source.weight < math.inf:
                 raise ValueError(f"the weight of {source.path} must be positive")
+    if run.comm == "nccl" and run.backend != "cuda":
+        raise ValueError(
+            f"run.comm 'nccl' moves the arrays of GPUs, and run.backend {run.backend!r} has none; "
+            "leave run.comm at 'auto'"
+        )
     if config.steps < 1:
         raise ValueError("train.steps must be at least 1")
     config.lr(1)  # refuses a schedule that contradicts itself

@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     flops: tuple[float, float]  # of a training step per token: all scores, the causal half
     forward: dict[str, float]  # floating-point operations of a forward pass per token, by part
     kv_cache: int  # of one sequence of the whole context
+    activations: dict[str, int]  # kept of a micro-batch for its backward, by run.recompute
     scores: int  # of one sequence and layer, if they were ever stored
     sent: int  # by each rank in a step
     steps: int
@@ -37,6 +38,29 @@ class Plan(NamedTuple):
 def kv_cache_bytes(model: Config, item: int) -> int:
     """Return 2·L·Hkv·d·T·s, the keys and values of one sequence of the whole context."""
     return 2 * model.n_layers * model.n_kv_heads * model.d_head * model.context_length * item
+
+
+def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
+    """Return what a forward pass over so many tokens keeps for its backward, by ``run.recompute``.
+
+    As the backend cuda keeps it, between embedding and head, ``item`` bytes a number. Of a block's
+    two branches: what each norm reads and gives; q, k and v, their turned form alone; attention's
+    output, and a float32 a head; what the activation reads and gives. A norm keeps one or two
+    float32 a token. ``block`` has one block at a time whole, while its gradient is made.
+    """
+    c = model
+    stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
+    norms = 2 * c.d_model * item
+    attention = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head * item + 4 * c.n_heads
+    hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * item
+    product = c.d_ff * item
+    block = stream + norms + attention + hidden + product
+    made_again = product + (norms if c.norm_placement == "pre" else 0)
+    return {
+        "none": tokens * c.n_layers * block,
+        "norms": tokens * c.n_layers * (block - made_again),
+        "block": tokens * (c.n_layers * c.d_model * item + block),
+    }
 
 
 def score_bytes(model: Config, item: int) -> int:
@@ -82,6 +106,9 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         flops=flops_per_token(run.model, layout),
         forward=forward_flops(run.model),
         kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
+        activations=activation_bytes(
+            run.model, run.train.micro_batch * run.window, 2 if low else 4
+        ),
         scores=score_bytes(run.model, 2 if low else 4),
         sent=4 * 2 * n * (ranks - 1) // ranks,
         steps=run.steps,
@@ -113,6 +140,12 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         f"  weights, {item:<9}{size(p.weights)}",
         f"  together          {size(per_rank)}",
         f"  sent in a step    {size(p.sent)}  (2N(W-1)/W float32)",
+        "",
+        f"activations of a micro-batch, {item}, by run.recompute",
+        *(
+            f"  {level:<18}{size(n)}{'  (as set)' if level == run.run.recompute else ''}"
+            for level, n in p.activations.items()
+        ),
         "",
         "floating-point operations",
         f"  training, a token {p.flops[0]:>22,.0f}  (6N + attention, all scores counted)",

@@ -28,6 +28,7 @@ import numpy as np
 from dist.comm import Comm, bounds_of_slices
 from dist.config import Optim
 from dist.data import Batch, on_backend
+from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import SUM_BLOCK, clip_scale
 from reference.model import loss_backward, loss_forward
@@ -131,6 +132,8 @@ class Stepper:
         The initial weights, the same on every rank.
     seed : int
         Of dropout.
+    recompute : str
+        What the backward makes again instead of keeping it.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Stepper:
         comm: Comm,
         flat: Array,
         seed: int,
+        recompute: Recompute = "none",
     ) -> None:
         self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm
         self.bounds = bounds_of_slices(layout.size, SUM_BLOCK, comm.size)
@@ -150,7 +154,7 @@ class Stepper:
         self.m = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
         self.v = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
         self.updates = 0  # optimizer steps taken: AdamW's t
-        self.seed = seed
+        self.seed, self.recompute = seed, recompute
         self.clock = Clock()
         self._tree = TreeSum(ops, layout.size)
         self._drops = any(
@@ -202,8 +206,8 @@ class Stepper:
             )
         started = time.perf_counter()
         mine = add_in_tree_order(self.ops, parts)
-        mine *= np.float32(1 / n_valid)
-        sums = self.ops.square_sums(mine)
+        mine = self.ops.scale_forward(mine, factor=1 / n_valid, out=mine)[0]
+        sums = self.ops.to_numpy(self.ops.square_sums(mine))
         self._tree.give_back(root)
         self.clock.backend += time.perf_counter() - started
 
@@ -224,6 +228,7 @@ class Stepper:
                 self.model,
                 *on_backend(ops, batch),
                 dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
+                recompute=self.recompute,
             )
             loss_backward(1.0, cache, self.layout.views(leaf))
         self.clock.backend += time.perf_counter() - started

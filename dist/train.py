@@ -18,8 +18,10 @@ from types import FrameType
 from typing import Any
 
 from accel import load as load_backend
+from accel.cuda import device as devices
 from accel.process import peak_memory
 from dist import checkpoint, monitor
+from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, together
 from dist.config import RunFile
 from dist.data import TrainingData, Windows
@@ -95,18 +97,21 @@ class Trainer:
 
     def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
         self.config, self.comm = config, comm
+        self.carried = ""  # how a GPU's arrays travel, in words
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
         together(comm, self._open)
+        self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
         self.stepper = Stepper(
             self.ops,
             config.model,
             config.optim,
             layout,
-            comm,
+            self.comm,
             layout.init(config.train.seed),
             config.train.seed,
+            config.run.recompute,
         )
         self.step = 0
         remembered: dict[str, Any] = {}
@@ -197,7 +202,7 @@ class Trainer:
         while self.step < config.steps:
             record = self._one_step()
             # one message a step: who was asked to stop, and how much memory is in use
-            everyone = self.comm.all_gather((stop.signal, peak_memory()))
+            everyone = self.comm.all_gather((stop.signal, self._memory()))
             signals = [int(number) for number, _ in everyone if number is not None]
             asked = signals[0] if signals else None
             record["memory"] = sum(memory for _, memory in everyone)
@@ -257,6 +262,12 @@ class Trainer:
             "utilisation": speed * self.flops / self.peak,
         }
 
+    def _memory(self) -> int:
+        """Return the most bytes held so far: of the GPU's memory, or of the machine's."""
+        if self.config.run.backend == "cuda":
+            return devices.current().memory()
+        return peak_memory()
+
     def _write(self, record: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(record)
@@ -275,12 +286,13 @@ class Trainer:
         n = self.stepper.layout.size
         self.console.say(config.to_toml())
         self.console.say(f"this run file is saved as {self.out / CONFIG}")
-        mpi = getattr(comm, "library", "no MPI")
         self.console.say(
-            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({mpi}), "
+            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library}), "
             f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
             f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
         )
+        if self.carried:
+            self.console.say(self.carried)
         for source in self.data.sources:
             d = source.dataset
             rest = d.n_tokens - d.n_windows * d.window

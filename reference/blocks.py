@@ -7,7 +7,7 @@ last line to the first, with every op replaced by its backward.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from reference.config import Config
 from reference.ops import (
@@ -25,6 +25,12 @@ from reference.types import Array, DropoutKey, KVCache
 Params = Mapping[str, Array]
 Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
 
+# What a forward does not keep, because the backward makes it again, with the same bits:
+#   none    nothing is made again
+#   norms   the outputs of pre-norms and of the activation, each from its kept input
+#   block   all of a block but its input
+Recompute = Literal["none", "norms", "block"]
+
 
 class Pass(NamedTuple):
     """What all layers of one forward and backward pass share."""
@@ -35,6 +41,17 @@ class Pass(NamedTuple):
     dropout: DropoutKey | None  # None: nothing is dropped (evaluation); its site is filled in
     alibi: Array | None  # (Hq,) slopes when positions are ALiBi's
     layout: Layout  # of the parameters, and so of their gradients
+    recompute: Recompute = "none"
+
+    @property
+    def keeps_norms(self) -> bool:
+        """Whether branches keep their input; a post-norm's output is the residual stream."""
+        return self.recompute != "norms" or self.config.norm_placement == "post"
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether the activation's output is kept."""
+        return self.recompute != "norms"
 
 
 class DecodeState(NamedTuple):
@@ -49,6 +66,7 @@ class ResidualCache(NamedTuple):
     branch: Any
     dropout: Any
     add: Any
+    x: Array | None  # (B, T, D) what the norm read, to make its output again
 
 
 class AttentionBranchCache(NamedTuple):
@@ -64,12 +82,20 @@ class FeedForwardCache(NamedTuple):
     up: Any
     activation: Any
     down: Any
+    h: Array | None  # (B, T, F or 2F) what the activation read, to make its output again
 
 
 class BlockCache(NamedTuple):
     attention: ResidualCache
     cross: ResidualCache | None  # in a decoder that reads a memory
     ffn: ResidualCache
+
+
+class BlockInput(NamedTuple):
+    """What is kept of a block that the backward makes again."""
+
+    forward: Callable[[Array], tuple[Array, BlockCache]]
+    x: Array  # (B, T, D)
 
 
 # ---- norm, dropout, linear: an op with its parameters looked up by name --------------------------
@@ -91,16 +117,24 @@ def norm_backward(run: Pass, grads: Grads, name: str, dout: Array, cache: Any) -
     return run.ops.rmsnorm_backward(dout, cache, out=grads[f"{name}.gain"])[0]
 
 
-def linear_forward(run: Pass, weight: str, bias: str, x: Array) -> tuple[Array, Any]:
+def linear_forward(
+    run: Pass, weight: str, bias: str, x: Array, *, keep_x: bool = True
+) -> tuple[Array, Any]:
     """Return x W, + b when the model has that bias."""
-    return run.ops.linear_forward(x, run.params[weight], run.params.get(bias))
+    return run.ops.linear_forward(x, run.params[weight], run.params.get(bias), keep_x=keep_x)
 
 
 def linear_backward(
-    run: Pass, grads: Grads, weight: str, bias: str, dout: Array, cache: Any
+    run: Pass,
+    grads: Grads,
+    weight: str,
+    bias: str,
+    dout: Array,
+    cache: Any,
+    x: Array | None = None,
 ) -> Array:
-    """Write the gradients of weight and bias, return dx."""
-    return run.ops.linear_backward(dout, cache, out=(grads[weight], grads.get(bias)))[0]
+    """Write the gradients of weight and bias, return dx; ``x`` unless the forward kept it."""
+    return run.ops.linear_backward(dout, cache, x=x, out=(grads[weight], grads.get(bias)))[0]
 
 
 def dropout_forward(run: Pass, x: Array, p: float, site: int) -> tuple[Array, Any]:
@@ -132,7 +166,8 @@ def residual_forward(
     out, add_cache = ops.add_forward(x, h)
     if not pre:
         out, norm_cache = norm_forward(run, name, out)
-    return out, ResidualCache(norm_cache, branch_cache, dropout_cache, add_cache)
+    read = None if run.keeps_norms else x
+    return out, ResidualCache(norm_cache, branch_cache, dropout_cache, add_cache, read)
 
 
 def residual_backward(
@@ -141,15 +176,22 @@ def residual_backward(
     name: str,
     dout: Array,
     cache: ResidualCache,
-    branch_backward: Callable[[Array, Any], Array],
+    branch_backward: Callable[[Array, Any, Callable[[], Array | None]], Array],
 ) -> Array:
-    """Write the parameter gradients, return dx: through the residual plus through the branch."""
+    """Write the parameter gradients, return dx: through the residual plus through the branch.
+
+    The branch is also given a function that makes its input again, None when that was kept.
+    """
+
+    def again() -> Array | None:
+        return None if cache.x is None else norm_forward(run, name, cache.x)[0]
+
     ops, pre = run.ops, run.config.norm_placement == "pre"
     if not pre:
         dout = norm_backward(run, grads, name, dout, cache.norm)
     dx, dh = ops.add_backward(dout, cache.add)
     dh = ops.dropout_backward(dh, cache.dropout)
-    dh = branch_backward(dh, cache.branch)
+    dh = branch_backward(dh, cache.branch, again)
     if pre:
         dh = norm_backward(run, grads, name, dh, cache.norm)
     return ops.add_forward(dx, dh)[0]
@@ -179,7 +221,9 @@ def self_attention_forward(
     B, T, _ = x.shape
     heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
 
-    qkv, input_cache = linear_forward(run, f"{name}.wqkv", f"{name}.bqkv", x)
+    qkv, input_cache = linear_forward(
+        run, f"{name}.wqkv", f"{name}.bqkv", x, keep_x=run.keeps_norms
+    )
     qkv = qkv.reshape(B, T, sum(heads), config.d_head)
     rope_cache = None
     if config.position == "rope":
@@ -209,9 +253,14 @@ def self_attention_forward(
 
 
 def self_attention_backward(
-    run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
+    run: Pass,
+    grads: Grads,
+    name: str,
+    dout: Array,
+    cache: AttentionBranchCache,
+    again: Callable[[], Array | None],
 ) -> Array:
-    """Write the parameter gradients, return dx (B, T, D)."""
+    """Write the parameter gradients, return dx (B, T, D); ``again`` gives x unless it was kept."""
     ops = run.ops
     dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
     dout = ops.merge_heads_backward(dout, cache.merge)
@@ -220,7 +269,8 @@ def self_attention_backward(
         dqkv = ops.rope_backward(dqkv, cache.rope)
     B, T, H, d = dqkv.shape
     dqkv = dqkv.reshape(B, T, H * d)
-    return linear_backward(run, grads, f"{name}.wqkv", f"{name}.bqkv", dqkv, cache.inputs[0])
+    input_cache, x = cache.inputs[0], again()
+    return linear_backward(run, grads, f"{name}.wqkv", f"{name}.bqkv", dqkv, input_cache, x)
 
 
 def cross_attention_forward(
@@ -232,7 +282,7 @@ def cross_attention_forward(
     """
     ops, config = run.ops, run.config
     d, kv_heads = config.d_head, config.n_kv_heads
-    q, q_cache = linear_forward(run, f"{name}.wq", f"{name}.bq", x)
+    q, q_cache = linear_forward(run, f"{name}.wq", f"{name}.bq", x, keep_x=run.keeps_norms)
     kv, kv_cache = linear_forward(run, f"{name}.wkv", f"{name}.bkv", memory)
     q = q.reshape(*x.shape[:2], config.n_heads, d)
     kv = kv.reshape(*memory.shape[:2], 2 * kv_heads, d)
@@ -254,7 +304,12 @@ def cross_attention_forward(
 
 
 def cross_attention_backward(
-    run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
+    run: Pass,
+    grads: Grads,
+    name: str,
+    dout: Array,
+    cache: AttentionBranchCache,
+    again: Callable[[], Array | None],
 ) -> tuple[Array, Array]:
     """Write the parameter gradients, return (dx, dmemory)."""
     ops = run.ops
@@ -265,7 +320,7 @@ def cross_attention_backward(
     dq = dq.reshape(*dq.shape[:2], -1)
     dkv = dkv.reshape(*dkv.shape[:2], -1)
     q_cache, kv_cache = cache.inputs
-    dx = linear_backward(run, grads, f"{name}.wq", f"{name}.bq", dq, q_cache)
+    dx = linear_backward(run, grads, f"{name}.wq", f"{name}.bq", dq, q_cache, again())
     dmemory = linear_backward(run, grads, f"{name}.wkv", f"{name}.bkv", dkv, kv_cache)
     return dx, dmemory
 
@@ -288,19 +343,28 @@ def _up_names(config: Config, name: str) -> tuple[str, str]:
 
 def feed_forward_forward(run: Pass, name: str, x: Array) -> tuple[Array, FeedForwardCache]:
     """Return the feed-forward of x (B, T, D): widen to F, activate, narrow again."""
-    h, up_cache = linear_forward(run, *_up_names(run.config, name), x)
-    h, activation_cache = activation(run.ops, run.config.ffn)[0](h)
-    out, down_cache = linear_forward(run, f"{name}.w_down", f"{name}.b_down", h)
-    return out, FeedForwardCache(up_cache, activation_cache, down_cache)
+    keep = run.keeps_activations
+    h, up_cache = linear_forward(run, *_up_names(run.config, name), x, keep_x=run.keeps_norms)
+    product, activation_cache = activation(run.ops, run.config.ffn)[0](h)
+    out, down_cache = linear_forward(run, f"{name}.w_down", f"{name}.b_down", product, keep_x=keep)
+    return out, FeedForwardCache(up_cache, activation_cache, down_cache, None if keep else h)
 
 
 def feed_forward_backward(
-    run: Pass, grads: Grads, name: str, dout: Array, cache: FeedForwardCache
+    run: Pass,
+    grads: Grads,
+    name: str,
+    dout: Array,
+    cache: FeedForwardCache,
+    again: Callable[[], Array | None],
 ) -> Array:
     """Write the parameter gradients, return dx."""
-    dh = linear_backward(run, grads, f"{name}.w_down", f"{name}.b_down", dout, cache.down)
-    dh = activation(run.ops, run.config.ffn)[1](dh, cache.activation)
-    return linear_backward(run, grads, *_up_names(run.config, name), dh, cache.up)
+    forward, backward = activation(run.ops, run.config.ffn)
+    product = None if cache.h is None else forward(cache.h)[0]
+    dh = linear_backward(run, grads, f"{name}.w_down", f"{name}.b_down", dout, cache.down, product)
+    del product
+    dh = backward(dh, cache.activation)
+    return linear_backward(run, grads, *_up_names(run.config, name), dh, cache.up, again())
 
 
 def activation(
@@ -374,7 +438,7 @@ def block_backward(
     grads: Grads,
     name: str,
     dx: Array,
-    cache: BlockCache,
+    cache: BlockCache | BlockInput,
     dmemory: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Write the block's parameter gradients, return (dx, dmemory).
@@ -382,13 +446,15 @@ def block_backward(
     Every block reads the same memory, so its gradient is a sum: ``dmemory`` goes in as the sum over
     the blocks above, None at the top, and comes out with this block's part added.
     """
+    if isinstance(cache, BlockInput):
+        cache = cache.forward(cache.x)[1]
     feed_forward = partial(feed_forward_backward, run, grads, f"{name}.ffn")
     dx = residual_backward(run, grads, f"{name}.ffn_norm", dx, cache.ffn, feed_forward)
     if cache.cross is not None:
 
-        def cross(dout: Array, branch: Any) -> Array:
+        def cross(dout: Array, branch: Any, again: Callable[[], Array | None]) -> Array:
             nonlocal dmemory
-            dh, part = cross_attention_backward(run, grads, f"{name}.cross", dout, branch)
+            dh, part = cross_attention_backward(run, grads, f"{name}.cross", dout, branch, again)
             dmemory = part if dmemory is None else run.ops.add_forward(dmemory, part)[0]
             return dh
 

@@ -90,6 +90,30 @@ def check_position(op: str, name: str, position: int | Array, batch: int) -> Non
         )
 
 
+def given_again(op: str, kept: Array | None, given: Array | None, shape: tuple[int, ...]) -> Array:
+    """Return a forward's x, from its cache or given to the backward again: one of the two."""
+    if (kept is None) == (given is None):
+        told = "not to keep x, which must be given" if kept is None else "to keep x: do not give it"
+        raise ValueError(f"{op}_backward: the forward was told {told}")
+    if given is not None:
+        check_shape(f"{op}_backward", "x", given, shape, "the forward's x")
+        return given
+    assert kept is not None
+    return kept
+
+
+def check_receiver(op: str, out: Array | None, x: Array) -> None:
+    """Raise unless ``out``, when given, can receive an array of x's shape and dtype as it lies."""
+    if out is None:
+        return
+    check_shape(op, "out", out, x.shape, "x")
+    if out.dtype != x.dtype or not out.flags.c_contiguous:
+        raise ValueError(
+            f"{op}: out must be contiguous and of x's dtype {x.dtype}, got dtype {out.dtype} and "
+            f"strides {out.strides}"
+        )
+
+
 def write_out(out: Array | None, gradient: Array) -> None:
     """Write a parameter gradient where the caller wants it, if anywhere."""
     if out is not None:

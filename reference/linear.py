@@ -14,17 +14,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_dout, check_float, check_rows, check_shape, write_out
+from reference.checks import (
+    check_dout,
+    check_float,
+    check_rows,
+    check_shape,
+    given_again,
+    write_out,
+)
 from reference.types import Array
 
 
 class LinearCache(NamedTuple):
-    x: Array  # (..., I)
+    x: Array | None  # (..., I); None when the backward is to be given it again
     weight: Array  # (I, O)
     has_bias: bool
+    x_shape: tuple[int, ...]
 
 
-def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+def linear_forward(
+    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O).
 
     Parameters
@@ -32,6 +42,8 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
     x : (..., I)
     weight : (I, O)
     bias : (O,), optional
+    keep_x : bool
+        False leaves x out of the cache, for callers that make it again in the backward.
 
     Raises
     ------
@@ -50,18 +62,26 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
         out = out + bias
-    return out, LinearCache(x, weight, bias is not None)
+    return out, LinearCache(x if keep_x else None, weight, bias is not None, x.shape)
 
 
 def linear_backward(
     dout: Array,
     cache: LinearCache,
     *,
+    x: Array | None = None,
     out: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
-    x, weight, has_bias = cache
-    check_dout("linear", dout, (*x.shape[:-1], weight.shape[1]), weight)
+    """Return (dx, dweight, dbias); dbias is None when the forward had no bias.
+
+    Raises
+    ------
+    ValueError
+        When x is given although the forward kept it, or not given although it did not.
+    """
+    kept, weight, has_bias, x_shape = cache
+    x = given_again("linear", kept, x, x_shape)
+    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
     rows = dout.reshape(-1, weight.shape[1])
     dx = dout @ weight.T
     dweight = x.reshape(-1, weight.shape[0]).T @ rows

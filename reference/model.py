@@ -12,17 +12,20 @@ returns. Arrays are that backend's own. MyLLM, GPT-2 and the post-norm decoder a
 (``presets.py``), not classes.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from reference.alibi import alibi_slopes
 from reference.blocks import (
     BlockCache,
+    BlockInput,
     DecodeState,
     Grads,
     Params,
     Pass,
+    Recompute,
     block_backward,
     block_forward,
     dropout_forward,
@@ -47,7 +50,7 @@ class EmbedCache(NamedTuple):
 class ModelCache(NamedTuple):
     run: Pass
     embed: EmbedCache
-    blocks: list[BlockCache]
+    blocks: list[BlockCache | BlockInput]
     final_norm: Any
     loss: Any
 
@@ -63,6 +66,7 @@ def loss_forward(
     *,
     dropout_key: DropoutKey | None = None,
     need_backward: bool = True,
+    recompute: Recompute = "none",
 ) -> tuple[Loss, ModelCache]:
     """Return the summed loss of predicting ``targets`` from ``ids``, and the number that counted.
 
@@ -83,14 +87,20 @@ def loss_forward(
         Turns on the config's dropout; its site is filled in here. None: evaluation.
     need_backward : bool
         False promises that ``loss_backward`` will not be called.
+    recompute : str
+        What the backward makes again, so that it need not be kept: ``"none"``, ``"norms"`` or
+        ``"block"``. Dropout is keyed, and an op on the same arrays gives the same bits, so the
+        gradients are the same, bit for bit.
 
     Raises
     ------
     ValueError
         When shapes do not fit, T exceeds the context, or parameters are missing.
     """
-    run = start_pass(ops, params, config, decoder_layout(config), dropout_key)
-    x, cache = hidden_forward(run, ids, documents)
+    if recompute not in get_args(Recompute):
+        raise ValueError(f"recompute must be one of {get_args(Recompute)}, got {recompute!r}")
+    run = start_pass(ops, params, config, decoder_layout(config), dropout_key, recompute)
+    x, cache = hidden_forward(run, ids, documents, need_backward=need_backward)
     loss, loss_cache = ops.linear_cross_entropy_forward(
         x, head(run), targets, mask, params.get("head.bias"), need_backward=need_backward
     )
@@ -120,7 +130,7 @@ def logits(
 ) -> Array:
     """Return the logits (B, T, V) of every position of ids (B, T): for tests and short texts."""
     run = start_pass(ops, params, config, decoder_layout(config))
-    x, _ = hidden_forward(run, ids, documents)
+    x, _ = hidden_forward(run, ids, documents, need_backward=False)
     return ops.logits(x, head(run), params.get("head.bias"))
 
 
@@ -146,7 +156,7 @@ def prefill(
     if np.shape(lengths) != (B,) or np.min(lengths) < 1 or np.max(lengths) > T:
         raise ValueError(f"prefill: lengths must be ({B},) with values in 1..{T}, got {lengths}")
     run = start_pass(ops, params, config, decoder_layout(config))
-    x, _ = hidden_forward(run, ids, decode=DecodeState(cache, T))
+    x, _ = hidden_forward(run, ids, decode=DecodeState(cache, T), need_backward=False)
     # the head is applied to one row of each prompt; a lookup by row number picks them
     rows = ops.from_numpy((np.arange(B) * T + np.asarray(lengths) - 1).astype(np.int32))
     last, _ = ops.embedding_forward(rows, x.reshape(B * T, config.d_model))
@@ -190,6 +200,7 @@ def decode_step(
         key_mask=key_mask,
         start=positions,
         decode=DecodeState(cache, length),
+        need_backward=False,
     )
     return ops.logits(x.reshape(B, config.d_model), head(run), params.get("head.bias"))
 
@@ -198,7 +209,12 @@ def decode_step(
 
 
 def start_pass(
-    ops: Ops, params: Params, config: Config, layout: Layout, dropout: DropoutKey | None = None
+    ops: Ops,
+    params: Params,
+    config: Config,
+    layout: Layout,
+    dropout: DropoutKey | None = None,
+    recompute: Recompute = "none",
 ) -> Pass:
     """Bundle what the layers of a pass share, once the parameters are seen to fit the layout."""
     check_names(list(params), layout)
@@ -206,7 +222,7 @@ def start_pass(
     if config.position == "alibi":
         slopes = alibi_slopes(config.n_heads, constant_dtype(params))
         alibi = ops.from_numpy(slopes)
-    return Pass(ops, config, params, dropout, alibi, layout)
+    return Pass(ops, config, params, dropout, alibi, layout, recompute)
 
 
 def constant_dtype(params: Params) -> type[np.floating[Any]]:
@@ -227,23 +243,28 @@ def hidden_forward(
     key_mask: Array | None = None,
     start: int | Array = 0,
     decode: DecodeState | None = None,
+    need_backward: bool = True,
 ) -> tuple[Array, ModelCache]:
     """Return what the head reads, (B, T, D), for ids (B, T), the first at position ``start``."""
     x, embed_cache = embed_forward(run, ids, start)
-    blocks = []
+    blocks: list[BlockCache | BlockInput] = []
     for layer in range(run.config.n_layers):
-        x, block_cache = block_forward(
+        forward = partial(
+            block_forward,
             run,
             f"layers.{layer}",
             layer,
-            x,
             key_mask=key_mask,
             documents=documents,
             start=start,
             decode=decode,
         )
-        if decode is None:  # decoding has no backward
-            blocks.append(block_cache)
+        out, block_cache = forward(x)
+        if need_backward:
+            again = run.recompute == "block"
+            blocks.append(BlockInput(forward, x) if again else block_cache)
+        x = out
+        del out, block_cache
     final_cache = None
     if run.config.norm_placement == "pre":
         x, final_cache = norm_forward(run, "final_norm", x)

@@ -159,8 +159,10 @@ class Ops(Protocol):
     def add_backward(self, dout: Array, cache: Any) -> tuple[Array, Array]:
         """(da, db)."""
 
-    def scale_forward(self, x: Array, *, factor: float) -> tuple[Array, Any]:
-        """factor · x."""
+    def scale_forward(
+        self, x: Array, *, factor: float, out: Array | None = None
+    ) -> tuple[Array, Any]:
+        """factor · x; ``out`` receives it and may be x itself."""
 
     def scale_backward(self, dout: Array, cache: Any) -> Array:
         """dx."""
@@ -174,14 +176,25 @@ class Ops(Protocol):
         """dtable (V, D); with ``accumulate`` it is added onto ``out``."""
 
     def linear_forward(
-        self, x: Array, weight: Array, bias: Array | None = None
+        self, x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
     ) -> tuple[Array, Any]:
-        """x W + b: x (..., I), weight (I, O), bias (O,) -> (..., O)."""
+        """x W + b: x (..., I), weight (I, O), bias (O,) -> (..., O).
+
+        ``keep_x=False`` leaves x out of the cache: the backward must be given it again.
+        """
 
     def linear_backward(
-        self, dout: Array, cache: Any, *, out: tuple[Array | None, Array | None] | None = None
+        self,
+        dout: Array,
+        cache: Any,
+        *,
+        x: Array | None = None,
+        out: tuple[Array | None, Array | None] | None = None,
     ) -> tuple[Array, Array, Array | None]:
-        """(dx, dweight, dbias); ``out`` receives (dweight, dbias)."""
+        """(dx, dweight, dbias); ``out`` receives (dweight, dbias).
+
+        ``x`` is the forward's, given when and only when that was told not to keep it.
+        """
 
     def split_heads_forward(
         self, x: Array, *, heads: tuple[int, ...]

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from reference.checks import check_float, check_number, check_shape
+import numpy as np
+
+from reference.checks import check_float, check_number, check_receiver, check_shape
 from reference.types import Array
 
 
@@ -11,12 +13,19 @@ class ScaleCache(NamedTuple):
     shape: tuple[int, ...]
 
 
-def scale_forward(x: Array, *, factor: float) -> tuple[Array, ScaleCache]:
-    """Return factor · x, of x's shape and dtype."""
+def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple[Array, ScaleCache]:
+    """Return factor · x, of x's shape and dtype; written into ``out``, which may be x, when given.
+
+    Raises
+    ------
+    ValueError
+        When ``out`` has another shape or dtype, or is not contiguous.
+    """
     check_float("scale", x=x)
     check_number("scale", "factor", factor)
     # float(): a NumPy float64 scalar would promote a float32 array, a Python float does not
-    return x * float(factor), ScaleCache(float(factor), x.shape)
+    check_receiver("scale", out, x)
+    return np.multiply(x, float(factor), out=out), ScaleCache(float(factor), x.shape)
 
 
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:

@@ -165,6 +165,19 @@ def test_the_embedding_gradient_can_be_added_onto_another() -> None:
         ops.embedding_backward(dout, cache, accumulate=True)
 
 
+def test_scale_may_write_where_it_reads(module: Any = ops) -> None:
+    x = module.from_numpy(np.random.default_rng(0).standard_normal(70_001, np.float32))
+    expected = np.float32(0.3) * np.array(module.to_numpy(x))[8:]
+    part = x[8:]
+    out, _ = module.scale_forward(part, factor=0.3, out=part)
+    assert out is part
+    np.testing.assert_array_equal(module.to_numpy(x)[8:], expected)
+    columns = module.from_numpy(np.ones((len(x), 2), np.float32))
+    for wrong in (x[:3], module.from_numpy(np.ones(x.shape, np.int32)), columns[:, 0]):
+        with pytest.raises(ValueError, match="scale: out must"):
+            module.scale_forward(x, factor=0.3, out=wrong)
+
+
 def test_accumulate_adds_in_place() -> None:
     dst, src = np.arange(4.0), np.ones(4)
     ops.accumulate(dst, src)

@@ -3,12 +3,19 @@
 import importlib.util
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import accel
 from accel.cuda import cupy_device
+from dist import carriers
+from tests import fake_nccl
+from tests.cuda_shim.device import ShimDevice
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,6 +80,48 @@ def test_on_a_gpu_that_is_too_old_or_without_cublas(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError, match=r"compute capability 8\.0 .* this one has 7\.x"):
         accel.load("cuda")
     assert asked == [0]  # the fourth rank on a machine with one GPU
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")
+def test_a_piece_of_a_block_holds_its_owner_while_a_view_of_it_lives() -> None:
+    """CuPy's own arrays, which can be made without a GPU where nothing is allocated."""
+    import cupy
+
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    device._cupy, device._gpu = cupy, SimpleNamespace(id=0)
+    memory = cupy.cuda.UnownedMemory(1 << 20, 4096, None, 0)
+    block = cupy.ndarray((4096,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    dead = weakref.ref(owner)
+    array = device.piece(block, 256, (5, 8), np.dtype(np.uint16), owner=owner)
+    del owner
+    assert device.address(array) == (1 << 20) + 256 and array.shape == (5, 8)
+    assert array.dtype == np.uint16 and array.flags.c_contiguous
+    view = array[1:3].reshape(-1)
+    assert view.base is array and device.address(view) == device.address(array) + 16
+    del array
+    assert dead() is not None
+    del view
+    assert dead() is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")
+def test_cupy_s_binding_of_nccl_has_what_is_called() -> None:
+    nccl = carriers._nccl_module()
+    if not nccl.available:
+        assert carriers._why_not_nccl().startswith("NCCL's library was not found: pip install")
+        return
+    assert carriers._why_not_nccl() == ""
+    assert nccl.NCCL_FLOAT32 == fake_nccl.FLOAT32
+    fake = fake_nccl.module(ShimDevice(), fake_nccl.Wires())
+    for name in vars(fake):
+        assert hasattr(nccl, name)
+    for name in ("send", "recv"):
+        assert hasattr(nccl.NcclCommunicator, name)
 
 
 def test_the_rank_on_this_machine_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,10 @@ def test_row_major_products_map_to_cublas(transpose_a: bool, transpose_b: bool) 
     assert empty.shape == (0, N)
 
 
+def test_scale_may_write_where_it_reads() -> None:
+    test_contract.test_scale_may_write_where_it_reads(ops)
+
+
 def test_ops_take_views() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 4, 5, 6)).astype(np.float32)

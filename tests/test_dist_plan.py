@@ -18,6 +18,9 @@ def test_the_headline_figures() -> None:
     assert plan.master == 4 * n and plan.moments == n and plan.weights == 2 * n
     assert plan.gradients == 4 * n * 4  # accumulation 4: three buffers, and the received slices
     assert plan.checkpoint == 12 * n
+    # 51,776 bytes a token and layer, of which norms and the SwiGLU product are 16,896
+    token = {"none": 51_776 * 28, "norms": 34_880 * 28, "block": 3_584 * 28 + 51_776}
+    assert plan.activations == {level: 8_192 * n for level, n in token.items()}
     assert plan.steps == 47_837 + 57_221
     assert plan.exposures == 105_058 * 262_144
 
@@ -38,6 +41,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     for figure in (
         "1,055,231,744",
         "224.0 MiB",
+        "(as set)",
         "1.5 GiB",  # 1,568 MiB with as many KV heads as query heads
         f"{1_568 * 2**20:,}",
         "1,879,048,192",

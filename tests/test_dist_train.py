@@ -84,6 +84,17 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert train(parts) == 0 and losses(parts) == losses(whole)  # finished: nothing is left to do
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_run_that_keeps_less_learns_the_same_bits(tmp_path: Path, backend: str) -> None:
+    config = prepare(tmp_path, model__dropout_residual=0.2, model__n_layers=2, run__backend=backend)
+    digests = set()
+    for level in ("none", "norms", "block"):
+        out = str(tmp_path / level)
+        assert train(with_run(config, out=out), "--set", f"run.recompute={level}") == 0
+        digests.add(digest(with_run(config, out=out)))
+    assert len(digests) == 1
+
+
 def test_a_run_set_back_to_an_older_checkpoint_takes_the_same_way_again(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
     assert train(config) == 0

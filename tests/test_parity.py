@@ -17,6 +17,7 @@ from accel.cpu import memory
 from accel.verify import check_op
 from reference import ops as reference
 from reference.ops import Ops
+from tests import test_contract
 
 NAMES = [name for name in vars(Ops) if not name.startswith("_")]
 CHECKED = sorted({name.removesuffix("_forward").removesuffix("_backward") for name in NAMES})
@@ -106,3 +107,7 @@ def test_no_op_calls_its_reference_op(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         state = flat, np.zeros_like(flat), np.zeros_like(flat), flat.copy()
         ops.adamw(*state, step=1, n_decayed=50, **settings)
+
+
+def test_scale_may_write_where_it_reads() -> None:
+    test_contract.test_scale_may_write_where_it_reads(accel.load("cpu"))

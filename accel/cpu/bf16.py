@@ -27,7 +27,7 @@ from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_dout, check_float, check_rows, check_shape
+from reference.checks import check_dout, check_float, check_rows, check_shape, given_again
 from reference.config import Config
 from reference.cross_entropy import check_targets
 from reference.types import DropoutKey, KVCache, Loss
@@ -142,13 +142,15 @@ def _check_float32(op: str, **arrays: Array | None) -> None:
 
 
 class LinearCache(NamedTuple):
-    x: Array  # xᵀ packed, left operand of the weight gradient
+    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: it is given again
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
 
 
-def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+def linear_forward(
+    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
     _check_float32("linear", x=x, weight=weight, bias=bias)
     check_rows("linear", x)
@@ -163,8 +165,8 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
         bias = contiguous(bias)
     rows = contiguous(x).reshape(-1, x.shape[-1])
     out = empty((len(rows), weight.shape[1]), x.dtype)
-    packed = multiply_rows(rows, right_operand(weight, transposed=False), out, bias=bias, also=A)
-    assert packed is not None
+    also = A if keep_x else None
+    packed = multiply_rows(rows, right_operand(weight, transposed=False), out, bias=bias, also=also)
     out = out.reshape(*x.shape[:-1], weight.shape[1])
     return out, LinearCache(packed, weight, x.shape, bias is not None)
 
@@ -173,10 +175,15 @@ def linear_backward(
     dout: Array,
     cache: LinearCache,
     *,
+    x: Array | None = None,
     out: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
-    x, weight, x_shape, has_bias = cache
+    kept, weight, x_shape, has_bias = cache
+    x = given_again("linear", kept, x, x_shape)
+    packed = x
+    if kept is None:
+        packed = amx_gemm.pack(contiguous(x).reshape(-1, x_shape[-1]), A, transposed=True)
     check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
     rows = contiguous(dout).reshape(-1, weight.shape[1])
     weight_out, bias_out = (None, None) if out is None else out
@@ -184,7 +191,7 @@ def linear_backward(
     gradient = multiply_rows(rows, right_operand(weight, transposed=True), dx, also=B)
     assert gradient is not None
     dweight, elsewhere = receiver(weight_out, weight.shape, dout.dtype)
-    multiply(x, gradient, dweight)
+    multiply(packed, gradient, dweight)
     dweight = delivered(dweight, elsewhere)
     dbias = None
     if has_bias:

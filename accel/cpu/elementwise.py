@@ -15,7 +15,7 @@ from accel.cpu.memory import empty
 from accel.cpu.philox import philox
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float
+from reference.checks import check_float, check_receiver
 from reference.dropout import check_dropout
 from reference.philox import check_counters
 from reference.types import DropoutKey
@@ -119,18 +119,19 @@ def scale_into(x: Array, factor: float, out: Array) -> None:
     _scale(x.dtype.type(factor), address(x), address(out), x.size)
 
 
-def scaled(x: Array, factor: float) -> Array:
-    """Return factor · x as a new array."""
+def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
+    """Return factor · x, in a new array unless ``out`` is given."""
     x = contiguous(x)
-    out = empty(x.shape, x.dtype)
+    out = empty(x.shape, x.dtype) if out is None else out
     scale_into(x, factor, out)
     return out
 
 
-def scale_forward(x: Array, *, factor: float) -> tuple[Array, ScaleCache]:
-    """Return factor · x."""
+def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple[Array, ScaleCache]:
+    """Return factor · x; ``out``, which may be x itself, receives it."""
     check_float("scale", x=x)
-    return scaled(x, factor), ScaleCache(float(factor))
+    check_receiver("scale", out, x)
+    return scaled(x, factor, out), ScaleCache(float(factor))
 
 
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:

@@ -14,19 +14,21 @@ import numpy.typing as npt
 from accel.cpu.gemm import gemm
 from accel.cpu.kernels import contiguous, delivered, receiver, sum_rows
 from accel.cpu.memory import empty
-from reference.checks import check_float, check_shape
+from reference.checks import check_float, check_shape, given_again
 
 Array = npt.NDArray[Any]
 
 
 class LinearCache(NamedTuple):
-    x: Array  # (N, I)
+    x: Array | None  # (N, I); None when the backward is to be given it again
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
 
 
-def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+def linear_forward(
+    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
     check_float("linear", x=x, weight=weight, bias=bias)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
@@ -40,17 +42,20 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
     rows, weight = contiguous(x).reshape(-1, x.shape[-1]), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     affine(rows, weight, bias, out)
-    return out.reshape(*x.shape[:-1], -1), LinearCache(rows, weight, x.shape, bias is not None)
+    cache = LinearCache(rows if keep_x else None, weight, x.shape, bias is not None)
+    return out.reshape(*x.shape[:-1], -1), cache
 
 
 def linear_backward(
     dout: Array,
     cache: LinearCache,
     *,
+    x: Array | None = None,
     out: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
-    x, weight, x_shape, has_bias = cache
+    kept, weight, x_shape, has_bias = cache
+    x = contiguous(given_again("linear", kept, x, x_shape)).reshape(-1, weight.shape[0])
     rows = contiguous(dout).reshape(-1, weight.shape[1])
     weight_out, bias_out = (None, None) if out is None else out
     dx = empty(x.shape, x.dtype)

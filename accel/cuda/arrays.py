@@ -117,7 +117,7 @@ def upload(array: Array, *, as_bf16: bool) -> Array:
 
 def to_numpy(array: Array) -> Array:
     """Return a device array as NumPy's; bf16 comes as float32."""
-    host = current().download(array)
+    host = current().download(contiguous(array))
     if host.dtype == BF16:
         return np.asarray((host.astype(np.uint32) << np.uint32(16)).view(np.float32))
     return host

@@ -4,16 +4,18 @@ CuPy compiles nothing here, so that no CUDA headers are needed: kernels are load
 code that ``compiler.py`` made, and array operations are limited to copies and memsets.
 """
 
+import errno
 import importlib
+import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.cuda import device as devices
+from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
 from accel.cuda.device import BF16, Argument
 from reference.ops import Ops
@@ -108,11 +110,35 @@ class CuPyDevice:
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if capability == '90' else ''}"
         self._kernels: dict[Any, Any] = {}
+        self.arena = Arena(self)
         self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return uninitialised memory from CuPy's pool, which keeps what a step needed."""
-        return cast(Array, self._cupy.empty(shape, dtype))
+        """Return uninitialised memory from CuPy's pool."""
+        try:
+            return cast(Array, self._cupy.empty(shape, dtype))
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            raise OSError(
+                errno.ENOMEM,
+                f"the GPU's memory is full ({first_line(error)}): take a smaller "
+                "train.micro_batch, or run.recompute = 'norms' or 'block'",
+            ) from error
+
+    def piece(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
+    ) -> Array:
+        """Return an array at a byte of a block."""
+        cuda = self._cupy.cuda
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = cuda.UnownedMemory(self.address(block) + start, nbytes, owner, self._gpu.id)
+        return cast(Array, self._cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0)))
+
+    def expired(self, block: Array) -> None:
+        """Do nothing: whoever reads a dead array finds the next step's numbers."""
+
+    def trim(self) -> None:
+        """Give the pool's free memory back, so that one large block can be had."""
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def clear(self, array: Array) -> None:
         """Set every byte to zero."""
@@ -121,6 +147,10 @@ class CuPyDevice:
     def upload(self, array: Array) -> Array:
         """Copy a NumPy array to the GPU."""
         return cast(Array, self._cupy.asarray(np.ascontiguousarray(array)).reshape(array.shape))
+
+    def write(self, array: Array, values: Array) -> None:
+        """Copy a NumPy array into a GPU array, after all work before it."""
+        array.set(np.ascontiguousarray(values))  # type: ignore[attr-defined]
 
     def download(self, array: Array) -> Array:
         """Copy a GPU array to NumPy, after all work before it."""
@@ -196,6 +226,14 @@ class CuPyDevice:
             GEMM_DEFAULT,
         )
 
-    def step(self) -> AbstractContextManager[None]:
-        """Open a scope: CuPy's pool reuses memory as references die, inside and outside of it."""
-        return nullcontext()
+    def stream(self) -> int:
+        """Return the handle of the current stream."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def name(self) -> str:
+        """Return the GPU's address on the bus, which no CUDA_VISIBLE_DEVICES changes."""
+        return str(self._gpu.pci_bus_id)
+
+    def memory(self) -> int:
+        """Return the bytes of CuPy's pool, which gives nothing back during a run."""
+        return int(self._cupy.get_default_memory_pool().total_bytes())

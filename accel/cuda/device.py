@@ -9,12 +9,12 @@ A bfloat16 array is one of dtype uint16 that holds the bits: CuPy has no complet
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from accel.cuda.arena import Arena
 from reference.types import Array
 
 Argument = Array | np.generic | None
@@ -26,17 +26,33 @@ F32 = np.dtype(np.float32)
 class Device(Protocol):
     """A machine that kernels run on."""
 
+    arena: Arena  # of its steps
+
     def __hash__(self) -> int:
         """Tell one device from another."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return an uninitialised C-contiguous array, aligned to 256 bytes."""
+        """Return an uninitialised C-contiguous array in fresh memory, aligned to 256 bytes."""
+
+    def piece(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
+    ) -> Array:
+        """Return an array at a byte of a block (bytes), which holds ``owner`` while it lives."""
+
+    def expired(self, block: Array) -> None:
+        """Take note that all arrays in a block are dead."""
+
+    def trim(self) -> None:
+        """Give memory that no array holds back to the machine."""
 
     def clear(self, array: Array) -> None:
         """Set every byte of a contiguous array to zero."""
 
     def upload(self, array: Array) -> Array:
         """Return a device array that holds a NumPy array's values, C-contiguous."""
+
+    def write(self, array: Array, values: Array) -> None:
+        """Copy a NumPy array's values into a contiguous device array of its shape and dtype."""
 
     def download(self, array: Array) -> Array:
         """Wait for the device and return its array's values as a NumPy array."""
@@ -82,8 +98,14 @@ class Device(Protocol):
         C has it too or is float32. Sums are in float32.
         """
 
-    def step(self) -> AbstractContextManager[None]:
-        """Open a scope in which memory is reused."""
+    def stream(self) -> int:
+        """Return the handle of the queue that launches go to, for libraries that add to it."""
+
+    def name(self) -> str:
+        """Return what tells this device from all others of the machine."""
+
+    def memory(self) -> int:
+        """Return the most bytes of the device's memory that this process has held."""
 
 
 _device: Device | None = None
@@ -110,8 +132,8 @@ def current() -> Device:
 
 
 def empty(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Return an uninitialised array of the device in use."""
-    return current().empty(tuple(int(n) for n in shape), dtype)
+    """Return an uninitialised array of the device in use, from its arena within a step."""
+    return current().arena.empty(tuple(int(n) for n in shape), dtype)
 
 
 def zeros(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:

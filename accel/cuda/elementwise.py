@@ -22,7 +22,8 @@ from accel.cuda.arrays import (
     strides,
 )
 from accel.cuda.device import bf16_flag, ceil_div, empty, f32, i64, launch, u32
-from reference.checks import check_number, check_rows, check_shape
+from accel.cuda.weights import written
+from reference.checks import check_number, check_receiver, check_rows, check_shape
 from reference.dropout import check_dropout
 from reference.philox import check_counters
 from reference.types import Array, DropoutKey
@@ -110,11 +111,14 @@ def _axes(
     return chosen or [(1, 0)]
 
 
-def scale_forward(x: Array, *, factor: float) -> tuple[Array, ScaleCache]:
-    """Return factor · x."""
+def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple[Array, ScaleCache]:
+    """Return factor · x; ``out``, which may be x itself, receives it."""
     check_activations("scale", x=x)
     check_number("scale", "factor", factor)
-    return _scaled(x, float(factor)), ScaleCache(float(factor), x.shape, x.dtype)
+    check_receiver("scale", out, x)
+    if out is not None:
+        written(out)
+    return _scaled(x, float(factor), out), ScaleCache(float(factor), x.shape, x.dtype)
 
 
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:
@@ -123,9 +127,9 @@ def scale_backward(dout: Array, cache: ScaleCache) -> Array:
     return _scaled(dout, cache.factor)
 
 
-def _scaled(x: Array, factor: float) -> Array:
+def _scaled(x: Array, factor: float, out: Array | None = None) -> Array:
     x = contiguous(x)
-    out = empty(x.shape, x.dtype)
+    out = empty(x.shape, x.dtype) if out is None else out
     blocks = packs(x, x.size)
     launch(SOURCE, "scale", blocks, THREADS, x, out, i64(x.size), f32(factor), BF16=bf16_flag(x))
     return out

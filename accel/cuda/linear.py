@@ -4,11 +4,14 @@ A product of M × K by K × N takes 2·M·N·K floating-point operations; backwa
 bf16 the operands are bf16, sums are float32, and weight gradients stay float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from accel.cuda.arrays import (
     MAX_GRID_Y,
     THREADS,
+    check_activations,
     check_dout,
     check_out,
     check_weights,
@@ -27,14 +30,16 @@ from accel.cuda.device import (
     is_contiguous,
     launch,
 )
-from reference.checks import check_rows, check_shape
+from reference.checks import check_rows, check_shape, given_again
 from reference.types import Array
 
 
 class LinearCache(NamedTuple):
-    x: Array  # (..., I)
+    x: Array | None  # (..., I); None when the backward is to be given it again
     weight: Array  # (I, O), of x's dtype
     has_bias: bool
+    x_shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # of x
 
 
 class SplitHeadsCache(NamedTuple):
@@ -82,7 +87,9 @@ def rows_of(x: Array) -> Array:
 # ---- linear --------------------------------------------------------------------------------------
 
 
-def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, LinearCache]:
+def linear_forward(
+    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
     check_weights("linear", x, weight=weight, bias=bias)
     check_rows("linear", x)
@@ -99,18 +106,23 @@ def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tuple[
     out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype))
     if bias is not None:
         add_bias(out, bias)
-    return out.reshape(*x.shape[:-1], weight.shape[1]), LinearCache(x, weight, bias is not None)
+    kept = x if keep_x else None
+    cache = LinearCache(kept, weight, bias is not None, x.shape, x.dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[1]), cache
 
 
 def linear_backward(
     dout: Array,
     cache: LinearCache,
     *,
+    x: Array | None = None,
     out: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); the last two are float32."""
-    x, weight, has_bias = cache
-    check_dout("linear", dout, (*x.shape[:-1], weight.shape[1]), x.dtype)
+    kept, weight, has_bias, x_shape, dtype = cache
+    x = given_again("linear", kept, x, x_shape)
+    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), dtype)
+    check_activations("linear_backward", x=x, dout=dout)
     to_weight, to_bias = out or (None, None)
     rows, drows = rows_of(x), rows_of(dout)
     dweight = check_out(to_weight, weight.shape)

@@ -118,8 +118,8 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def step() -> AbstractContextManager[None]:
-    """Open a scope in which the device may reuse memory."""
-    return current().step()
+    """Open a scope whose arrays share one block and die at its end; see ``arena.py``."""
+    return current().arena.step()
 
 
 def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:

@@ -1,8 +1,8 @@
 """The backend ``cuda`` in bf16: storage and products in bfloat16, sums and parameters in float32.
 
 Matrices and tables are read as bf16 copies that ``parameters`` makes once after each optimizer
-step; gains, shifts and biases are read from the float32 master. Gradients of parameters are
-float32.
+step (``weights.py``); gains, shifts and biases are read from the float32 master. Gradients of
+parameters are float32.
 """
 
 import sys
@@ -55,6 +55,7 @@ from accel.cuda.ops import (
     to_numpy,
     write_kv,
 )
+from accel.cuda.weights import parameters
 from reference.config import Config
 from reference.model import decode_step as compose_decode_step
 from reference.types import Array, KVCache
@@ -111,11 +112,6 @@ __all__ = [
 def from_numpy(array: Array, *, activation: bool = False) -> Array:
     """Return a device array with a NumPy array's values; float activations become bf16."""
     return upload(array, as_bf16=activation)
-
-
-def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
-    """Return bf16 copies of matrices and tables, and the master's own gains and biases."""
-    return {name: to_dtype(x, BF16) if x.ndim >= 2 else x for name, x in master.items()}
 
 
 def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:

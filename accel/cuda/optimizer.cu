@@ -21,11 +21,12 @@ DEVICE void store4(float* p, i64 i, i64 n, const float (&v)[4]) {
     }
 }
 
-// One step of AdamW, reference/adamw.py. Reads 16 bytes and writes 12 for each parameter.
+// One step of AdamW, reference/adamw.py. Reads 16 bytes and writes 12 for each parameter, and 2 for
+// the bf16 copy of the first n_copied, where there is one.
 // correct1 = 1/(1 - β₁ᵗ), correct2 = 1/(1 - β₂ᵗ).
 KERNEL adamw(float* master, float* m, float* v, const float* grad, i64 n, i64 n_decayed, float lr,
              float beta1, float rest1, float beta2, float rest2, float eps, float weight_decay,
-             float grad_scale, float correct1, float correct2) {
+             float grad_scale, float correct1, float correct2, u16* copy, i64 n_copied) {
     const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n) return;
     float w[4], a[4], b[4], g[4];
@@ -44,6 +45,14 @@ KERNEL adamw(float* master, float* m, float* v, const float* grad, i64 n, i64 n_
     store4(master, i, n, w);
     store4(m, i, n, a);
     store4(v, i, n, b);
+    if (i + 4 <= n_copied && ((u64)copy & 7) == 0) {
+        u32* out = (u32*)(copy + i);
+        out[0] = pack_bf16(w[0], w[1]);
+        out[1] = pack_bf16(w[2], w[3]);
+    } else {
+        for (int k = 0; k < 4; ++k)
+            if (i + k < n_copied) copy[i + k] = to_bf16(w[k]);
+    }
 }
 
 KERNEL accumulate(float* dst, const float* src, i64 n) {

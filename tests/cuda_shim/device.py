@@ -6,7 +6,6 @@ parameters, and the width of every scalar. ``edits`` change the text of a kernel
 compiled: that is how the tests plant bugs.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import os
@@ -14,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cuda import sources
+from accel.cuda.arena import Arena
 from accel.cuda.device import Argument
 from reference.types import Array
 
@@ -76,6 +76,7 @@ class ShimDevice:
         self.edits = dict(edits or {})
         self.extra = dict(extra or {})
         self.launches: list[str] = []
+        self.arena = Arena(self)
         self._libraries: dict[Any, ctypes.CDLL] = {}
         self._bands: weakref.WeakSet[_Memory] = weakref.WeakSet()
 
@@ -87,6 +88,23 @@ class ShimDevice:
         self._bands.add(memory)
         return np.asarray(memory)
 
+    def piece(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
+    ) -> Array:
+        """Return an array of NaN at a byte of a block."""
+        array = np.asarray(_Piece(block, start, shape, np.dtype(dtype), owner))
+        assert block.ctypes.data <= array.ctypes.data and start % 256 == 0
+        assert array.ctypes.data + array.nbytes <= block.ctypes.data + block.nbytes
+        array.view(np.uint8)[...] = 0xFF
+        return array
+
+    def expired(self, block: Array) -> None:
+        """Make NaN of what outlived its step."""
+        block[...] = 0xFF
+
+    def trim(self) -> None:
+        pass
+
     def clear(self, array: Array) -> None:
         assert array.flags.c_contiguous
         array[...] = 0
@@ -96,15 +114,29 @@ class ShimDevice:
         copy[...] = array
         return copy
 
+    def write(self, array: Array, values: Array) -> None:
+        assert array.flags.c_contiguous and array.shape == values.shape
+        assert array.dtype == values.dtype
+        array[...] = values
+
     def download(self, array: Array) -> Array:
         return np.array(array)
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        yield
+    def stream(self) -> int:
+        return 0x5EA
+
+    def name(self) -> str:
+        return f"shim {os.getpid()}"  # each rank has a processor of its own
+
+    def memory(self) -> int:
+        return sum(memory.nbytes for memory in self._bands)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes are all of one array, as those that a library is given must be."""
+        return any(m.first <= address <= m.first + m.nbytes - nbytes for m in self._bands)
 
     # ---- kernels ---------------------------------------------------------------------------------
 
@@ -239,10 +271,29 @@ class _Memory:
             "version": 3,
         }
 
+    @property
+    def first(self) -> int:
+        return int(self.raw.ctypes.data) + self.start
+
     def intact(self) -> bool:
         before = self.raw[self.start - BAND : self.start]
         behind = self.raw[self.start + self.nbytes : self.start + self.nbytes + BAND]
         return bool((before == 0xFF).all() and (behind == 0xFF).all())
+
+
+class _Piece:
+    """A part of a block; NumPy keeps it, and so its owner, as the array's base."""
+
+    def __init__(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
+    ):
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (block.ctypes.data + start, False),
+            "shape": shape,
+            "typestr": dtype.str,
+            "version": 3,
+        }
 
 
 def _argument(kernel: str, i: int, letter: str, argument: Argument) -> Any:

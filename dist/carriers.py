@@ -1,0 +1,194 @@
+"""How the arrays of a GPU travel between ranks; MPI's own way with arrays in memory is ``comm.py``.
+
+The bulk of what ranks exchange, gradients and weights, lies on the GPUs. NCCL moves it from one to
+the other without a detour. Where it cannot, the arrays are copied to host memory, sent by MPI and
+copied back: slow, and right. Everything small (losses, norms, signals) goes by MPI in both cases,
+since only that can also carry Python's objects and end a rank that hangs.
+
+Both move bytes and compute nothing, so they give the same bits. The sums are ``step.py``'s.
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from socket import gethostname
+from types import ModuleType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from accel.cuda import device as devices
+from accel.cuda.device import Device
+from dist.comm import AllRanksError, Comm, together
+from dist.config import Carrier
+from reference.types import Array
+
+
+class Carried:
+    """The ranks of a run as MPI knows them; its two kinds also move the arrays of a device.
+
+    Parameters
+    ----------
+    control : Comm
+        Says all that is small.
+    device : Device
+        Whose arrays are moved.
+    """
+
+    def __init__(self, control: Comm, device: Device) -> None:
+        self.control, self.device = control, device
+        self.rank, self.size = control.rank, control.size
+        self.library = control.library
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's small Python value, in the order of ranks."""
+        return self.control.all_gather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        return self.control.broadcast(value)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.control.barrier()
+
+    def abort(self, status: int) -> NoReturn:
+        """End every rank at once."""
+        self.control.abort(status)
+
+
+class Staged(Carried):
+    """By MPI, through host memory."""
+
+    def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
+        """Send each rank its slice, all to all."""
+        parts = self.control.exchange(self.device.download(flat), bounds)
+        return [self.device.upload(part) for part in parts]
+
+    def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
+        """Send the own slice to all, and write what the others sent."""
+        low, high = bounds[self.rank], bounds[self.rank + 1]
+        host = np.empty(flat.shape, flat.dtype)
+        host[low:high] = self.device.download(flat[low:high])
+        self.control.all_gather_slices(host, bounds)
+        for first, last in ((0, low), (high, bounds[-1])):
+            if last > first:
+                self.device.write(flat[first:last], host[first:last])
+
+
+class Nccl(Carried):
+    """By NCCL, from GPU to GPU.
+
+    Each call is one group of sends and receives, added to the device's queue behind the kernels
+    that make what is sent; those that read what arrives come after it in the same queue. Slices are
+    whole blocks and so of unequal length, which NCCL's own collectives do not take.
+    """
+
+    def __init__(self, control: Comm, device: Device, nccl: Any) -> None:
+        super().__init__(control, device)
+        self._nccl = nccl
+        identity = control.broadcast(nccl.get_unique_id() if control.rank == 0 else None)
+        self._ranks = nccl.NcclCommunicator(control.size, identity, control.rank)
+
+    def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
+        """Send each rank its slice, all to all; the own one stays where it is."""
+        low, high = bounds[self.rank], bounds[self.rank + 1]
+        parts = [
+            flat[low:high] if peer == self.rank else self.device.empty((high - low,), flat.dtype)
+            for peer in range(self.size)
+        ]
+        self._group(_slices(flat, bounds), parts)
+        return parts
+
+    def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
+        """Send the own slice to all and receive theirs in place."""
+        slices = _slices(flat, bounds)
+        self._group([slices[self.rank]] * self.size, slices)
+
+    def _group(self, sent: Sequence[Array], received: Sequence[Array]) -> None:
+        """Exchange ``sent[peer]`` for ``received[peer]`` with every other rank, all at once."""
+        stream, kind = self.device.stream(), self._nccl.NCCL_FLOAT32
+        self._nccl.groupStart()
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
+            for array, call in (
+                (sent[peer], self._ranks.send),
+                (received[peer], self._ranks.recv),
+            ):
+                assert array.dtype == np.float32
+                if array.size:
+                    call(self.device.address(array), array.size, kind, peer, stream)
+        self._nccl.groupEnd()
+
+
+def _slices(flat: Array, bounds: Sequence[int]) -> list[Array]:
+    return [flat[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+
+
+def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
+    """Return the ranks with a way to move a backend's arrays, and which way that is, in words.
+
+    Parameters
+    ----------
+    comm : Comm
+        The ranks as MPI knows them.
+    backend : str
+        Only ``"cuda"`` has arrays that MPI cannot read.
+    how : str
+        ``run.comm``.
+
+    Raises
+    ------
+    AllRanksError
+        When NCCL was asked for and some rank cannot use it.
+    """
+    if backend != "cuda" or comm.size == 1:
+        return comm, ""
+    device = devices.current()
+    if how == "mpi":
+        return Staged(comm, device), "gradients and weights go by MPI through host memory"
+
+    def ask() -> tuple[str, str]:
+        return f"{gethostname()} {device.name()}", _why_not_nccl()
+
+    answers = together(comm, ask)
+    reason = next((why for _, why in answers if why), "")
+    gpus = [gpu for gpu, _ in answers]
+    if not reason and len(set(gpus)) < len(gpus):
+        reason = (
+            f"NCCL wants a GPU for each rank and {len(gpus)} ranks share {len(set(gpus))}: start "
+            "as many ranks as there are GPUs"
+        )
+    if reason and how == "nccl":
+        raise AllRanksError(f"run.comm is 'nccl', but {reason}, or set run.comm to 'auto'")
+    if reason:
+        return (
+            Staged(comm, device),
+            f"gradients and weights go by MPI through host memory: {reason}",
+        )
+    nccl = _nccl_module()
+    version = nccl.get_version()
+    said = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return Nccl(comm, device, nccl), f"gradients and weights go by NCCL {said}"
+
+
+def _nccl_module() -> ModuleType:
+    """Return CuPy's binding of NCCL; what it has to say when there is no library, we say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from cupy.cuda import nccl
+
+    return nccl  # type: ignore[no-any-return]
+
+
+def _why_not_nccl() -> str:
+    if _nccl_module().available:
+        return ""
+    return (
+        "NCCL's library was not found: pip install nvidia-nccl-cu13 (or -cu12, as CuPy is), or "
+        "install NVIDIA's libnccl2"
+    )

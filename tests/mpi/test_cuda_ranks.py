@@ -1,0 +1,83 @@
+"""Ranks with a GPU each, which the shim plays: the same bits, however many, however they talk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist import launch
+from dist.config import RunFile
+from tests.cuda_shim import require
+from tests.mpi.test_ranks import ENVIRONMENT, ROOT
+from tests.runs import prepare, with_run
+from tests.test_dist_train import digest, losses, save_run_file
+
+require.shim()
+
+# more than one block of 65,536 parameters, so that two ranks have something to own
+WIDE = {"model__d_model": 96, "model__d_ff": 256, "model__dropout_residual": 0.2}
+
+
+def train(config: RunFile, ranks: int, nccl: str, *arguments: str) -> tuple[int, str, str]:
+    """Run ``myllm train`` with the shim for a GPU."""
+    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
+    words = [sys.executable]
+    if ranks > 1:
+        words = launch.command(*launch.find_mpirun(), ranks, [])[:-2]
+    done = subprocess.run(
+        [*words, "-m", "tests.cuda_shim.myllm", nccl, "train", str(path), *arguments],
+        cwd=ROOT,
+        env={**launch.environment(ranks), **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_any_number_of_ranks_and_either_carrier_learn_the_same_bits(
+    tmp_path: Path, compute: str
+) -> None:
+    overrides = {"run__compute": compute, "run__eval_every": 2, "train__steps": 3, **WIDE}
+    config = prepare(tmp_path, run__backend="cuda", **overrides)
+    found = {}
+    for ranks, nccl, says in (
+        (1, "none", "1 rank (no MPI)"),
+        (2, "none", "go by MPI through host memory: NCCL's library was not found"),
+        (2, "fake", "go by NCCL 2.32.3"),
+        (4, "fake", "go by NCCL 2.32.3"),
+    ):
+        run = with_run(config, out=str(tmp_path / f"w{ranks}{nccl}"))
+        status, out, err = train(run, ranks, nccl)
+        assert status == 0, err
+        assert says in out
+        found[ranks, nccl] = digest(run), losses(run)
+    assert all(result == found[1, "none"] for result in found.values())
+
+
+def test_a_run_goes_on_with_other_ranks_and_on_another_backend(tmp_path: Path) -> None:
+    config = prepare(
+        tmp_path, run__backend="cuda", run__checkpoint_every=2, run__keep=9, train__steps=4, **WIDE
+    )
+    assert train(config, 2, "fake")[0] == 0
+    whole, lost = digest(config), losses(config)
+    latest = Path(config.run.out) / "checkpoints" / "latest"
+    latest.write_text("step-00000002\n")
+    assert train(config, 1, "none")[0] == 0
+    assert digest(config) == whole
+    latest.write_text("step-00000002\n")
+    assert train(with_run(config, backend="cpu"), 2, "none")[0] == 0
+    assert losses(config) == pytest.approx(lost, rel=1e-6)
+
+
+def test_asking_for_nccl_where_it_is_not_is_said_once(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__backend="cuda", run__comm="nccl")
+    status, _, err = train(config, 2, "none")
+    assert status == 1
+    assert err.count("run.comm is 'nccl', but NCCL's library was not found: pip install") == 1
+    assert "Traceback" not in err
+    assert not os.path.exists(config.run.out)
