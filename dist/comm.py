@@ -6,6 +6,7 @@ into a flat array: rank r owns ``flat[bounds[r] : bounds[r + 1]]``.
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -116,6 +117,7 @@ class Mpi:
         """End every rank: a rank that merely leaves would keep the others waiting for ever."""
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(0.5)  # the launcher drops what it has not passed on when it hears of an abort
         self._comm.Abort(status)
         os._exit(status)  # MPICH's Abort can return before the launcher has ended this process
 

@@ -90,6 +90,7 @@ class Run:
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
     keep: int = 2  # newest checkpoints kept, beside the best
     patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
+    tensorboard: bool = False  # write event files for TensorBoard, too
     sample_every: int = 0  # steps; 0: never
     sample_prompt: str = ""
 
@@ -262,9 +263,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     """
     path = Path(path)
     preset = PRESETS / f"{path}.toml"
-    if not path.exists() and preset.is_file():
-        path = preset
-    if not path.exists():
+    if not path.is_file() and preset.is_file():
+        path = preset  # also beside a folder of that name, such as the one `myllm demo` fills
+    if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.toml")))
         raise FileNotFoundError(
             f"there is no run file {path}, and no preset of that name ({known})"

@@ -96,6 +96,39 @@ class Metrics:
         self._file.close()
 
 
+class TensorBoard:
+    """The same numbers as event files, for those who look at many runs in TensorBoard."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        """Begin a file of events; what earlier ones hold behind ``resumed_step`` is void.
+
+        Raises
+        ------
+        ImportError
+            If tensorboardX is not installed.
+        """
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "run.tensorboard needs tensorboardX: pip install 'myllm[tensorboard]', or leave "
+                "it false; metrics.jsonl and myllm plot need nothing"
+            ) from error
+        self._writer = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add every number of a record at its step."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._writer.close()
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records of a run; a last line cut short by a crash is left out.
 

@@ -22,7 +22,7 @@ from accel.cuda import device as devices
 from accel.process import peak_memory
 from dist import checkpoint, monitor
 from dist.carriers import carrier
-from dist.comm import AllRanksError, Comm, together
+from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import RunFile
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
@@ -181,31 +181,39 @@ class Trainer:
         """
         config, comm = self.config, self.comm
         self.console = monitor.Console(comm.rank == 0, config.steps, bar=comm.size == 1)
-        self.metrics: monitor.Metrics | None = None
+        self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
+        self.unwritten: str | None = None  # why rank 0 could not write a record
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
             self.flops = monitor.flops_per_token(config.model, self.stepper.layout)[0]
-            if comm.rank == 0:
-                self.metrics = monitor.Metrics(self.out, self.step)
+            together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:
             if comm.rank == 0:
                 os.close(self._lock)
             self.console.close()
-            if self.metrics is not None:
-                self.metrics.close()
+            for sink in self.sinks:
+                sink.close()
+
+    def _open_sinks(self) -> None:
+        self.sinks.append(monitor.Metrics(self.out, self.step))
+        if self.config.run.tensorboard:
+            self.sinks.append(monitor.TensorBoard(self.out, self.step))
 
     def _loop(self, stop: StopRequest) -> int | None:
         config, run = self.config, self.config.run
         started, first_step = time.perf_counter(), self.step
         while self.step < config.steps:
             record = self._one_step()
-            # one message a step: who was asked to stop, and how much memory is in use
-            everyone = self.comm.all_gather((stop.signal, self._memory()))
-            signals = [int(number) for number, _ in everyone if number is not None]
+            # one message a step: who was asked to stop, how much memory is in use, and whether
+            # rank 0 could write what there was to write since the last one
+            everyone = self.comm.all_gather((stop.signal, self._memory(), self.unwritten))
+            if everyone[0][2] is not None:
+                raise AllRanksError(everyone[0][2])
+            signals = [int(number) for number, _, _ in everyone if number is not None]
             asked = signals[0] if signals else None
-            record["memory"] = sum(memory for _, memory in everyone)
+            record["memory"] = sum(memory for _, memory, _ in everyone)
             elapsed = time.perf_counter() - started
             eta = elapsed / (self.step - first_step) * (config.steps - self.step)
             self.console.say(monitor.step_line(record, config.steps, elapsed, eta))
@@ -226,6 +234,9 @@ class Trainer:
                     "command goes on from there"
                 )
                 return asked
+        unwritten = self.comm.broadcast(self.unwritten)
+        if unwritten is not None:
+            raise AllRanksError(unwritten)
         return None
 
     def _one_step(self) -> dict[str, Any]:
@@ -269,8 +280,12 @@ class Trainer:
         return peak_memory()
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(record)
+        """Write a record; if that fails, all ranks hear of it after the next step."""
+        try:
+            for sink in self.sinks:
+                sink.write(record)
+        except OSError as error:
+            self.unwritten = sentence(error)
 
     def _give_up(self) -> None:
         good = checkpoint.pointed(self.out / CHECKPOINTS)

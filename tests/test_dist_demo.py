@@ -56,7 +56,8 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     monkeypatch.setattr(demo, "LEAST_STEPS", 6)
     monkeypatch.setattr(demo, "PROBE_STEPS", 3)
     monkeypatch.setattr(demo, "NEW_TOKENS", 5)
-    words = ["demo", "--out", str(tmp_path / "d"), "--minutes", "0.01", "--ranks", "2"]
+    monkeypatch.chdir(tmp_path)  # into the folder `demo` beside us, whose name is a preset's too
+    words = ["demo", "--minutes", "0.01"]
     assert cli.main(words) == 0
     said = capfd.readouterr().out
     for stage in ("corpus:", "tokenizer:", "packing:", "speed:", "training:", "held-out text,"):
@@ -64,20 +65,20 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     assert "2 ranks" in said and said.count("---- ") == 3 and "myllm pack MY_TEXTS" in said
     assert "zlib -9" in said and "allowed 1e-04" in said
     for name in ("loss.png", "loss.svg", "run.toml", "corpus.jsonl", "tokenizer.myllm"):
-        assert (tmp_path / "d" / name).stat().st_size > 0
-    run = tmp_path / "d" / "run"
+        assert (tmp_path / "demo" / name).stat().st_size > 0
+    run = tmp_path / "demo" / "run"
     assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert read_manifest(tmp_path / "d" / "data" / "heldout")["documents"] >= 1
+    assert read_manifest(tmp_path / "demo" / "data" / "heldout")["documents"] >= 1
 
     model = checkpoint.load_model(run, "cpu")
-    windows = Windows(str(tmp_path / "d" / "data" / "heldout"), config.load(run / "config.toml"))
-    tokenizer = Tokenizer.load(tmp_path / "d" / "tokenizer.myllm")
+    windows = Windows(str(tmp_path / "demo" / "data" / "heldout"), config.load(run / "config.toml"))
+    tokenizer = Tokenizer.load(tmp_path / "demo" / "tokenizer.myllm")
     worst, _ = demo.gradient_error(model.ops, model, windows)
     assert 0 < worst < 1e-4
-    bits = demo.unigram_bits(demo.Paths(tmp_path / "d"), windows, tokenizer)
+    bits = demo.unigram_bits(demo.Paths(tmp_path / "demo"), windows, tokenizer)
     assert 1 < bits < 8
 
     assert cli.main(words) == 0  # everything is there: it only shows again
     again = capfd.readouterr().out
     assert "== corpus:" not in again and "== speed:" not in again
-    assert f"going on after step 6 in {run}" in again and again.count("---- ") == 3
+    assert "going on after step 6 in demo/run" in again and again.count("---- ") == 3

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,31 @@ def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert evals[1]["perplexity"] == pytest.approx(np.exp(evals[1]["heldout_loss"]))
     resolved = from_tables_file(Path(config.run.out) / "config.toml")
     assert resolved == config
+
+
+def test_tensorboard_gets_the_numbers_and_forgets_what_a_resumed_run_does_again(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = prepare(tmp_path, run__tensorboard=True, run__checkpoint_every=2)
+    assert train(config) == 0
+    (Path(config.run.out) / "checkpoints" / "latest").write_text("step-00000004\n")
+    assert train(config) == 0
+    events = EventAccumulator(str(Path(config.run.out) / "tensorboard"))
+    events.Reload()
+    seen = events.Scalars("loss")
+    assert [event.step for event in seen] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in seen] == pytest.approx(losses(config))
+    assert [event.step for event in events.Scalars("heldout_loss")] == [6]
+
+
+def test_tensorboard_is_asked_for_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert train(prepare(tmp_path, run__tensorboard=True)) == 1
+    assert "pip install 'myllm[tensorboard]'" in capsys.readouterr().err
 
 
 def from_tables_file(path: Path) -> RunFile:

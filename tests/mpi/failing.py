@@ -1,11 +1,12 @@
 """``myllm`` with a rank that fails in the middle of a step: python failing.py RANK HOW ARGS..."""
 
+import errno
 import os
 import signal
 import sys
 from typing import Any
 
-from dist import cli
+from dist import cli, monitor
 from dist.step import Stepper
 
 rank, how = int(sys.argv[1]), sys.argv[2]
@@ -21,5 +22,13 @@ def update(self: Stepper, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
 
 
-Stepper.update = update  # type: ignore[method-assign]
+def write(self: monitor.Metrics, record: dict[str, Any]) -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+if how == "disk":
+    monitor.Metrics.write = write  # type: ignore[method-assign]
+else:
+    Stepper.update = update  # type: ignore[method-assign]
 sys.exit(cli.main(sys.argv[3:]))

@@ -100,16 +100,15 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert digest(config) == whole
 
 
-@pytest.mark.parametrize(("how", "rank"), [("raise", 1), ("raise", 0), ("kill", 1)])
-def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, rank: int) -> None:
-    config = prepare(tmp_path, train__steps=1000)
-    path = save_run_file(config, tmp_path / "c.toml")
+def train_and_fail(
+    config: RunFile, how: str, rank: int, path: Path
+) -> "subprocess.CompletedProcess[str]":
+    """Train on four ranks, of which one fails as ``failing.py`` says."""
     mpirun, kind = launch.find_mpirun()
     words = launch.command(mpirun, kind, 4, [])
     words[words.index("-m") :] = [str(Path(__file__).parent / "failing.py"), str(rank), how]
-    started = time.monotonic()
-    done = subprocess.run(
-        [*words, "train", str(path)],
+    return subprocess.run(
+        [*words, "train", str(save_run_file(config, path))],
         cwd=ROOT,
         env={**launch.environment(4), **ENVIRONMENT},
         capture_output=True,
@@ -117,6 +116,25 @@ def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, ran
         timeout=60,  # waiting for ever is the failure looked for
         check=False,
     )
+
+
+@pytest.mark.parametrize("steps", [1, 1000])
+def test_a_disk_that_takes_no_metrics_ends_all_ranks_with_a_sentence(
+    tmp_path: Path, steps: int
+) -> None:
+    config = prepare(tmp_path, train__steps=steps)
+    done = train_and_fail(config, "disk", 0, tmp_path / "c.toml")
+    assert done.returncode == 1
+    assert done.stderr.count("metrics.jsonl: No space left on device") == 1
+    assert "Traceback" not in done.stderr
+    assert "step    3/1000" not in done.stdout
+
+
+@pytest.mark.parametrize(("how", "rank"), [("raise", 1), ("raise", 0), ("kill", 1)])
+def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, rank: int) -> None:
+    config = prepare(tmp_path, train__steps=1000)
+    started = time.monotonic()
+    done = train_and_fail(config, how, rank, tmp_path / "c.toml")
     assert done.returncode != 0
     assert "step    2/1000" in done.stdout and "step    4/1000" not in done.stdout
     planted = re.findall("RuntimeError: a fault planted", done.stdout + done.stderr)
