@@ -81,7 +81,12 @@ def _measure(folder: Path, rounds: int, steps: int, threads: int) -> tuple[list[
 def _run(data: Path, out: Path, ranks: int, steps: int, threads: int) -> Run:
     """Train, and read off how fast."""
     settings = [f"data.train={str(data)!r}", "data.heldout=''", f"run.out={str(out)!r}"]
-    settings += [f"train.steps={steps}", "run.eval_every=0", "run.checkpoint_every=0"]
+    settings += [
+        f"train.steps={steps}",
+        "train.warmup_steps=0",
+        "run.eval_every=0",
+        "run.checkpoint_every=0",
+    ]
     command = [sys.executable, "-m", "dist", "train", "demo", "--ranks", str(ranks)]
     command += [word for setting in settings for word in ("--set", setting)]
     env = os.environ | {"MYLLM_THREADS": str(threads)}

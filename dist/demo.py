@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 HELDOUT = 0.05  # of the documents
 SHARED = 0.3  # a held-out document with so many of its eight-word runs in training ones is dropped
+PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
 PROBE_STEPS = 10  # that tell how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
 LEAST_STEPS = 20
@@ -131,14 +132,21 @@ def prepare_corpus(paths: Paths) -> None:
     doubles = near_duplicates([t.text for t in held], [t.text for t in rest], SHARED)
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
-    lines = (json.dumps({"text": t.text, "name": t.name}) + "\n" for t in kept)
+    again = [t for t in rest if is_prose(t)] * (PROSE_COPIES - 1)
+    lines = (json.dumps({"text": t.text, "name": t.name}) + "\n" for t in kept + again)
     replace_durably(paths.corpus, "".join(lines).encode())
     size = sum(len(t.text.encode()) for t in kept)
     say(
         f"corpus: {len(kept)} documents, {monitor.bytes_text(size)}, from Python's standard "
         f"library; {len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
-        f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text)"
+        f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text); "
+        f"English prose to train on is taken {PROSE_COPIES} times"
     )
+
+
+def is_prose(text: Text) -> bool:
+    """Whether a document is a chapter of the language reference rather than a source."""
+    return text.name.startswith("topic ")
 
 
 def read_corpus(paths: Paths) -> tuple[list[Text], list[Text]]:
@@ -245,7 +253,7 @@ def show(paths: Paths, compute: str) -> None:
     if not worst <= bar:
         raise ValueError(f"the gradient of {name} is off by {worst:.1e}; run myllm verify")
 
-    say(f"completions of held-out text (seed {PROMPT_SEED}, temperature 0.7, top-p 0.9)")
+    say(f"completions of held-out text (seed {PROMPT_SEED}, temperature 0.8, top-p 0.95)")
     for text_from, prompt in choose_prompts(held, tokenizer):
         continuation = "".join(
             write_text(
@@ -253,8 +261,8 @@ def show(paths: Paths, compute: str) -> None:
                 tokenizer,
                 prompt,
                 max_new_tokens=NEW_TOKENS,
-                temperature=0.7,
-                top_p=0.9,
+                temperature=0.8,
+                top_p=0.95,
                 seed=PROMPT_SEED,
                 stop={tokenizer.special_tokens["<|eos|>"]},
             )
@@ -337,8 +345,8 @@ def gradient(ops: Ops, params: dict[str, Array], model: Model, batch: Batch) -> 
 def choose_prompts(held: list[Text], tokenizer: "Tokenizer") -> list[tuple[str, list[int]]]:
     """Return the beginnings to continue: of two Python sources and of English prose."""
     rng = np.random.default_rng(PROMPT_SEED)
-    prose = [t for t in held if t.name.startswith("topic ")]
-    sources = [t for t in held if not t.name.startswith("topic ")]
+    prose = [t for t in held if is_prose(t)]
+    sources = [t for t in held if not is_prose(t)]
     prompts = []
     for texts, number in ((sources, 2), (prose, 1)):
         for index in rng.permutation(len(texts))[:number]:

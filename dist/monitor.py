@@ -115,7 +115,9 @@ class TensorBoard:
                 "it false; metrics.jsonl and myllm plot need nothing"
             ) from error
         self._writer = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None
+            str(folder / "tensorboard"),
+            purge_step=resumed_step + 1 if resumed_step else None,
+            filename_suffix=f".{resumed_step:08d}",  # two runs may begin in one second
         )
 
     def write(self, record: dict[str, Any]) -> None:
