@@ -37,6 +37,8 @@ HOME = {  # where an op lives
     "merge_heads": "heads",
     "gelu_tanh": "gelu",
     "logits": "linear",
+    "write_kv": "kv",
+    "kv_cache": "kv",
     "square_sums": "global_norm",
 }
 
@@ -429,4 +431,6 @@ MUTATED: dict[str, list[tuple[str, set[str]]]] = {
     "global_norm": [("global_norm", {"global_norm", "square_sums"})],
     "accumulate": [("accumulate", {"accumulate"})],
     "adamw": [("adamw", {"adamw"})],
+    "kv_cache": [("kv", {"kv_cache"})],
+    "write_kv": [("kv", {"write_kv", "check_write"})],
 }

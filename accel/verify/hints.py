@@ -264,6 +264,15 @@ def _changed_arguments(case: Case) -> Iterator[tuple[str, Case | dict[str, Array
         if "dx" in results:
             results["dx"] = np.roll(results["dx"], gate.shape[-1], axis=-1)
         yield "gate and up swapped? the gate is the first half.", results
+    if "position" in o:
+        yield "position off by one? it looks like one too far.", but(position=o["position"] + 1)
+        yield "position off by one? it looks like one too few.", but(position=o["position"] - 1)
+        if np.ndim(o["position"]):
+            first = int(o["position"][0])
+            yield "is the first row's position taken for all rows?", but(position=first)
+    if case.op == "write_kv":
+        yield "k and v swapped?", but({"k": a["v"], "v": a["k"]})
+        yield "is layer ignored?", but(layer=0)
     if case.op == "adamw":
         yield "is weight decay applied to all elements?", but(n_decayed=len(a["master"]))
         yield "is weight decay left out?", but(weight_decay=0.0)

@@ -57,6 +57,8 @@ class Subject:
         self._file = str(getattr(module, "__file__", "") or "")
         self._activation = self._from is not None and "activation" in (_names(self._from) or ())
         self.notes: set[str] = set()
+        # told ("case", Case) before a case is tried and ("calling", name) before a call
+        self.watch: Callable[[str, Any], None] = lambda kind, content: None
 
     def has(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))
@@ -223,6 +225,8 @@ class Subject:
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the module; whatever goes wrong is one line."""
+        if what not in ("from_numpy", "from_dlpack", "to_numpy"):
+            self.watch("calling", what)
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
