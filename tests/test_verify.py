@@ -21,6 +21,7 @@ from reference.ops import Ops
 from reference.types import Array
 from tests.verify_correct import kernels
 from tests.verify_patches import PATCHES, Patch
+from tests.verify_subtle import SUBTLE
 from tests.verify_wrong import MUTATED, WRITTEN, Written, mutants, patched
 
 CORRECT = kernels(lambda x: x)
@@ -139,10 +140,11 @@ def test_a_planted_mistake_is_caught_and_named(patch: Patch) -> None:
     assert patch.wrong in names, report.text()
 
 
-@pytest.mark.parametrize("wrong", WRITTEN, ids=lambda wrong: f"{wrong.op}: {wrong.title}")
+@pytest.mark.parametrize(
+    "wrong", [*WRITTEN, *SUBTLE], ids=lambda wrong: f"{wrong.op}: {wrong.title}"
+)
 def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
-    dtype = "float64" if wrong.title == "float32 inside" else "float32"
-    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, dtype)
+    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, wrong.dtype)
     assert wrong.wrong in names, report.text()
 
 

@@ -200,9 +200,9 @@ def rope(draw: Draw) -> Draft:
     options: dict[str, Any] = {"base": draw.pick((10_000.0, 500_000.0, 100.0))}
     if draw.wants("start"):
         kind = draw.pick(("int", "rows", "far"))
-        options["start"] = draw.pick((1, 3, 77))
+        options["start"] = draw.pick((1, 3, 77, -5))
         if kind == "rows":
-            options["start"] = draw.rng.integers(0, 200, B).astype(np.int64)
+            options["start"] = draw.rng.integers(-20, 200, B).astype(np.int64)
         elif kind == "far":
             options["start"] = 8_000
     if draw.wants("rotate_heads"):

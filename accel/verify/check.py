@@ -16,6 +16,7 @@ from accel.verify.subject import KernelError, Subject, SubjectError, applies, as
 from accel.verify.trial import run_case
 
 EXAMPLES = 100  # cases of an op in one precision, times the op's weight
+MAX_HINTS = 4
 THOROUGH = 10  # as many times more with thorough
 # Ops with more ways to go wrong get more cases.
 _WEIGHT = {
@@ -275,6 +276,12 @@ def _leave_out(found: OpReport) -> None:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     failure.hints = hints_for(subject, failure.case, failure.judged)
+    if len(failure.hints) > 1 and failure.telling is not None:
+        # a small case has many explanations, of which a large one leaves few
+        others = hints_for(subject, *failure.telling)
+        failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
+    failure.hints = failure.hints[:MAX_HINTS]
+    failure.telling = None
     failure.rerun = (
         f"myllm verify {subject.command} --op {failure.op} --dtype {failure.dtype} "
         f"--seed {options.seed}"
@@ -308,6 +315,6 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     for judged in run_case(subject, case):
         if not judged.ok:
             failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = hints_for(subject, case, judged)
+            failure.hints = hints_for(subject, case, judged)[:MAX_HINTS]
             failures.append(failure)
     return failures

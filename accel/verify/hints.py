@@ -16,6 +16,7 @@ from accel.verify.contract import (
     Case,
     contract_parameters,
     floats,
+    log_sum_exp,
     named_parts,
     reference_results,
 )
@@ -29,16 +30,16 @@ _CLOSE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
 def hints_for(subject: Subject, case: Case, judged: Judged) -> list[str]:
     """Return the guesses that explain a failure, the most telling first."""
-    found: list[str] = []
+    found: list[str] = list(_of_nothing(case, judged))
     if judged.kind in ("value", "shape", "nonfinite") and judged.got is not None:
         with np.errstate(all="ignore"):  # a mistake may well divide by zero
             found += list(_of_values(case, judged))
             found += list(_of_mistakes(case, judged))
-    if judged.kind in ("value", "nonfinite", "shape", "raised"):
+    if judged.kind in ("value", "second", "nonfinite", "shape", "raised"):
         found += list(_of_manner(subject, case, judged))
     if not found:
         found += list(_of_shapes(case))
-    return list(dict.fromkeys(found))[:4]
+    return list(dict.fromkeys(found))
 
 
 def _same(a: Any, b: Any, case: Case) -> bool:
@@ -56,6 +57,18 @@ def _explains(wrong: Any, got: Any, exact: Any) -> bool:
         return False
     off = float(np.linalg.norm(got - exact))
     return off > 0 and float(np.linalg.norm(got - wrong)) <= 0.1 * off
+
+
+def _of_nothing(case: Case, judged: Judged) -> Iterator[str]:
+    """Say when all that is wrong with attention is what queries give that may see no key."""
+    if case.op != "attention" or judged.name != "out" or judged.got is None:
+        return
+    seen = np.isfinite(log_sum_exp(case)).transpose(0, 2, 1)
+    if judged.got.shape == np.shape(judged.exact) and not seen.all():
+        right = _same(judged.got[seen], np.asarray(judged.exact)[seen], case)
+        if right and np.any(judged.got[~seen] != 0):
+            when = "the first queries" if case.arrays["key_mask"] is None else "some queries"
+            yield f"{when} may attend to nothing: they must give zeros."
 
 
 # ---- from the numbers alone ----------------------------------------------------------------------
@@ -474,7 +487,5 @@ def _of_shapes(case: Case) -> Iterator[str]:
         q, k = case.arrays["q"], case.arrays["k"]
         if q.shape[2] != k.shape[2]:
             yield f"query heads {q.shape[2]}, key/value heads {k.shape[2]}: look at the groups."
-        if q.shape[1] > k.shape[1] and case.options.get("causal", True):
-            yield "the first queries may attend to nothing: they must give zeros."
-        elif q.shape[1] != k.shape[1]:
+        if q.shape[1] != k.shape[1]:
             yield f"T = {q.shape[1]}, S = {k.shape[1]}: the queries are the last T positions."

@@ -31,7 +31,9 @@ class Judged(NamedTuple):
     """One result of a case beside what was expected of it."""
 
     name: str  # "out", "dk", "n_valid", …, or "" when the call itself failed
-    kind: str  # "value", or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    # "value"; "second" when only a second call is wrong, since the case has the arguments of the
+    # first; or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    kind: str
     closeness: Closeness | None = None
     got: Array | None = None
     exact: Array | None = None
@@ -217,6 +219,9 @@ def _take_out(
         if not hasattr(out, "k") or not hasattr(out, "v"):
             run.problem("out.k", "missing", "kv_cache should give a KVCache, with k and v")
             return {}
+        both = isinstance(out.k, np.ndarray) and isinstance(out.v, np.ndarray)
+        if out.k is out.v or (both and np.shares_memory(out.k, out.v)):
+            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
         return {"out.k": run.take("out.k", out.k), "out.v": run.take("out.v", out.v)}
     if op == "linear_cross_entropy":
         if not hasattr(out, "total") or not hasattr(out, "n_valid"):
@@ -386,7 +391,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
                 )
             )
             continue
-        problem, kind = "", "value"
+        problem, kind = "", "second" if note.startswith(" of a second") else "value"
         finite = np.isfinite(value)
         if not finite.all():
             bad = np.argwhere(~finite)[0]
