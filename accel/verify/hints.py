@@ -317,7 +317,7 @@ def _rope_backwards(a: dict[str, Any], o: dict[str, Any]) -> Array:
 
 def _norm(a: dict[str, Any], centre: bool, root: Callable[[Array], Array]) -> Array:
     x = a["x"] - np.mean(a["x"], axis=-1, keepdims=True) if centre else a["x"]
-    shift = a["bias"] if "bias" in a else 0
+    shift = 0 if a.get("bias") is None else a["bias"]
     return np.asarray(x / root(np.mean(x * x, axis=-1, keepdims=True)) * a["gain"] + shift)
 
 

@@ -157,6 +157,11 @@ class Subject:
         # a backend on the CPU may keep bf16 in NumPy arrays of uint16, which only it can read
         known = isinstance(value, (np.ndarray, np.generic, int, float))
         bits = isinstance(value, np.ndarray) and value.dtype == np.uint16
+        if bits and self._to is None:
+            raise KernelError(
+                "a result is uint16: if those are the bits of bf16, give the module a to_numpy "
+                "that makes float32 of them"
+            )
         if self._to is not None and (bits or not known):
             value = self.call("to_numpy", self._to, value)
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
