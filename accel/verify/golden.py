@@ -235,7 +235,11 @@ class GoldenReport:
             table.add_row(file, escape(name), dtype, *numbers, verdict)
         console.print(table)
         if self.missing:
-            console.print(f"not there, so not checked: {', '.join(self.missing)}", highlight=False)
+            ops = dict.fromkeys(name.rpartition("-")[0] or name for name in self.missing)
+            console.print(
+                f"not there, so not checked: {len(self.missing)} files of {', '.join(ops)}",
+                highlight=False,
+            )
         verdict = "all as the reference" if self.ok else "not as the reference"
         console.print(f"{len(self.rows)} results: {verdict}", highlight=False)
 

@@ -349,5 +349,5 @@ def require_hypothesis() -> None:
     if importlib.util.find_spec("hypothesis") is None:
         raise ImportError(
             "myllm verify shrinks failing cases with Hypothesis, which is not installed; "
-            "pip install 'myllm[verify]'"
+            "pip install -e '.[verify]' in the clone"
         )
