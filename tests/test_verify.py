@@ -22,6 +22,7 @@ from reference.types import Array
 from tests.verify_correct import kernels
 from tests.verify_patches import PATCHES, Patch
 from tests.verify_subtle import SUBTLE
+from tests.verify_unfused import unfused_attention
 from tests.verify_wrong import MUTATED, WRITTEN, Written, mutants, patched
 
 CORRECT = kernels(lambda x: x)
@@ -86,6 +87,11 @@ def test_correct_kernels_written_otherwise_raise_no_alarm(seed: int) -> None:
     check_module(CORRECT_BF16, dtypes=["bf16"], seed=seed, examples=8)
 
 
+@pytest.mark.parametrize("scale_first", [False, True])
+def test_bf16_attention_that_writes_everything_to_memory_raises_no_alarm(scale_first: bool) -> None:
+    check_module(unfused_attention(scale_first), dtypes=["bf16"], examples=60)
+
+
 @pytest.mark.slow
 def test_no_false_alarm_in_a_thousand_runs() -> None:
     for seed in range(1000):
@@ -148,7 +154,7 @@ def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
     assert wrong.wrong in names, report.text()
 
 
-@pytest.mark.parametrize("op", ["rmsnorm", "softmax", "relu", "scale", "swiglu"])
+@pytest.mark.parametrize("op", ["add", "rmsnorm", "softmax", "relu", "scale", "swiglu", "write_kv"])
 def test_mutants_made_by_rule_are_caught(op: str) -> None:
     survivors = [
         mutant.title
@@ -220,6 +226,15 @@ def test_a_head_mapping_is_recognised() -> None:
 
     report = check_op("attention", forward=attention_forward, raises=False)
     assert any("head mapping?" in h for f in report.failures for h in f.hints)
+
+
+def test_cutting_finds_the_one_key_that_matters() -> None:
+    def attention_forward(q: Array, k: Array, v: Array) -> Array:
+        k = np.where(k.max(axis=(0, 1, 2, 3)) > 1.9, k * 2, k)
+        return ops.attention_forward(q, k, v)[0]
+
+    report = check_op("attention", forward=attention_forward, dtypes=["float32"], raises=False)
+    assert report.failures[0].case.arrays["k"].size <= 2, report.text()
 
 
 # ---- forms of a kernel ---------------------------------------------------------------------------

@@ -64,8 +64,8 @@ def _of_nothing(case: Case, judged: Judged) -> Iterator[str]:
     if case.op != "attention" or judged.name != "out" or judged.got is None:
         return
     seen = np.isfinite(log_sum_exp(case)).transpose(0, 2, 1)
-    if judged.got.shape == np.shape(judged.exact) and not seen.all():
-        right = _same(judged.got[seen], np.asarray(judged.exact)[seen], case)
+    if judged.exact is not None and judged.got.shape == judged.exact.shape and not seen.all():
+        right = _same(judged.got[seen], judged.exact[seen], case)
         if right and np.any(judged.got[~seen] != 0):
             when = "the first queries" if case.arrays["key_mask"] is None else "some queries"
             yield f"{when} may attend to nothing: they must give zeros."
