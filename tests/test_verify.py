@@ -14,6 +14,7 @@ from accel.tolerance import Magnitude, compare, round_bf16
 from accel.verify import SubjectError, VerificationError, check_module, check_op
 from accel.verify.check import Options, cases_of, check_subject
 from accel.verify.contract import SPECS, Case
+from accel.verify.cuts import cuts
 from accel.verify.search import search
 from accel.verify.subject import as_subject
 from reference import ops
@@ -235,6 +236,19 @@ def test_cutting_finds_the_one_key_that_matters() -> None:
 
     report = check_op("attention", forward=attention_forward, dtypes=["float32"], raises=False)
     assert report.failures[0].case.arrays["k"].size <= 2, report.text()
+
+
+def test_a_cut_leaves_every_query_head_its_key_head() -> None:
+    heads = np.arange(3.0, dtype=np.float32).reshape(1, 1, 3, 1)
+    arrays = {"q": np.repeat(heads, 2, axis=2), "k": heads, "v": heads}
+    rest = dict.fromkeys(("alibi", "key_mask", "documents"))
+    case = Case("attention", "float32", arrays | rest, {}, arrays["q"].copy(), {})
+    found = list(cuts(case))
+    assert len(found) >= 8
+    for cut in found:
+        q, k = cut.arrays["q"].reshape(-1), cut.arrays["k"].reshape(-1)
+        np.testing.assert_array_equal(q, np.repeat(k, len(q) // len(k)))
+        np.testing.assert_array_equal(q, cut.cotangent.reshape(-1))
 
 
 # ---- forms of a kernel ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Cas
     going = True
     while going:
         going = False
-        for candidate in _cuts(case):
+        for candidate in cuts(case):
             if tries == 0:
                 return case
             tries -= 1
@@ -56,7 +56,7 @@ def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Cas
     return case
 
 
-def _cuts(case: Case) -> Iterator[Case]:
+def cuts(case: Case) -> Iterator[Case]:
     """Yield cases with one axis cut, the boldest cuts first."""
     axes = _AXES.get(case.op, {})
     if case.op == "linear_cross_entropy" and np.ndim(case.arrays["x"]) != 2:
