@@ -14,6 +14,7 @@ from accel.tolerance import Magnitude, compare, round_bf16
 from accel.verify import SubjectError, VerificationError, check_module, check_op
 from accel.verify.check import Options, cases_of, check_subject
 from accel.verify.contract import SPECS, Case
+from accel.verify.cuts import cuts
 from accel.verify.search import search
 from accel.verify.subject import as_subject
 from reference import ops
@@ -21,6 +22,8 @@ from reference.ops import Ops
 from reference.types import Array
 from tests.verify_correct import kernels
 from tests.verify_patches import PATCHES, Patch
+from tests.verify_subtle import SUBTLE
+from tests.verify_unfused import unfused_attention
 from tests.verify_wrong import MUTATED, WRITTEN, Written, mutants, patched
 
 CORRECT = kernels(lambda x: x)
@@ -30,7 +33,6 @@ SOME = ["add", "linear", "rmsnorm", "layernorm", "rope", "attention", "linear_cr
 
 def test_every_op_of_the_contract_is_checked() -> None:
     left_out = {"from_numpy", "to_numpy", "parameters", "step"}  # used by every check
-    left_out |= {"kv_cache", "write_kv", "decode_step"}  # of whole models: tests/test_generate.py
     names = {n for n in vars(Ops) if not n.startswith("_")} - left_out
     checked = {n for spec in SPECS.values() for n in (spec.forward, spec.backward)}
     assert names <= checked
@@ -84,6 +86,11 @@ def test_the_reference_is_as_the_reference(dtype: str) -> None:
 def test_correct_kernels_written_otherwise_raise_no_alarm(seed: int) -> None:
     check_module(CORRECT, dtypes=["float32", "float64"], seed=seed, examples=8)
     check_module(CORRECT_BF16, dtypes=["bf16"], seed=seed, examples=8)
+
+
+@pytest.mark.parametrize("scale_first", [False, True])
+def test_bf16_attention_that_writes_everything_to_memory_raises_no_alarm(scale_first: bool) -> None:
+    check_module(unfused_attention(scale_first), dtypes=["bf16"], examples=60)
 
 
 @pytest.mark.slow
@@ -140,14 +147,15 @@ def test_a_planted_mistake_is_caught_and_named(patch: Patch) -> None:
     assert patch.wrong in names, report.text()
 
 
-@pytest.mark.parametrize("wrong", WRITTEN, ids=lambda wrong: f"{wrong.op}: {wrong.title}")
+@pytest.mark.parametrize(
+    "wrong", [*WRITTEN, *SUBTLE], ids=lambda wrong: f"{wrong.op}: {wrong.title}"
+)
 def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
-    dtype = "float64" if wrong.title == "float32 inside" else "float32"
-    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, dtype)
+    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, wrong.dtype)
     assert wrong.wrong in names, report.text()
 
 
-@pytest.mark.parametrize("op", ["rmsnorm", "softmax", "relu", "scale", "swiglu"])
+@pytest.mark.parametrize("op", ["add", "rmsnorm", "softmax", "relu", "scale", "swiglu", "write_kv"])
 def test_mutants_made_by_rule_are_caught(op: str) -> None:
     survivors = [
         mutant.title
@@ -219,6 +227,28 @@ def test_a_head_mapping_is_recognised() -> None:
 
     report = check_op("attention", forward=attention_forward, raises=False)
     assert any("head mapping?" in h for f in report.failures for h in f.hints)
+
+
+def test_cutting_finds_the_one_key_that_matters() -> None:
+    def attention_forward(q: Array, k: Array, v: Array) -> Array:
+        k = np.where(k.max(axis=(0, 1, 2, 3)) > 1.9, k * 2, k)
+        return ops.attention_forward(q, k, v)[0]
+
+    report = check_op("attention", forward=attention_forward, dtypes=["float32"], raises=False)
+    assert report.failures[0].case.arrays["k"].size <= 2, report.text()
+
+
+def test_a_cut_leaves_every_query_head_its_key_head() -> None:
+    heads = np.arange(3.0, dtype=np.float32).reshape(1, 1, 3, 1)
+    arrays = {"q": np.repeat(heads, 2, axis=2), "k": heads, "v": heads}
+    rest = dict.fromkeys(("alibi", "key_mask", "documents"))
+    case = Case("attention", "float32", arrays | rest, {}, arrays["q"].copy(), {})
+    found = list(cuts(case))
+    assert len(found) >= 8
+    for cut in found:
+        q, k = cut.arrays["q"].reshape(-1), cut.arrays["k"].reshape(-1)
+        np.testing.assert_array_equal(q, np.repeat(k, len(q) // len(k)))
+        np.testing.assert_array_equal(q, cut.cotangent.reshape(-1))
 
 
 # ---- forms of a kernel ---------------------------------------------------------------------------
@@ -338,7 +368,8 @@ def test_thorough_takes_more_cases() -> None:
 def test_a_result_and_the_gradients_of_an_op_have_the_names_of_its_arguments() -> None:
     for spec in SPECS.values():
         names = list(inspect.signature(getattr(ops, spec.forward)).parameters)
-        assert set(spec.gradients) | set(spec.in_place) | set(spec.weights) <= set(names)
+        named = {*spec.gradients, *spec.in_place, *spec.weights}
+        assert {name.partition(".")[0] for name in named} <= set(names)
 
 
 def test_a_search_reports_what_it_saw() -> None:

@@ -130,6 +130,56 @@ def test_nothing_that_a_module_does_stops_the_other_checks(
         assert re.search(line, said.out), line
 
 
+CRASHING = """
+import ctypes, os, time
+import numpy as np
+from reference import ops
+print("something on stdout")
+def softmax(x):
+    return ctypes.string_at(0) if x.shape[-1] > 5 else ops.softmax(x)
+def relu_forward(x):
+    return os._exit(0) if x.ndim > 1 else ops.relu_forward(x)
+def gelu_forward(x):
+    if x.ndim > 2:
+        time.sleep(60)
+    return ops.gelu_forward(x)[0]
+def logits(x, head, bias=None):
+    return ops.logits(x, head, bias)
+"""
+
+
+def test_a_crash_or_a_hang_ends_one_check_and_leaves_its_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "crashing.py", CRASHING)
+    arguments = ["--module", "crashing.py", "--dtype", "float32"]
+    assert main(["verify", *arguments, "--examples", "12", "--timeout", "3"]) == 1
+    said = capsys.readouterr()
+    for line in (
+        r"FAIL softmax \(float32\): softmax ended the process by SIGSEGV .*\(crashing.py:7\)",
+        r"FAIL relu \(float32\): relu_forward ended the process with status 0",
+        r"FAIL gelu \(float32\): gelu_forward gave no answer within 3 s and was stopped",
+        r"logits .*float32 .*12 .*ok",
+    ):
+        assert re.search(line, said.out), line
+    assert "4/4 logits float32" in said.err
+    (again,) = re.findall(r"again: myllm (verify .*softmax-crash.*npz)", said.out)
+    assert main(again.split()) == 1
+    assert "softmax ended the process by SIGSEGV" in capsys.readouterr().out
+    assert main(["verify", *arguments, "--op", "logits", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+
+
+def test_a_module_that_crashes_when_imported_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = write(tmp_path / "ends.py", "import os\nos.abort()\n")
+    assert main(["verify", "--module", module]) == 1
+    assert "ends.py: importing it ended the process by SIGABRT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--op", "nope"], ["--dtype", "fp8"], ["--examples", "0"], ["--wings"], ["--seed", "x"]],
@@ -201,7 +251,7 @@ def test_the_worked_example_says_what_the_readme_says(
 def test_golden_vectors_hold_their_own_results(tmp_path: Path) -> None:
     assert main(["verify", "--golden", str(tmp_path)]) == 0
     vectors = golden.golden_cases()
-    assert len(vectors) == golden.CASES * 22 + 1
+    assert len(vectors) == golden.CASES * 24 + 1
     results = tmp_path / "results"
     results.mkdir()
     for vector in vectors:

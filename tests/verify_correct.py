@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from reference.config import Config
+from reference.model import decode_step as compose
 from reference.philox import keep_mask
-from reference.types import Array, Loss
+from reference.types import Array, KVCache, Loss
 
 Store = Callable[[Array], Array]
 
@@ -25,9 +27,34 @@ def in_order(terms: Array, axis: int) -> Array:
 def kernels(store: Store) -> SimpleNamespace:
     """Return a module of correct kernels."""
     made = [_simple(store), _norms(store), _attention(store), _activations(store), _loss(store)]
-    return SimpleNamespace(
-        __name__="correct kernels", **{n: f for part in made for n, f in vars(part).items()}
-    )
+    found = {n: f for part in made for n, f in vars(part).items()}
+    return SimpleNamespace(__name__="correct kernels", **found, **vars(_decoding(store, found)))
+
+
+def _decoding(store: Store, others: dict[str, Any]) -> SimpleNamespace:
+    """Decode with the kernels above, row by row of the batch."""
+
+    def kv_cache(params: Any, config: Config, batch: int, length: int) -> KVCache:
+        shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
+        return KVCache(*(np.zeros(shape, params["embedding.weight"].dtype) for _ in range(2)))
+
+    def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:
+        for b, at in enumerate(np.broadcast_to(position, len(k))):
+            cache.k[layer, b, at : at + k.shape[1]] = k[b]
+            cache.v[layer, b, at : at + k.shape[1]] = v[b]
+
+    own = SimpleNamespace(**others, write_kv=write_kv, from_numpy=lambda x, **how: x)
+
+    def decode_step(
+        params: Any, config: Config, token: Array, cache: KVCache, position: Any
+    ) -> Array:
+        found = []
+        for b, at in enumerate(np.broadcast_to(position, len(token))):
+            row = KVCache(cache.k[:, b : b + 1], cache.v[:, b : b + 1])
+            found.append(compose(own, params, config, token[b : b + 1], row, int(at)))
+        return store(np.concatenate(found))
+
+    return SimpleNamespace(kv_cache=kv_cache, write_kv=write_kv, decode_step=decode_step)
 
 
 def _like(x: Array, of: Array) -> Array:

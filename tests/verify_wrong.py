@@ -37,6 +37,8 @@ HOME = {  # where an op lives
     "merge_heads": "heads",
     "gelu_tanh": "gelu",
     "logits": "linear",
+    "write_kv": "kv",
+    "kv_cache": "kv",
     "square_sums": "global_norm",
 }
 
@@ -72,6 +74,7 @@ class Written(NamedTuple):
     op: str
     wrong: str
     kernel: Any
+    dtype: str = "float32"
 
 
 def _of(op: str, **functions: Any) -> Any:
@@ -280,7 +283,7 @@ WRITTEN = [
     Written("dv wrong for groups of five", "attention", "dv", _only_with_groups()),
     Written("mask lost with groups", "attention", "out", _only_with_mask_and_groups()),
     Written("float16 inside", "linear", "out", _half_precision()),
-    Written("float32 inside", "softmax", "out", _single_precision()),
+    Written("float32 inside", "softmax", "out", _single_precision(), "float64"),
     Written("promotes to float64", "scale", "out", _promotes()),
     Written("written behind the end", "layernorm", "dgain", _behind_the_end()),
     Written("masked targets read", "linear_cross_entropy", "", _targets_read_where_masked()),
@@ -429,4 +432,6 @@ MUTATED: dict[str, list[tuple[str, set[str]]]] = {
     "global_norm": [("global_norm", {"global_norm", "square_sums"})],
     "accumulate": [("accumulate", {"accumulate"})],
     "adamw": [("adamw", {"adamw"})],
+    "kv_cache": [("kv", {"kv_cache"})],
+    "write_kv": [("kv", {"write_kv", "check_write"})],
 }

@@ -107,6 +107,8 @@ class Draw:
             x *= 10.0 ** self.rng.uniform(-3, 1.5, shape)
         elif kind == "large":
             x *= 30
+        elif kind == "faint":
+            x *= 0.01
         elif kind == "tiny":
             x *= 10.0 ** self.rng.uniform(-4, -2, (*shape[:-1], 1))
         elif kind == "offset":  # far from zero beside its spread
@@ -131,13 +133,13 @@ class Draw:
 def add(draw: Draw) -> Draft:
     """a + b with every kind of broadcasting."""
     b = draw.rows()
-    cut = draw.pick(("same", "last", "leading", "ones"))
+    cut = draw.pick(("same", "last", "leading", "ones", "both"))
     shape: tuple[int, ...] = b.shape
     if cut == "last":
         shape = shape[-1:]
-    elif cut == "leading":
+    elif cut in ("leading", "both"):
         shape = shape[1:]
-    elif cut == "ones":
+    if cut in ("ones", "both"):
         shape = tuple(n if draw.pick((True, False)) else 1 for n in shape)
     a = draw.values(*shape)
     return Draft({"a": b, "b": a} if draw.pick((True, False)) else {"a": a, "b": b}, {})
@@ -198,9 +200,9 @@ def rope(draw: Draw) -> Draft:
     options: dict[str, Any] = {"base": draw.pick((10_000.0, 500_000.0, 100.0))}
     if draw.wants("start"):
         kind = draw.pick(("int", "rows", "far"))
-        options["start"] = draw.pick((1, 3, 77))
+        options["start"] = draw.pick((1, 3, 77, -5))
         if kind == "rows":
-            options["start"] = draw.rng.integers(0, 200, B).astype(np.int64)
+            options["start"] = draw.rng.integers(-20, 200, B).astype(np.int64)
         elif kind == "far":
             options["start"] = 8_000
     if draw.wants("rotate_heads"):
@@ -209,7 +211,11 @@ def rope(draw: Draw) -> Draft:
 
 
 def attention(draw: Draw) -> Draft:
-    """Every way to mask, with groups of 1 to 7 query heads and more keys than queries or fewer."""
+    """Every way to mask, with groups of 1 to 7 query heads and more keys than queries or fewer.
+
+    A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
+    where they are below zero and values are above, so that a key of zeros draws all attention.
+    """
     T = draw.pick(LENGTHS)
     relation = draw.pick(("S = T", "S > T", "any"))
     S = T
@@ -227,7 +233,7 @@ def attention(draw: Draw) -> Draft:
     B, Hkv, G = draw.pick(heads)
     d = draw.pick((1, 2, 3, 4, 8, 16, 17, 33, 64, 65))
     dv = draw.pick((1, 2, 3, 8, 17, 40)) if draw.pick((False, True)) else d
-    kinds = ("large", "wide")
+    kinds = ("large", "wide", "faint")
     arrays: dict[str, Any] = {
         "q": draw.values(B, T, Hkv * G, d, kinds=kinds),
         "k": draw.values(B, S, Hkv, d, kinds=("wide", "zero rows")),
@@ -236,6 +242,9 @@ def attention(draw: Draw) -> Draft:
         "key_mask": None,
         "documents": None,
     }
+    if draw.pick((False, False, False, True)):
+        arrays["q"], arrays["k"] = np.abs(arrays["q"]), -np.abs(arrays["k"])
+        arrays["v"] = np.abs(arrays["v"])
     if draw.wants("alibi"):
         slopes = alibi_slopes(Hkv * G, np.float64)
         arrays["alibi"] = draw.rounded(draw.pick((slopes, draw.rng.random(Hkv * G))))
@@ -293,12 +302,14 @@ def linear_cross_entropy(draw: Draw) -> Draft:
     shapes = [s for s in (*SHAPES, (257,), (3, 200)) if math.prod(s) * max(V, D) <= MAX_SCORES]
     shape = draw.pick(shapes)
     arrays: dict[str, Any] = {
-        "x": draw.values(*shape, D, kinds=("wide", "large")),
+        "x": draw.values(*shape, D, kinds=("wide", "large", "faint")),
         "head": draw.values(V, D),
         "targets": draw.rng.integers(0, V, shape).astype(np.int32),
         "mask": None,
         "bias": None,
     }
+    if draw.pick((False, False, False, True)):  # a logit of zero, from beyond the head, would show
+        arrays["x"], arrays["head"] = np.abs(arrays["x"]), -np.abs(arrays["head"])
     kind = draw.pick(("random", "one id", "ends"))
     if kind != "random":
         arrays["targets"] = np.full(shape, draw.pick(range(V)), np.int32)

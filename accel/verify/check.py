@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.contract import DTYPES, SPECS, Case
+from accel.verify.contract import DTYPES, SPECS, Case, Spec
 from accel.verify.files import save_failure
 from accel.verify.hints import hints_for
 from accel.verify.report import Report
@@ -16,9 +16,18 @@ from accel.verify.subject import KernelError, Subject, SubjectError, applies, as
 from accel.verify.trial import run_case
 
 EXAMPLES = 100  # cases of an op in one precision, times the op's weight
+MAX_HINTS = 4
 THOROUGH = 10  # as many times more with thorough
 # Ops with more ways to go wrong get more cases.
-_WEIGHT = {"attention": 3, "linear_cross_entropy": 2, "rope": 2, "linear": 1.5, "adamw": 1.5}
+_WEIGHT = {
+    "attention": 3,
+    "linear_cross_entropy": 2,
+    "rope": 2,
+    "linear": 1.5,
+    "adamw": 1.5,
+    "decode_step": 0.5,
+    "kv_cache": 0.1,
+}
 
 
 class VerificationError(AssertionError):
@@ -59,7 +68,8 @@ def check_module(
     Parameters
     ----------
     module : module, object with functions as attributes, or path of a Python file
-        It offers functions named like those of ``reference.ops.Ops``; any part of them will do.
+        It offers functions named like those of ``reference.ops.Ops``; any part of them will do. A
+        file is checked in a process of its own, which may crash.
     ops : iterable of str, optional
         Only these: ``["attention", "rmsnorm"]``.
     dtypes : iterable of {"float32", "float64", "bf16"}, optional
@@ -89,7 +99,6 @@ def check_module(
     SubjectError
         A ``ValueError``: the file does not import, offers nothing, or an op or dtype is unknown.
     """
-    subject = as_subject(module)
     options = Options(
         _known("op", ops, SPECS),
         _known("dtype", dtypes, DTYPES),
@@ -99,7 +108,12 @@ def check_module(
         shrink,
         None if save is None else Path(save),
     )
-    report = check_subject(subject, options)
+    if isinstance(module, (str, Path)):
+        from accel.verify.apart import Source, check_apart  # which needs this module
+
+        report = check_apart(Source(module=str(module)), options)
+    else:
+        report = check_subject(as_subject(module), options)
     if raises and not report.ok:
         raise VerificationError(report)
     return report
@@ -164,11 +178,14 @@ def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tupl
 Progress = Callable[[str, str, int, int], None]
 
 
-def check_subject(
-    subject: Subject, options: Options, progress: Progress = lambda *_: None
-) -> Report:
-    """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
-    require_hypothesis()
+def planned(subject: Subject, options: Options) -> list[tuple[Spec, str, int]]:
+    """Return what is checked: each op in each precision, and with how many cases.
+
+    Raises
+    ------
+    SubjectError
+        When the subject does not offer an op that was asked for, or no array crosses to it.
+    """
     specs = subject.specs()
     if options.ops is not None:
         offered = {spec.name for spec in specs}
@@ -180,41 +197,60 @@ def check_subject(
         dtypes = options.dtypes or subject.dtypes()
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
+    return [
+        (spec, dtype, cases_of(spec.name, options))
+        for spec in specs
+        for dtype in dtypes
+        if applies(spec, dtype)
+    ]
+
+
+def check_subject(
+    subject: Subject,
+    options: Options,
+    progress: Progress = lambda *_: None,
+    *,
+    earlier: Iterable[OpReport] = (),
+    found: Callable[[OpReport], None] = lambda op: None,
+) -> Report:
+    """Check what a subject offers, op by op; nothing that goes wrong in one stops the others.
+
+    Parameters
+    ----------
+    earlier : iterable of OpReport
+        What is known of the first part of the plan, which is left out.
+    found : callable
+        Told of each op in each precision when it is through.
+    """
+    require_hypothesis()
+    report = Report(subject.name, options.seed, list(earlier))
     chosen = options.dtypes is not None or subject.declared_dtypes() is not None
+    for spec, dtype, count in planned(subject, options)[len(report.ops) :]:
+        before = [op for op in report.ops if op.op == spec.name]
+        known = {(failure.name, failure.kind) for op in before for failure in op.failures}
+        done = 0
 
-    report = Report(subject.name, options.seed)
-    for spec in specs:
-        known: dict[tuple[str, str], str] = {}
-        passed: set[str] = set()
-        for dtype in dtypes:
-            if not applies(spec, dtype):
-                continue
-            count = cases_of(spec.name, options)
-            done = 0
+        def tick(op: str = spec.name, dtype: str = dtype, count: int = count) -> None:
+            nonlocal done
+            done += 1
+            progress(op, dtype, min(done, count), count)
 
-            def tick(op: str = spec.name, dtype: str = dtype, count: int = count) -> None:
-                nonlocal done
-                done += 1
-                progress(op, dtype, min(done, count), count)
-
-            found = search(
-                subject,
-                spec,
-                dtype,
-                seed=options.seed,
-                examples=count,
-                shrink=options.shrink,
-                known=frozenset(known),
-                tick=tick,
-            )
-            if not chosen and dtype != "float32" and "float32" in passed:
-                _leave_out(found)
-            if found.ok:
-                passed.add(dtype)
-            for failure in found.failures:
-                known[failure.name, failure.kind] = dtype
-                _explain(subject, failure, options)
-            report.ops.append(found)
+        op = search(
+            subject,
+            spec,
+            dtype,
+            seed=options.seed,
+            examples=count,
+            shrink=options.shrink,
+            known=frozenset(known),
+            tick=tick,
+        )
+        if not chosen and any(b.dtype == "float32" and b.ok for b in before):
+            _leave_out(op)
+        for failure in op.failures:
+            _explain(subject, failure, options)
+        report.ops.append(op)
+        found(op)
     report.notes = sorted(subject.notes)
     return report
 
@@ -240,26 +276,45 @@ def _leave_out(found: OpReport) -> None:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     failure.hints = hints_for(subject, failure.case, failure.judged)
+    if len(failure.hints) > 1 and failure.telling is not None:
+        # a small case has many explanations, of which a large one leaves few
+        others = hints_for(subject, *failure.telling)
+        failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
+    failure.hints = failure.hints[:MAX_HINTS]
+    failure.telling = None
     failure.rerun = (
         f"myllm verify {subject.command} --op {failure.op} --dtype {failure.dtype} "
         f"--seed {options.seed}"
     )
     if options.save is not None:
-        what = re.sub(r"\W+", "", failure.name) or failure.kind
-        if failure.name and failure.kind != "value":
-            what += f"-{failure.kind}"
-        path = options.save / f"{failure.op}-{what}-{failure.dtype}.npz"
+        path = failure_path(options.save, failure)
         save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
         failure.file = str(path)
         failure.rerun = f"myllm verify {subject.command} --case {path}"
 
 
+def failure_path(folder: Path, failure: Failure) -> Path:
+    """Return where the case of a failure is kept."""
+    what = re.sub(r"\W+", "", failure.name) or failure.kind
+    if failure.name and failure.kind != "value":
+        what += f"-{failure.kind}"
+    return folder / f"{failure.op}-{what}-{failure.dtype}.npz"
+
+
 def replay(subject: Subject, case: Case) -> list[Failure]:
-    """Run one case again and return what is wrong with it."""
+    """Run one case again and return what is wrong with it.
+
+    Raises
+    ------
+    ValueError
+        When the subject does not offer the op.
+    """
+    if not (subject.has(case.spec.forward) or subject.has_backward(case.spec)):
+        raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
     failures = []
     for judged in run_case(subject, case):
         if not judged.ok:
             failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = hints_for(subject, case, judged)
+            failure.hints = hints_for(subject, case, judged)[:MAX_HINTS]
             failures.append(failure)
     return failures

@@ -1,20 +1,22 @@
 """``myllm verify``: hold kernels to the reference, from the command line."""
 
 import argparse
-import importlib
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from accel.verify.check import Options, cases_of, check_subject, replay
+from accel.verify.apart import TIMEOUT, Plan, Source, check_apart, replay_apart
+from accel.verify.check import Options
 from accel.verify.contract import DTYPES, SPECS
 from accel.verify.files import load_failure
 from accel.verify.golden import check_results, write_golden
 from accel.verify.report import Report, failure_text, show
-from accel.verify.subject import Subject, SubjectError, applies, as_subject, load_file
+from accel.verify.subject import SubjectError
 
 # Every backend in every mode, as accel.load names them.
 BACKENDS = (("cpu", "float32"), ("cpu", "bf16"), ("cuda", "float32"), ("cuda", "bf16"))
@@ -58,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="the same seed gives the same cases (default 0)")
     add("--examples", type=int, metavar="N", help="cases of each op in each precision")
     add("--thorough", action="store_true", help="ten times as many cases")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help="seconds after which a case without an answer is given up (default %(default)g)",
+    )
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")
     add("--json", action="store_true", help="print the report as JSON on stdout")
@@ -77,6 +86,8 @@ def run(argv: list[str]) -> int:
             parser().error(f"there is no op {op!r}; known: {', '.join(SPECS)}")
     if arguments.examples is not None and arguments.examples < 1:
         parser().error("--examples must be positive")
+    if not arguments.timeout > 0:
+        parser().error("--timeout must be positive")
     if arguments.golden is not None:
         count = write_golden(arguments.golden, seed=arguments.seed, ops=arguments.op)
         out.print(f"{count} files of golden vectors in {arguments.golden}; its README.md explains")
@@ -90,24 +101,27 @@ def run(argv: list[str]) -> int:
             found.show(out)
         return 0 if found.ok else 1
 
-    subjects, broken = _subjects(arguments, err)
+    sources, broken = _sources(arguments), False
     if arguments.case is not None:
-        return _again(arguments.case, subjects, out) or int(broken)
-    reports = []
-    for subject, compute in subjects:
-        options = Options(
-            ops=tuple(arguments.op) if arguments.op else None,
-            dtypes=tuple(arguments.dtype) if arguments.dtype else compute,
-            seed=arguments.seed,
-            examples=arguments.examples,
-            thorough=arguments.thorough,
-            save=arguments.save,
-        )
+        return _again(arguments, sources or [Source(backend="cpu")], out)
+    reports: list[Report] = []
+    for source in sources:
         try:
-            reports.append(_check(subject, options, err))
-        except SubjectError as error:
-            err.print(f"myllm verify: {error}", highlight=False, soft_wrap=True)
-            broken = True
+            reports.append(_check(source, arguments, err))
+        except (ImportError, ValueError) as error:
+            if source.module or isinstance(error, SubjectError):
+                err.print(f"myllm verify: {error}", highlight=False, soft_wrap=True)
+                broken = True
+                continue
+            err.print(f"{source.name} is not here: {error}", highlight=False, soft_wrap=True)
+            # a backend that was named has to be there in one mode at least
+            names = [s.backend for s in sources if s.backend == source.backend]
+            last = source == [s for s in sources if s.backend == source.backend][-1]
+            here = [r for r in reports if r.subject.startswith(f"{source.backend} (")]
+            broken |= bool(arguments.backend) and bool(names) and last and not here
+    if not reports and not broken:
+        err.print("no fast backend runs here, so the reference checks itself", highlight=False)
+        reports.append(_check(Source(backend="reference"), arguments, err))
     if arguments.json:
         print(json.dumps([report.to_dict() for report in reports], indent=2))
     else:
@@ -116,101 +130,71 @@ def run(argv: list[str]) -> int:
     return int(broken or not all(report.ok for report in reports))
 
 
-def _subjects(
-    arguments: argparse.Namespace, err: Console
-) -> tuple[list[tuple[Subject, tuple[str, ...] | None]], bool]:
-    """Return what is to be checked, with its precisions, and whether something could not load."""
-    subjects: list[tuple[Subject, tuple[str, ...] | None]] = []
-    broken = False
-    for path in arguments.module or ():
-        try:
-            subjects.append((load_file(path), None))
-        except SubjectError as error:
-            err.print(f"myllm verify: {error}", highlight=False, soft_wrap=True)
-            broken = True
+def _sources(arguments: argparse.Namespace) -> list[Source]:
+    """Return what is to be checked: modules, and backends when named or when there is no module."""
+    sources = [Source(module=path) for path in arguments.module or ()]
     if arguments.module and not arguments.backend:
-        return subjects, broken
-
-    accel = importlib.import_module("accel")
-    wanted = [pair for pair in BACKENDS if arguments.compute in (None, pair[1])]
+        return sources
+    wanted = list(BACKENDS)
     if arguments.backend:
         wanted = []
         for name in arguments.backend:
             modes = [c for n, c in BACKENDS if n == name] or ["float32"]
-            wanted += [(name, c) for c in modes if arguments.compute in (None, c)]
-    loaded: list[str] = []
-    refusals: dict[tuple[str, str], str] = {}
-    for name, compute in wanted:
-        try:
-            module = accel.load(name, compute=compute)
-        except (ImportError, ValueError) as error:
-            refusals[name, compute] = str(error)
-            continue
-        loaded.append(name)
-        command = f"--backend {name} --compute {compute}"
-        subject = as_subject(module, f"{name} ({compute})", command)
-        subjects.append((subject, ("bf16",) if compute == "bf16" else None))
-    for (name, compute), why in refusals.items():
-        err.print(f"{name} ({compute}) is not here: {why}", highlight=False, soft_wrap=True)
-        broken |= bool(arguments.backend) and name not in loaded
-    if not subjects and not broken:
-        err.print("no fast backend runs here, so the reference checks itself", highlight=False)
-        subjects.append(
-            (as_subject(accel.load("reference"), "reference", "--backend reference"), None)
-        )
-    return subjects, broken
+            wanted += [(name, c) for c in modes]
+    return sources + [
+        Source(backend=name, compute=c) for name, c in wanted if arguments.compute in (None, c)
+    ]
 
 
-def _check(subject: Subject, options: Options, err: Console) -> Report:
+def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Report:
     """Check one subject, with a bar on a terminal and a line for each op elsewhere."""
-    specs = [s for s in subject.specs() if options.ops is None or s.name in options.ops]
-    dtypes = options.dtypes or subject.dtypes()
-    plan = [(s.name, d) for s in specs for d in dtypes if applies(s, d)]
-    total = sum(cases_of(name, options) for name, _ in plan)
-    if not err.is_terminal:
-
-        def line(op: str, dtype: str, done: int, count: int) -> None:
-            if done == count:
-                at = plan.index((op, dtype)) + 1
-                print(f"{at}/{len(plan)} {op} {dtype}", file=sys.stderr)
-
-        return check_subject(subject, options, line)
-
+    dtypes = ("bf16",) if source.backend and source.compute == "bf16" else None
+    options = Options(
+        ops=tuple(arguments.op) if arguments.op else None,
+        dtypes=tuple(arguments.dtype) if arguments.dtype else dtypes,
+        seed=arguments.seed,
+        examples=arguments.examples,
+        thorough=arguments.thorough,
+        save=arguments.save,
+    )
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task(subject.name, total=total)
-        before = dict(zip(plan, _running([cases_of(n, options) for n, _ in plan]), strict=True))
+    bars = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
-        def bar(op: str, dtype: str, done: int, count: int) -> None:
-            progress.update(task, completed=before[op, dtype] + done, description=f"{op} {dtype}")
+    def begin(name: str, plan: Plan) -> Callable[[str, str, int, int], None]:
+        ends = list(itertools.accumulate(count for _, _, count in plan))
+        places = {(op, dtype): i for i, (op, dtype, _) in enumerate(plan)}
+        task = bars.add_task(name, total=ends[-1])
 
-        return check_subject(subject, options, bar)
+        def tell(op: str, dtype: str, done: int, count: int) -> None:
+            i = places[op, dtype]
+            at = ends[i] if done == count else ends[i] - count + done
+            bars.update(task, completed=at, description=f"{op} {dtype}")
+            if done == count and not err.is_terminal:
+                print(f"{i + 1}/{len(plan)} {op} {dtype}", file=sys.stderr)
+
+        return tell
+
+    with bars:
+        return check_apart(source, options, begin=begin, timeout=arguments.timeout)
 
 
-def _running(counts: list[int]) -> list[int]:
-    """Return what comes before each of some counts."""
-    sums = [0]
-    for count in counts[:-1]:
-        sums.append(sums[-1] + count)
-    return sums[: len(counts)]
-
-
-def _again(path: Path, subjects: list[tuple[Subject, tuple[str, ...] | None]], out: Console) -> int:
+def _again(arguments: argparse.Namespace, sources: list[Source], out: Console) -> int:
     """Run one saved case on every subject."""
-    case = load_failure(path)
+    case = load_failure(arguments.case)
     failed = False
-    for subject, _ in subjects:
-        if not (subject.has(case.spec.forward) or subject.has_backward(case.spec)):
-            raise ValueError(f"{subject.name} offers no {case.op}, which {path} is a case of")
-        failures = replay(subject, case)
+    for source in sources:
+        try:
+            failures = replay_apart(source, case, timeout=arguments.timeout)
+        except ImportError as error:
+            raise ValueError(f"{source.name} is not here: {error}") from None
         failed |= bool(failures)
         for failure in failures:
             out.print(failure_text(failure), markup=False, highlight=False, soft_wrap=True)
         if not failures:
-            out.print(f"{subject.name}: {case.op} is right in this case", highlight=False)
+            out.print(f"{source.name}: {case.op} is right in this case", highlight=False)
     return int(failed)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF, Magnitude, round_bf16
-from accel.verify.cases import GENERATORS, LAYOUTS, Draw
-from accel.verify.magnitudes import MAGNITUDES
+from accel.verify import cases, cases_decode, magnitudes, magnitudes_decode
+from accel.verify.cases import LAYOUTS, Draw
 from reference import ops as reference
-from reference.types import Array
+from reference.config import Config
+from reference.types import Array, KVCache
 
 DTYPES = ("float32", "float64", "bf16")
 
@@ -72,7 +73,17 @@ SPECS: dict[str, Spec] = {
         Spec("global_norm", float64=True, weights=("x",)),
         Spec("accumulate", in_place=("dst",), weights=("dst", "src")),
         Spec("adamw", in_place=("master", "m", "v"), weights=("master", "m", "v", "grad")),
+        Spec("kv_cache"),
+        Spec("write_kv", in_place=("cache.k", "cache.v")),
+        Spec("decode_step", in_place=("cache.k", "cache.v")),
     )
+}
+GENERATORS = cases.GENERATORS | {
+    f.__name__: f for f in (cases_decode.kv_cache, cases_decode.write_kv, cases_decode.decode_step)
+}
+MAGNITUDES = magnitudes.MAGNITUDES | {
+    f.__name__: f
+    for f in (magnitudes_decode.kv_cache, magnitudes_decode.write_kv, magnitudes_decode.decode_step)
 }
 # These work on the float32 master, whatever the activations are.
 MASTER_OPS = ("square_sums", "global_norm", "accumulate", "adamw")
@@ -84,7 +95,7 @@ class Case:
 
     op: str
     dtype: str
-    arrays: dict[str, Any]  # the contract's array parameters; None where not given
+    arrays: dict[str, Any]  # the contract's array parameters, or see ``gathered``; None: not given
     options: dict[str, Any]
     cotangent: Any  # dout, in the form of the output; None when no backward is called
     layouts: dict[str, str]  # how inputs and "dout" lie in memory; plain when not named
@@ -109,7 +120,7 @@ class Case:
             if a.dtype.kind == "f" or a.size > 4
             else f"{name} = {a.tolist()}"
             for name, a in self.arrays.items()
-            if a is not None
+            if a is not None and not name.startswith("params.")  # the config tells those
         ]
         parts += [f"{name} = {_short(value)}" for name, value in self.options.items()]
         kinds = collections.defaultdict(list)
@@ -124,7 +135,20 @@ class Case:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Config):
+        fields = dataclasses.fields(value)
+        changed = [f.name for f in fields if getattr(value, f.name) != f.default]
+        return f"({', '.join(f'{name} = {getattr(value, name)}' for name in changed)})"
     return str(value.tolist()) if isinstance(value, np.ndarray) else repr(value)
+
+
+def gathered(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with ``cache.k`` and ``cache.v`` as a cache, ``params.*`` as a mapping."""
+    found = {name: a for name, a in arrays.items() if "." not in name}
+    if "cache.k" in arrays:
+        found["cache"] = KVCache(arrays["cache.k"], arrays["cache.v"])
+    params = {n.removeprefix("params."): a for n, a in arrays.items() if n.startswith("params.")}
+    return found | ({"params": params} if params else {})
 
 
 def shape_of(a: Any) -> str:
@@ -147,7 +171,8 @@ def draw_case(spec: Spec, draw: Draw, *, has_backward: bool, backward_offers: An
     layouts: dict[str, str] = {}
     layout = draw.pick(LAYOUTS)
     if layout != "plain":
-        names = [name for name, a in arrays.items() if a is not None]
+        # a cache and parameters lie as the module makes them
+        names = [name for name, a in arrays.items() if a is not None and "." not in name]
         if cotangent is not None and not isinstance(cotangent, float):
             names.append("dout")
         chosen = draw.pick((*names, "all"))
@@ -215,13 +240,15 @@ def forward(
     spec: Spec, arrays: dict[str, Any], options: dict[str, Any], ops: Any = reference
 ) -> Any:
     """Call a forward with the contract's signature."""
-    return getattr(ops, spec.forward)(**arrays, **options)
+    return getattr(ops, spec.forward)(**gathered(arrays), **options)
 
 
 def named_parts(out: Any) -> dict[str, Any]:
     """Return the parts of an output by name: out; out[0], …; or total and n_valid of a loss."""
     if hasattr(out, "total"):
         return {"total": np.asarray(out.total), "n_valid": np.asarray(out.n_valid)}
+    if isinstance(out, KVCache):
+        return {"out.k": out.k, "out.v": out.v}
     if isinstance(out, tuple):
         return {f"out[{i}]": part for i, part in enumerate(out)}
     return {"out": np.asarray(out)}
@@ -232,8 +259,9 @@ def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str,
     spec = case.spec
     arrays = floats(case.arrays, dtype)
     if spec.in_place:
-        getattr(ops, spec.name)(**arrays, **case.options)
-        return {name: arrays[name] for name in spec.in_place}
+        out = forward(spec, arrays, case.options, ops)
+        written = {name: arrays[name] for name in spec.in_place}
+        return written if out is None else named_parts(out) | written
     if not spec.gradients:
         return named_parts(forward(spec, arrays, case.options, ops))
     out, cache = forward(spec, arrays, case.options, ops)
@@ -268,7 +296,7 @@ def expected(case: Case) -> Expected:
         plain = {
             name: round_bf16(value) if np.ndim(value) else value for name, value in plain.items()
         }
-    inputs = {**floats(case.arrays, np.float64), **case.options}
+    inputs = {**gathered(floats(case.arrays, np.float64)), **case.options}
     inputs.pop("need_backward", None)
     dout = floats(case.cotangent, np.float64)
     if dout is None and case.spec.gradients:  # magnitudes of gradients nobody will look at

@@ -8,6 +8,7 @@ import numpy as np
 
 from accel.verify.contract import SPECS, Case, contract_parameters, expected
 from accel.verify.trial import Judged
+from reference.config import Config
 from reference.types import Array, DropoutKey
 
 
@@ -15,6 +16,8 @@ def options_to_json(options: dict[str, Any]) -> str:
     """Return the options of a case as JSON; arrays and keys become lists."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, Config):
+            return value.to_dict()
         if isinstance(value, np.ndarray):
             return value.tolist()
         return list(value) if isinstance(value, tuple) else value
@@ -28,8 +31,11 @@ def options_from_json(text: str) -> dict[str, Any]:
     for name in ("key", "dropout_key"):
         if options.get(name) is not None:
             options[name] = DropoutKey(*options[name])
-    if isinstance(options.get("start"), list):
-        options["start"] = np.array(options["start"], np.int64)
+    for name in ("start", "position"):
+        if isinstance(options.get(name), list):
+            options[name] = np.array(options[name], np.int64)
+    if "config" in options:
+        options["config"] = Config(**options["config"])
     if "heads" in options:
         options["heads"] = tuple(options["heads"])
     return dict(options)
@@ -93,8 +99,11 @@ def load_failure(path: str | Path) -> Case:
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None
 
-    names = [p.name for p in contract_parameters(spec.forward) if p.kind is p.POSITIONAL_OR_KEYWORD]
-    arrays = {name: content.get(f"input.{name}") for name in names}
+    given = [n.removeprefix("input.") for n in content if n.startswith("input.")]
+    lacking = [p.name for p in contract_parameters(spec.forward) if p.default is None]
+    arrays: dict[str, Any] = dict.fromkeys([*given, *lacking])
+    for name in given:
+        arrays[name] = content[f"input.{name}"]
     dout: Any = None
     if "dout" in content:
         dout = content["dout"] if content["dout"].ndim else float(content["dout"])

@@ -16,6 +16,7 @@ from accel.verify.contract import (
     Case,
     contract_parameters,
     floats,
+    log_sum_exp,
     named_parts,
     reference_results,
 )
@@ -29,16 +30,16 @@ _CLOSE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
 def hints_for(subject: Subject, case: Case, judged: Judged) -> list[str]:
     """Return the guesses that explain a failure, the most telling first."""
-    found: list[str] = []
+    found: list[str] = list(_of_nothing(case, judged))
     if judged.kind in ("value", "shape", "nonfinite") and judged.got is not None:
         with np.errstate(all="ignore"):  # a mistake may well divide by zero
             found += list(_of_values(case, judged))
             found += list(_of_mistakes(case, judged))
-    if judged.kind in ("value", "nonfinite", "shape", "raised"):
+    if judged.kind in ("value", "second", "nonfinite", "shape", "raised"):
         found += list(_of_manner(subject, case, judged))
     if not found:
         found += list(_of_shapes(case))
-    return list(dict.fromkeys(found))[:4]
+    return list(dict.fromkeys(found))
 
 
 def _same(a: Any, b: Any, case: Case) -> bool:
@@ -56,6 +57,18 @@ def _explains(wrong: Any, got: Any, exact: Any) -> bool:
         return False
     off = float(np.linalg.norm(got - exact))
     return off > 0 and float(np.linalg.norm(got - wrong)) <= 0.1 * off
+
+
+def _of_nothing(case: Case, judged: Judged) -> Iterator[str]:
+    """Say when all that is wrong with attention is what queries give that may see no key."""
+    if case.op != "attention" or judged.name != "out" or judged.got is None:
+        return
+    seen = np.isfinite(log_sum_exp(case)).transpose(0, 2, 1)
+    if judged.exact is not None and judged.got.shape == judged.exact.shape and not seen.all():
+        right = _same(judged.got[seen], judged.exact[seen], case)
+        if right and np.any(judged.got[~seen] != 0):
+            when = "the first queries" if case.arrays["key_mask"] is None else "some queries"
+            yield f"{when} may attend to nothing: they must give zeros."
 
 
 # ---- from the numbers alone ----------------------------------------------------------------------
@@ -264,6 +277,15 @@ def _changed_arguments(case: Case) -> Iterator[tuple[str, Case | dict[str, Array
         if "dx" in results:
             results["dx"] = np.roll(results["dx"], gate.shape[-1], axis=-1)
         yield "gate and up swapped? the gate is the first half.", results
+    if "position" in o:
+        yield "position off by one? it looks like one too far.", but(position=o["position"] + 1)
+        yield "position off by one? it looks like one too few.", but(position=o["position"] - 1)
+        if np.ndim(o["position"]):
+            first = int(o["position"][0])
+            yield "is the first row's position taken for all rows?", but(position=first)
+    if case.op == "write_kv":
+        yield "k and v swapped?", but({"k": a["v"], "v": a["k"]})
+        yield "is layer ignored?", but(layer=0)
     if case.op == "adamw":
         yield "is weight decay applied to all elements?", but(n_decayed=len(a["master"]))
         yield "is weight decay left out?", but(weight_decay=0.0)
@@ -295,7 +317,7 @@ def _rope_backwards(a: dict[str, Any], o: dict[str, Any]) -> Array:
 
 def _norm(a: dict[str, Any], centre: bool, root: Callable[[Array], Array]) -> Array:
     x = a["x"] - np.mean(a["x"], axis=-1, keepdims=True) if centre else a["x"]
-    shift = a["bias"] if "bias" in a else 0
+    shift = 0 if a.get("bias") is None else a["bias"]
     return np.asarray(x / root(np.mean(x * x, axis=-1, keepdims=True)) * a["gain"] + shift)
 
 
@@ -465,7 +487,5 @@ def _of_shapes(case: Case) -> Iterator[str]:
         q, k = case.arrays["q"], case.arrays["k"]
         if q.shape[2] != k.shape[2]:
             yield f"query heads {q.shape[2]}, key/value heads {k.shape[2]}: look at the groups."
-        if q.shape[1] > k.shape[1] and case.options.get("causal", True):
-            yield "the first queries may attend to nothing: they must give zeros."
-        elif q.shape[1] != k.shape[1]:
+        if q.shape[1] != k.shape[1]:
             yield f"T = {q.shape[1]}, S = {k.shape[1]}: the queries are the last T positions."

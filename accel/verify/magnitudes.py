@@ -16,7 +16,7 @@ kernel may store on the way (n in a norm, P and ds in attention, the logits).
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -171,42 +171,122 @@ def rope(v: Values, dout: Array, u: float) -> Magnitudes:
 
 
 def attention(v: Values, dout: Array, u: float) -> Magnitudes:
-    """P of scores whose terms add up to A in magnitude is off by (1 + 2A) u."""
-    q, k, w = np.abs(v["q"]), np.abs(v["k"]), np.abs(v["v"])
+    """P of scores whose terms add up to A in magnitude is off by (1 + 2A) u.
+
+    In bf16 that holds of sums, which are kept in float32; what is stored on the way is counted by
+    ``_attention_stored``.
+    """
+    a = _grouped(v, dout)
+    kept = 1.0 if a.dropout is None else a.dropout
+    unit = min(u, UNIT_ROUNDOFF["float32"])
+    top = np.max(np.where(a.mask, a.score, 0), axis=-1, keepdims=True)
+    p = (a.p + _SMALLEST_P * a.mask) * _bend(top, unit)
+    k, w, do = np.abs(a.k), np.abs(a.v), np.abs(a.do)
+    dp = (do @ w.swapaxes(-1, -2)) * kept
+    ds = p * (dp + np.sum(a.p * dp, axis=-1, keepdims=True))
+    found = _products(a, p * kept, ds, np.abs(a.q), k, w, do)
+    d, dv, S, rows = k.shape[-1], w.shape[-1], k.shape[-2], a.q.shape[2] * a.q.shape[3]
+    terms = {"out": d + 2 * S, "dq": d + dv + S, "dk": d + dv + S + rows, "dv": d + S + rows}
+    roundings = {"out": 8, "dq": 12, "dk": 12, "dv": 8}
+    if unit == u:
+        return {n: Magnitude(s, roundings[n], terms[n]) for n, s in found.items()}
+    stored = _attention_stored(a, kept, u)
+    sums = {n: roundings[n] + min(terms[n], 4 * math.sqrt(terms[n])) for n in found}
+    return {n: Magnitude(stored[n] + sums[n] * unit / u * s, 1) for n, s in found.items()}
+
+
+class _Grouped(NamedTuple):
+    """Attention with query heads in their groups: arrays are (B, Hkv, G, T or S, ...)."""
+
+    q: Array
+    k: Array  # G = 1
+    v: Array  # G = 1
+    do: Array
+    p: Array
+    dropout: Array | None
+    scale: float
+    exact: Array  # the scores
+    score: Array  # what their terms add up to in magnitude
+    mask: Array  # which keys may be seen
+
+
+def _grouped(v: Values, dout: Array) -> _Grouped:
+    q, k, w = v["q"], v["k"], v["v"]
     B, T, Hq, d = q.shape
     S, Hkv, dv = w.shape[1:]
     G = Hq // Hkv
-    scale = 1 / math.sqrt(d) if v.get("scale") is None else abs(float(v["scale"]))
     _, cache = ops.attention_forward(
-        v["q"], v["k"], v["v"], **{n: x for n, x in v.items() if n not in ("q", "k", "v")}
+        q, k, w, **{n: x for n, x in v.items() if n not in ("q", "k", "v")}
     )
-    q = q.reshape(B, T, Hkv, G, d).transpose(0, 2, 3, 1, 4)
-    k, w = (x.transpose(0, 2, 1, 3)[:, :, None] for x in (k, w))
-    score = scale * (q @ k.swapaxes(-1, -2))  # (B, Hkv, G, T, S)
-    if v.get("alibi") is not None:
-        distance = np.abs(np.arange(S - T, S)[:, None] - np.arange(S))
-        score = score + np.abs(v["alibi"]).reshape(Hkv, G, 1, 1) * distance
     # with equal scores, whoever may be seen has a probability
     masks = {n: v[n] for n in ("key_mask", "documents", "causal") if n in v}
-    mask = ops.attention_forward(0 * v["q"], v["k"], v["v"], **masks)[1].p > 0
-    top = np.max(np.where(mask, score, 0), axis=-1, keepdims=True)
-    p = (cache.p + _SMALLEST_P * mask) * _bend(top, u)
-    kept = 1.0 if cache.dropout is None else cache.dropout
-    out = (p * kept) @ w
+    mask = ops.attention_forward(0 * q, k, w, **masks)[1].p > 0
+    q = q.reshape(B, T, Hkv, G, d).transpose(0, 2, 3, 1, 4)
+    do = dout.reshape(B, T, Hkv, G, dv).transpose(0, 2, 3, 1, 4)
+    k, w = (x.transpose(0, 2, 1, 3)[:, :, None] for x in (k, w))
+    scale = abs(cache.scale)
+    exact = cache.scale * (q @ k.swapaxes(-1, -2))
+    score = scale * (np.abs(q) @ np.abs(k).swapaxes(-1, -2))
+    if v.get("alibi") is not None:
+        slope = v["alibi"].reshape(Hkv, G, 1, 1)
+        distance = np.arange(S - T, S)[:, None] - np.arange(S)
+        exact, score = exact - slope * distance, score + np.abs(slope * distance)
+    return _Grouped(q, k, w, do, cache.p, cache.dropout, scale, exact, score, mask)
 
-    do = np.abs(dout).reshape(B, T, Hkv, G, dv).transpose(0, 2, 3, 1, 4)
-    dp = (do @ w.swapaxes(-1, -2)) * kept
-    ds = p * (dp + np.sum(cache.p * dp, axis=-1, keepdims=True))
-    dq = scale * (ds @ k)
-    dk = scale * np.sum(ds.swapaxes(-1, -2) @ q, axis=2)
-    dvalue = np.sum((p * kept).swapaxes(-1, -2) @ do, axis=2)
-    back = (0, 2, 1, 3)
+
+def _products(
+    a: _Grouped, pk: Array, ds: Array, q: Array, k: Array, v: Array, do: Array
+) -> dict[str, Array]:
+    """Return the products that attention's results are, in the shapes of the results."""
+    B, Hkv, G, T, _ = q.shape
+
+    def flat(x: Array) -> Array:
+        return np.asarray(x.transpose(0, 3, 1, 2, 4).reshape(B, T, Hkv * G, -1))
+
     return {
-        "out": Magnitude(out.transpose(0, 3, 1, 2, 4).reshape(B, T, Hq, dv), 8, d + 2 * S),
-        "dq": Magnitude(dq.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], T, Hq, d), 12, d + dv + S),
-        "dk": Magnitude(dk.transpose(back), 12, d + dv + S + T * G),
-        "dv": Magnitude(dvalue.transpose(back), 8, d + S + T * G),
+        "out": flat(pk @ v),
+        "dq": flat(a.scale * (ds @ k)),
+        "dk": a.scale * np.sum(ds.swapaxes(-1, -2) @ q, axis=2).transpose(0, 2, 1, 3),
+        "dv": np.sum(pk.swapaxes(-1, -2) @ do, axis=2).transpose(0, 2, 1, 3),
     }
+
+
+def _attention_stored(a: _Grouped, kept: Array | float, u: float) -> dict[str, Array]:
+    """Return s of bf16 attention: what may be rounded to bf16 on the way, to first order in u.
+
+    Plain code in bf16 adds up in float32 and rounds whatever it writes to memory. On the way to P
+    that is q or its product with the scale (which is off by A u), the score, the score with ALiBi
+    (|s| u each) and the distance from the largest: a score is off by η. Then
+    p̃ = p exp(±η) / Σ p exp(±η), of which exp and the quotient are stored. On the way to ds: dp, dp
+    with dropout, D = Σ p dp = do·out, where out was stored, dp - D, and the product with p. The
+    results are stored, dk and dv for each query head before a group is added up.
+    """
+    p = a.p + _SMALLEST_P * a.mask
+    top = np.max(np.where(a.mask, a.exact, -np.inf), axis=-1, keepdims=True)
+    below = np.where(a.mask, top - np.where(a.mask, a.exact, 0), 0)
+    eta = np.where(a.mask, u * (a.score + 2 * np.abs(a.exact) + below), 0)
+    eta = np.minimum(eta, 40)  # beyond which anything goes
+    least = np.sum(a.p * np.exp(-eta), axis=-1, keepdims=True)
+    grown = np.exp(eta) / np.where(least > 0, least, 1)
+    dp_err = p * (2 + (grown - 1) / u)  # of p, in units of u
+    more = p * grown  # what p may have become
+    kept = np.asarray(kept)
+    pk_err = dp_err * kept + more * kept  # the product with dropout is stored
+
+    dp = (a.do @ a.v.swapaxes(-1, -2)) * kept
+    out = (a.p * kept) @ a.v
+    D = np.sum(a.p * dp, axis=-1, keepdims=True)
+    D_err = np.sum(dp_err * np.abs(dp) + 3 * more * np.abs(dp), axis=-1, keepdims=True)
+    D_err = D_err + np.sum(np.abs(a.do * out), axis=-1, keepdims=True) + np.abs(D)
+    off = np.abs(dp - D)
+    ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off)
+    s = _products(a, pk_err, ds_err, np.abs(a.q), np.abs(a.k), np.abs(a.v), np.abs(a.do))
+    ds, pk = a.p * (dp - D), a.p * kept
+    stored = _products(a, pk, ds, a.q, a.k, a.v, a.do)
+    for name, by_head in (("dk", ds.swapaxes(-1, -2) @ a.q), ("dv", pk.swapaxes(-1, -2) @ a.do)):
+        scale = a.scale if name == "dk" else 1.0
+        stored[name] = scale * np.sum(np.abs(by_head), axis=2).transpose(0, 2, 1, 3)
+    return {name: x + 2 * np.abs(stored[name]) for name, x in s.items()}
 
 
 def swiglu(v: Values, dout: Array, u: float) -> Magnitudes:

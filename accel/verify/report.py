@@ -192,7 +192,9 @@ def failure_text(failure: Failure) -> str:
 
 def small_arrays(case: Case) -> list[str]:
     """Return the inputs of a case that are short enough to read."""
-    given: dict[str, Any] = {n: a for n, a in case.arrays.items() if a is not None}
+    given: dict[str, Any] = {
+        n: a for n, a in case.arrays.items() if a is not None and not n.startswith("params.")
+    }
     if case.cotangent is not None and not isinstance(case.cotangent, tuple):
         given["dout"] = np.asarray(case.cotangent)
     return [f"{name} = {_numbers(a)}" for name, a in given.items() if a.size <= 8]

@@ -18,10 +18,12 @@ import numpy as np
 
 from accel.verify.cases import Draw, Pick
 from accel.verify.contract import Case, Spec, contract_parameters, draw_case
+from accel.verify.cuts import cut_while
 from accel.verify.subject import Subject
 from accel.verify.trial import Judged, run_case
 
 SHRINK_RUNS = 500  # of the kernel, for one failing result; the smallest case found is kept
+TELLING = 5_000  # elements of a case that hints are tried on
 
 
 class Found(NamedTuple):
@@ -46,6 +48,7 @@ class Failure:
     also: list[str] = dataclasses.field(default_factory=list)  # what else fails in this case
     file: str = ""  # the .npz
     rerun: str = ""  # the command that runs this case again
+    telling: tuple[Case, Judged] | None = None  # a larger case, while hints are made
 
     @property
     def where(self) -> str:
@@ -118,7 +121,8 @@ def search(
     started = time.monotonic()
     # every op has a stream of its own, so that --op draws what a whole run draws
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
-    first: dict[tuple[str, str], Found] = {}
+    first: dict[tuple[str, str], Found] = {}  # the smallest that was drawn
+    telling: dict[tuple[str, str], tuple[Case, Judged]] = {}  # a large one
 
     def look(case: Case, choices: list[int]) -> None:
         judged = run_case(subject, case)
@@ -133,6 +137,8 @@ def search(
                 key = (result.name, result.kind)
                 if key not in first or case.size < first[key].case.size:
                     first[key] = Found(case, result, choices)
+                if key not in telling or _tells(case) < _tells(telling[key][0]):
+                    telling[key] = case, result
         tick()
 
     dealer = Dealer(stream)
@@ -141,7 +147,7 @@ def search(
         look(_draw(subject, spec, dtype, dealer.picks(choices)), choices)
     shown: set[tuple[str, str]] = set()
     for key in _in_order(first, list(report.results)):
-        if key in shown:
+        if key in shown or (key[1] == "second" and (key[0], "value") in first):
             continue
         found = first[key]
         if shrink and key not in known:
@@ -150,11 +156,17 @@ def search(
         # what else the smallest case shows needs no search of its own
         also = [(j.name, j.kind) for j in run_case(subject, case) if not j.ok]
         shown |= {key, *also}
-        failure = Failure(spec.name, dtype, *key, case, found.judged)
+        failure = Failure(spec.name, dtype, *key, case, found.judged, telling=telling[key])
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
         report.failures.append(failure)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _tells(case: Case) -> tuple[bool, int, int]:
+    """Order cases by how much a hint says that explains them: few features, many numbers."""
+    elements, features = case.size
+    return elements > TELLING, features, -elements
 
 
 def _in_order(keys: Iterable[tuple[str, str]], results: list[str]) -> list[tuple[str, str]]:
@@ -236,17 +248,24 @@ def smallest(
 
 def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) -> Found:
     """Take away, one at a time, whatever a failing case does not need in order to fail."""
-    case, judged = found.case, found.judged
-    for changed in simpler(case):
-        candidate = changed(case)
+
+    def fails(candidate: Case) -> bool:
+        nonlocal found
         try:
             results = run_case(subject, candidate)
-        except ValueError:
-            continue  # the reference refuses it
+        except (ValueError, IndexError):
+            return False  # the reference refuses it
         still = [j for j in results if not j.ok and (j.name, j.kind) == key]
         if still:
-            case, judged = candidate, still[0]
-    return found._replace(case=case, judged=judged)
+            found = found._replace(case=candidate, judged=still[0])
+        return bool(still)
+
+    for changed in simpler(found.case):
+        fails(changed(found.case))
+    cut_while(found.case, fails)
+    for changed in simpler(found.case):
+        fails(changed(found.case))
+    return found
 
 
 def _with_quarters(case: Case) -> Case:
@@ -330,5 +349,5 @@ def require_hypothesis() -> None:
     if importlib.util.find_spec("hypothesis") is None:
         raise ImportError(
             "myllm verify shrinks failing cases with Hypothesis, which is not installed; "
-            "pip install 'myllm[verify]'"
+            "pip install -e '.[verify]' in the clone"
         )

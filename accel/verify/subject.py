@@ -61,6 +61,8 @@ class Subject:
         self._file = str(getattr(module, "__file__", "") or "")
         self._activation = self._from is not None and "activation" in (_names(self._from) or ())
         self.notes: set[str] = set()
+        # told ("case", Case) before a case is tried and ("calling", name) before a call
+        self.watch: Callable[[str, Any], None] = lambda kind, content: None
 
     def has(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))
@@ -161,6 +163,11 @@ class Subject:
         # a backend on the CPU may keep bf16 in NumPy arrays of uint16, which only it can read
         known = isinstance(value, (np.ndarray, np.generic, int, float))
         bits = isinstance(value, np.ndarray) and value.dtype == np.uint16
+        if bits and self._to is None:
+            raise KernelError(
+                "a result is uint16: if those are the bits of bf16, give the module a to_numpy "
+                "that makes float32 of them"
+            )
         if self._to is not None and (bits or not known):
             value = self.call("to_numpy", self._to, value)
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
@@ -229,6 +236,8 @@ class Subject:
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the module; whatever goes wrong is one line."""
+        if what not in ("from_numpy", "from_dlpack", "to_numpy"):
+            self.watch("calling", what)
         try:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")

@@ -14,10 +14,10 @@ from accel.verify.contract import (
     contract_parameters,
     expected,
     floats,
+    gathered,
     gradient_names,
     log_sum_exp,
     other_case,
-    reference_results,
     shape_of,
 )
 from accel.verify.subject import KernelError, Placed, Subject, _positional
@@ -31,7 +31,9 @@ class Judged(NamedTuple):
     """One result of a case beside what was expected of it."""
 
     name: str  # "out", "dk", "n_valid", …, or "" when the call itself failed
-    kind: str  # "value", or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    # "value"; "second" when only a second call is wrong, since the case has the arguments of the
+    # first; or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    kind: str
     closeness: Closeness | None = None
     got: Array | None = None
     exact: Array | None = None
@@ -58,7 +60,8 @@ class _Run:
             if array is None:
                 views[name] = None
                 continue
-            activation = name not in self.spec.weights and array.dtype.kind == "f"
+            weight = name in self.spec.weights or name.startswith("params.")
+            activation = not weight and array.dtype.kind == "f"
             placed = self.subject.place(
                 array, case.layouts.get(name, "plain"), activation=activation
             )
@@ -70,7 +73,11 @@ class _Run:
     def call_forward(self, views: dict[str, Any], case: Case) -> tuple[Any, Any, bool]:
         """Return (out, cache, whether there is a cache)."""
         name = self.spec.forward
-        args, kwargs = arguments(self.subject, name, views, case.options)
+        given = gathered(views)
+        if "params" in given and self.subject.has("parameters"):
+            make = self.subject.module.parameters
+            given["params"] = self.subject.call("parameters", make, given["params"])
+        args, kwargs = arguments(self.subject, name, given, case.options)
         result = self.subject.call(name, getattr(self.subject.module, name), *args, **kwargs)
         if not self.spec.gradients:
             return result, None, False
@@ -104,6 +111,7 @@ def run_case(subject: Subject, case: Case, want: Expected | None = None) -> list
         that was written into, a result that changed after it was returned.
     """
     want = want or expected(case)
+    subject.watch("case", case)
     run = _Run(subject, case)
     try:
         with subject.step():
@@ -122,10 +130,7 @@ def _perform(run: _Run, want: Expected) -> None:
     inputs: Any = None
     if subject.has(spec.forward):
         out, cache, cached = run.call_forward(views, case)
-        if spec.in_place:
-            got = {name: run.take(name, views[name]) for name in spec.in_place}
-        else:
-            got = _take_out(run, out, want)
+        got = _take_out(run, out, views, want.exact)
         if case.cotangent is not None and not cached:
             inputs = inputs_tuple(subject, case, views, out)
     elif case.cotangent is not None:
@@ -151,9 +156,13 @@ def arguments(
         names, positional = list(parameters), _positional(parameters)
     for at, parameter in enumerate(contract_parameters(function)):
         name = parameter.name
+        required = parameter.default is parameter.empty
+        if name in kwargs and required and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            args.append(kwargs.pop(name))  # no array, but it stands among them
+            continue
         if name not in views:
             continue
-        if parameter.default is parameter.empty:
+        if required:
             args.append(views[name])
         elif views[name] is None:
             continue
@@ -199,8 +208,21 @@ def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
     return result, None, False
 
 
-def _take_out(run: _Run, out: Any, want: Expected) -> dict[str, Array | None]:
-    op, parts = run.case.op, [n for n in want.exact if n not in gradient_names(run.case)]
+def _take_out(
+    run: _Run, out: Any, views: dict[str, Any], exact: dict[str, Array]
+) -> dict[str, Array | None]:
+    op, parts = run.case.op, [n for n in exact if n not in gradient_names(run.case)]
+    if run.spec.in_place:
+        got = {"out": run.take("out", out)} if "out" in exact else {}
+        return got | {name: run.take(name, views[name]) for name in run.spec.in_place}
+    if op == "kv_cache":
+        if not hasattr(out, "k") or not hasattr(out, "v"):
+            run.problem("out.k", "missing", "kv_cache should give a KVCache, with k and v")
+            return {}
+        both = isinstance(out.k, np.ndarray) and isinstance(out.v, np.ndarray)
+        if out.k is out.v or (both and np.shares_memory(out.k, out.v)):
+            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
+        return {"out.k": run.take("out.k", out.k), "out.v": run.take("out.v", out.v)}
     if op == "linear_cross_entropy":
         if not hasattr(out, "total") or not hasattr(out, "n_valid"):
             run.problem("total", "missing", "the forward should give a loss with total and n_valid")
@@ -369,7 +391,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
                 )
             )
             continue
-        problem, kind = "", "value"
+        problem, kind = "", "second" if note.startswith(" of a second") else "value"
         finite = np.isfinite(value)
         if not finite.all():
             bad = np.argwhere(~finite)[0]
@@ -404,14 +426,10 @@ def _interleave(run: _Run) -> None:
     other = other_case(run.case)
     views = run.place(other, hold=False)
     out, _, _ = run.call_forward(views, other)
-    exact = reference_results(other, np.float64)
     second = expected(other)
     held = run.returned
     run.returned = {}
-    if run.spec.in_place:
-        got = {name: run.take(name, views[name]) for name in run.spec.in_place}
-    else:
-        got = _take_out(run, out, Expected(exact, exact, {}))
+    got = _take_out(run, out, views, second.exact)
     run.returned = held
     judge(run, got, second, note=" of a second call")
 
