@@ -43,6 +43,10 @@ class Model(torch.nn.Module):
                 for name, w in master.items()
             }
         )
+        if config.position == "rope":
+            cos, sin = rope_tables(config, 0, config.context_length)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
 
     def w(self, name: str) -> torch.Tensor | None:
         """Return a weight by its name; None when the model has none of that name."""
@@ -73,7 +77,7 @@ class Model(torch.nn.Module):
         positions = self.w("position.weight")
         if positions is not None:
             x = x + positions[:T]
-        cos, sin = rope_tables(c, 0, T) if c.position == "rope" else (None, None)
+        cos, sin = (self.cos[:T], self.sin[:T]) if c.position == "rope" else (None, None)
         sizes = [c.n_heads, c.n_kv_heads, c.n_kv_heads]
         for i in range(c.n_layers):
             name = f"layers.{i}"

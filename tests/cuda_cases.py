@@ -132,6 +132,15 @@ def long_attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
         yield "attention", f"d = {d}, dv = {dv}, long full", (q[:, :140], k, v), {"causal": False}
         few = (q[:, :140], k[:, :9], v[:, :9])  # the first tile of queries sees nothing
         yield "attention", f"d = {d}, dv = {dv}, few keys", few, {}
+        packed = (q, k, v, None, None, packed_documents(301))
+        yield "attention", f"d = {d}, dv = {dv}, long documents", packed, {}
+        later = (q[:, :40], *packed[1:])  # the first tiles of keys are seen by nobody
+        yield "attention", f"d = {d}, dv = {dv}, documents, more keys", later, {}
+
+
+def packed_documents(S: int, each: int = 70) -> Array:
+    """Return documents of as many tokens, one after the other: (1, S) int32."""
+    return (np.arange(S, dtype=np.int32) // each)[None]
 
 
 def cotangent(out: Any, seed: int = 5) -> Any:

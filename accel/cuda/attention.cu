@@ -82,6 +82,21 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     }
 }
 
+// ranges[b, i] = the least and the greatest of documents[b, 32·i …] (S): a thread owns a pair.
+KERNEL document_ranges(const int* documents, int* ranges, i64 pairs, int S) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= pairs) return;
+    const int each = (S + RANGE - 1) / RANGE, first = (int)(i % each) * RANGE;
+    const int* own = documents + i / each * S;
+    int least = own[first], greatest = own[first];
+    for (int u = first + 1; u < first + RANGE && u < S; ++u) {
+        if (own[u] < least) least = own[u];
+        if (own[u] > greatest) greatest = own[u];
+    }
+    ranges[2 * i] = least;
+    ranges[2 * i + 1] = greatest;
+}
+
 // delta = Σ dout·out over a row: a warp a row, of the B·T·Hq rows.
 KERNEL attention_delta(const elem* dout, i64 db, i64 dt, i64 dh, const elem* out, float* delta,
                        i64 rows, int T, int Hq, int dv) {

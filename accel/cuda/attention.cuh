@@ -15,17 +15,20 @@
 #define DROPOUT 1
 #endif
 
+constexpr int RANGE = 32;  // positions whose documents are summed up in a pair of ranges
+
 // The parameters that the forward, dq and dk/dv kernels begin with.
 #define ATTENTION_PARAMETERS                                                                    \
     const elem *q, i64 qb, i64 qt, i64 qh, const elem *k, i64 kb, i64 kt, i64 kh, const elem *v, \
         i64 vb, i64 vt, i64 vh, const float *alibi, const bool *key_mask, const int *documents,  \
-        int T, int S, int Hq, int Hkv, int d, int dv, int causal, float scale, int dropping,     \
+        const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv, int causal, float scale, int dropping,     \
         float keep_scale, u32 threshold, u32 sample, u32 step, u32 site, u32 k0, u32 k1
 
 // The rules of one (batch, query head).
 struct Rules {
     const bool* key_mask;  // (S) of this batch, or null
     const int* documents;  // (S) of this batch, or null
+    const int* ranges;     // (tiles of RANGE, 2) least and greatest of them, or null
     float slope;
     int T, S, causal, dropping;
     float keep_scale;
@@ -38,6 +41,24 @@ struct Rules {
         if (!MASKED) return true;
         if (key_mask && !key_mask[u]) return false;
         return !documents || documents[u] == documents[t + S - T];
+    }
+
+    // The least and the greatest document of positions first … last.
+    DEVICE void span(int first, int last, int& least, int& greatest) const {
+        least = ranges[first / RANGE * 2], greatest = ranges[first / RANGE * 2 + 1];
+        for (int i = first / RANGE + 1; i <= last / RANGE; ++i) {
+            if (ranges[2 * i] < least) least = ranges[2 * i];
+            if (ranges[2 * i + 1] > greatest) greatest = ranges[2 * i + 1];
+        }
+    }
+
+    // Whether positions first … last have no document between least and greatest: nothing passes
+    // between them and what those two were taken of, in whatever order documents come.
+    DEVICE bool apart(int least, int greatest, int first, int last) const {
+        if (!MASKED || !ranges) return false;
+        int low, high;
+        span(first, last, low, high);
+        return low > greatest || high < least;
     }
 
     // What ALiBi adds to the score: nothing without it, as the slope is 0 then.
@@ -60,8 +81,10 @@ struct Rules {
 #define ATTENTION_RULES(b, h)                                                                  \
     Rules {                                                                                    \
         key_mask ? key_mask + (i64)(b) * S : nullptr,                                          \
-            documents ? documents + (i64)(b) * S : nullptr, alibi ? alibi[h] : 0.0f, T, S,     \
-            causal, dropping, keep_scale, threshold, sample + (u32)(b), step, site, k0, k1,    \
+            documents ? documents + (i64)(b) * S : nullptr,                                    \
+            ranges ? ranges + (i64)(b) * ((S + RANGE - 1) / RANGE) * 2 : nullptr,              \
+            alibi ? alibi[h] : 0.0f, T, S, causal, dropping, keep_scale, threshold,            \
+            sample + (u32)(b), step, site, k0, k1,                                             \
             (u64)(h) * (u64)T * (u64)S                                                         \
     }
 

@@ -40,7 +40,9 @@ QUERIES, KEYS = 16, 32  # a tile of attention.cu
 OWN, MMA_KEYS, MMA_QUERIES = 128, 64, 32  # rows of attention_mma.cu: of a block, of its tiles
 
 
-_DROPPING = 11  # the place of ``dropping`` among AttentionCache.arguments
+RANGE = 32  # positions whose documents are summed up: RANGE in attention.cuh
+
+_DROPPING = 12  # the place of ``dropping`` among AttentionCache.arguments
 
 
 class AttentionCache(NamedTuple):
@@ -95,8 +97,13 @@ def attention_forward(
         check_counters(B, Hq * T * S, key)
 
     q, k, v = (_with_rows(x) for x in (q, k, v))
+    tensor_cores = _tensor_cores(q, k, v)
+    alibi, key_mask, documents = (
+        None if x is None else contiguous(x) for x in (alibi, key_mask, documents)
+    )
     arguments = (
-        *(None if x is None else contiguous(x) for x in (alibi, key_mask, documents)),
+        *(alibi, key_mask, documents),
+        _ranges(documents) if tensor_cores and documents is not None else None,
         *(i32(n) for n in (T, S, Hq, Hkv, d, dv, causal)),
         f32(scale),
         i32(dropping),
@@ -105,7 +112,7 @@ def attention_forward(
     )
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
     inputs = (*_strided(q), *_strided(k), *_strided(v), *arguments, out, lse)
-    if _tensor_cores(q, k, v):
+    if tensor_cores:
         head = _head(d, dv)
         shared = 2 * head * (OWN + 4 * MMA_KEYS)
         grid = (ceil_div(T, OWN), Hq, B)
@@ -184,6 +191,25 @@ def _tensor_cores(*arrays: Array) -> bool:
         and current().address(x) % 16 == 0
         for x in arrays
     )
+
+
+def _ranges(documents: Array) -> Array:
+    """Return the least and greatest document of each 32 positions, (B, tiles, 2) int32."""
+    B, S = documents.shape
+    ranges = empty((B, ceil_div(S, RANGE), 2), np.int32)
+    pairs = ranges.size // 2
+    launch(
+        "attention",
+        "document_ranges",
+        ceil_div(pairs, 256),
+        256,
+        documents,
+        ranges,
+        i64(pairs),
+        i32(S),
+        BF16=1,
+    )
+    return ranges
 
 
 def _head(d: int, dv: int) -> int:

@@ -13,6 +13,9 @@
 // are walked over come by cp.async into two stages, one filling while the other is used. Shared
 // memory at HEAD = 128: forward 96 KiB, dq 128 KiB, dk/dv 97 KiB.
 //
+// Tiles that causality empties are not walked over, nor those whose range of documents does not meet
+// the block's own: what they would add is exactly nothing.
+//
 // A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
 // 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
 #ifndef HEAD
@@ -133,19 +136,30 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     const elem* values = v + b * vb + hk * vh;
 
     fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
-    if (tiles) {
-        fetch<KEYS>(stages, keys, kt, 0, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, 0, S, dv);
+    int least = 0, greatest = 0;  // documents of the block's queries
+    if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
+    // The first tile of keys from j on that has one of them.
+    auto next = [&](int j) {
+        while (j < tiles && rules.apart(least, greatest, j * KEYS,
+                                        (j * KEYS + KEYS < S ? j * KEYS + KEYS : S) - 1))
+            ++j;
+        return j;
+    };
+    int j = next(0);
+    if (j < tiles) {
+        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
     }
     copy_commit();
     float o[GROUPS][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};
     clear(o);
-    for (int j = 0; j < tiles; ++j) {
-        const u32 tk = stages + j % 2 * stage_bytes, tv = tk + KEYS * PITCH;
-        if (j + 1 < tiles) {
-            const u32 next = stages + (j + 1) % 2 * stage_bytes;
-            fetch<KEYS>(next, keys, kt, (j + 1) * KEYS, S, d);
-            fetch<KEYS>(next + KEYS * PITCH, values, vt, (j + 1) * KEYS, S, dv);
+    for (int turn = 0, after; j < tiles; j = after, turn ^= 1) {
+        const u32 tk = stages + turn * stage_bytes, tv = tk + KEYS * PITCH;
+        after = next(j + 1);
+        if (after < tiles) {
+            const u32 other = stages + (turn ^ 1) * stage_bytes;
+            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -229,9 +243,19 @@ KERNEL __launch_bounds__(THREADS)
 
     fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
     fetch<OWN>(tdo, dout + b * db + h * dh, dt, first, T, dv);
-    if (tiles) {
-        fetch<KEYS>(stages, keys, kt, 0, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, 0, S, dv);
+    int least = 0, greatest = 0;  // documents of the block's queries
+    if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
+    // The first tile of keys from j on that has one of them.
+    auto next = [&](int j) {
+        while (j < tiles && rules.apart(least, greatest, j * KEYS,
+                                        (j * KEYS + KEYS < S ? j * KEYS + KEYS : S) - 1))
+            ++j;
+        return j;
+    };
+    int j = next(0);
+    if (j < tiles) {
+        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
     }
     copy_commit();
     float row_lse[2], row_delta[2];
@@ -244,12 +268,13 @@ KERNEL __launch_bounds__(THREADS)
     }
     float acc[GROUPS][4];
     clear(acc);
-    for (int j = 0; j < tiles; ++j) {
-        const u32 tk = stages + j % 2 * stage_bytes, tv = tk + KEYS * PITCH;
-        if (j + 1 < tiles) {
-            const u32 next = stages + (j + 1) % 2 * stage_bytes;
-            fetch<KEYS>(next, keys, kt, (j + 1) * KEYS, S, d);
-            fetch<KEYS>(next + KEYS * PITCH, values, vt, (j + 1) * KEYS, S, dv);
+    for (int turn = 0, after; j < tiles; j = after, turn ^= 1) {
+        const u32 tk = stages + turn * stage_bytes, tv = tk + KEYS * PITCH;
+        after = next(j + 1);
+        if (after < tiles) {
+            const u32 other = stages + (turn ^ 1) * stage_bytes;
+            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -298,16 +323,29 @@ KERNEL __launch_bounds__(THREADS)
     const int each = begin < T ? (T - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
     const int tiles = group * each;
 
+    int least = 0, greatest = 0;  // documents of the block's keys
+    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
+    if (MASKED && ranges)
+        shared_rules.span(first, (first + OWN < S ? first + OWN : S) - 1, least, greatest);
+    // The first tile of queries from j on that has one of them.
+    auto next = [&](int j) {
+        for (; j < tiles; ++j) {
+            const int t0 = begin + j % each * QUERIES, end = t0 + QUERIES < T ? t0 + QUERIES : T;
+            if (!shared_rules.apart(least, greatest, t0 + S - T, end - 1 + S - T)) break;
+        }
+        return j;
+    };
+
     // Start on tile j: its rows of q and dout, and their lse (in units of log 2) and delta.
-    auto fetch_queries = [&](int j) {
+    auto fetch_queries = [&](int j, int turn) {
         const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
-        const u32 stage = stages + j % 2 * stage_bytes;
+        const u32 stage = stages + turn * stage_bytes;
         fetch<QUERIES>(stage, q + b * qb + h * qh, qt, t0, T, d);
         fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * db + h * dh, dt, t0, T, dv);
         if (threadIdx.x < QUERIES) {
             const int t = t0 + threadIdx.x;
             const i64 at = ((i64)b * Hq + h) * T + t;
-            float* to = rows + j % 2 * 2 * QUERIES + threadIdx.x;
+            float* to = rows + turn * 2 * QUERIES + threadIdx.x;
             to[0] = t < T ? lse[at] * LOG2E : INFINITY;
             to[QUERIES] = t < T ? delta[at] : 0.0f;
         }
@@ -315,18 +353,20 @@ KERNEL __launch_bounds__(THREADS)
 
     fetch<OWN>(tk, k + b * kb + hk * kh, kt, first, S, d);
     fetch<OWN>(tv, v + b * vb + hk * vh, vt, first, S, dv);
-    if (tiles) fetch_queries(0);
+    int j = next(0);
+    if (j < tiles) fetch_queries(j, 0);
     copy_commit();
     float acc_k[GROUPS][4], acc_v[GROUPS][4];
     clear(acc_k);
     clear(acc_v);
-    for (int j = 0; j < tiles; ++j) {
-        if (j + 1 < tiles) fetch_queries(j + 1);
+    for (int turn = 0, after; j < tiles; j = after, turn ^= 1) {
+        after = next(j + 1);
+        if (after < tiles) fetch_queries(after, turn ^ 1);
         copy_commit();
         copy_wait<1>();
         sync_block();  // tile j has landed
-        const u32 tq = stages + j % 2 * stage_bytes, tdo = tq + QUERIES * PITCH;
-        const float* row_lse = rows + j % 2 * 2 * QUERIES;
+        const u32 tq = stages + turn * stage_bytes, tdo = tq + QUERIES * PITCH;
+        const float* row_lse = rows + turn * 2 * QUERIES;
         const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
         const Rules rules = ATTENTION_RULES(b, h);
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];  // transposed: rows are keys
@@ -352,7 +392,8 @@ KERNEL __launch_bounds__(THREADS)
         multiply_columns(acc_k, dp, tq);
         sync_block();  // tile j has been read
     }
-    copy_wait<0>();  // there was a tile, so that all is read
+    copy_wait<0>();
+    sync_block();  // with no tiles: all of the keys and values have landed
     const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
     store_rows(acc_k, factor, memory, row, dk + b * dkb + hk * dkh, dkt, first, S, d);
     store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvb + hk * dvh, dvt, first, S, dv);

@@ -9,10 +9,12 @@ that is timed. Times are medians between events on the GPU, after a first call t
 
 import argparse
 import dataclasses
+import importlib
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +25,10 @@ from accel.cuda.device import zeros
 from accel.cuda.linear import matmul
 from reference import model
 from reference import ops as reference
+from reference.blocks import Recompute
 from reference.config import Config
+from reference.global_norm import clip_scale
+from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
 from reference.types import Array
@@ -50,6 +55,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default 8192)")
     p.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
     p.add_argument("--repeats", type=int, default=10, help="timed calls of an op (default 10)")
+    p.add_argument(
+        "--recompute",
+        choices=get_args(Recompute),
+        default="none",
+        help="what our training step makes again instead of keeping it (default none)",
+    )
+    p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     return p
 
 
@@ -64,13 +76,16 @@ def main(argv: list[str]) -> int:
     ops = accel.load("cuda", compute="bf16")
     import cupy
 
+    peer = load_peer() if arguments.peer else None
+
     bench = Bench(ops, cupy, arguments.repeats)
     bench.check()
     memory, compute = bench.ceilings()
     rows = bench.op_rows(MYLLM_1B, arguments.batch, arguments.length, 1 << 28)
     tokens = arguments.batch * arguments.length
     config = dataclasses.replace(MYLLM_1B, n_layers=arguments.layers)
-    step_ms, peak = bench.training_step(config, arguments.batch, arguments.length)
+    shape = arguments.batch, arguments.length
+    step_ms, peak = bench.training_step(config, *shape, arguments.recompute)
 
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     runtime = cupy.cuda.runtime.runtimeGetVersion()
@@ -96,7 +111,70 @@ def main(argv: list[str]) -> int:
         f"training step, {arguments.layers} layers, {tokens:,} tokens: {step_ms:.1f} ms, "
         f"{rate:,.0f} tokens/s, {rate * per_token / 1e12:.0f} TFLOP/s, peak {peak / 2**30:.1f} GiB"
     )
+    if peer is not None:
+        small = dataclasses.replace(config, n_layers=min(2, config.n_layers))
+        check_peer(ops, peer, small, 1, min(arguments.length, 256))
+        console.print(str(bench.compare(peer, config, *shape, arguments.recompute)))
     return 0
+
+
+class Comparison(NamedTuple):
+    """A training step of ours beside a peer's; alternating, medians."""
+
+    peer: str
+    ours_ms: float
+    theirs_ms: float
+    ours_bytes: int
+    theirs_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"beside {self.peer}: step {self.ours_ms:.1f} / {self.theirs_ms:.1f} ms, ratio "
+            f"{self.ours_ms / self.theirs_ms:.3f}; peak memory {self.ours_bytes / 2**30:.1f} / "
+            f"{self.theirs_bytes / 2**30:.1f} GiB, ratio {self.ours_bytes / self.theirs_bytes:.3f}"
+        )
+
+
+def load_peer() -> Any:
+    """Return the module of PyTorch's side.
+
+    Raises
+    ------
+    ImportError
+        When PyTorch is missing, or cannot use the GPU.
+    """
+    try:
+        bench_torch = importlib.import_module("accel.cuda.bench_torch")
+    except ImportError as error:
+        raise ImportError(f"--peer torch needs PyTorch: pip install torch ({error})") from error
+    why = bench_torch.missing()
+    if why is not None:
+        raise ImportError(why)
+    return bench_torch
+
+
+def check_peer(ops: Ops, peer: Any, config: Config, B: int, T: int, **how: Any) -> None:
+    """Compare loss and gradients with the peer's at the shapes given.
+
+    Raises
+    ------
+    ValueError
+        When they differ by more than bf16 explains.
+    """
+    # far enough from the initial weights that no gradient is all rounding
+    ours = TrainingStep(ops, config, B, T, spread=3.0)
+    theirs = peer.Peer(config, ours.initial, ours.ids, ours.targets, **how)
+    loss, gradients = theirs.gradient()
+    errors = {"the loss": abs(ours.gradient() / loss - 1)}
+    found = ours.layout.views(ops.to_numpy(ours.grad) / ours.ids.size)
+    for name, gradient in gradients.items():
+        size = float(np.linalg.norm(gradient))
+        errors[f"the gradient of {name}"] = float(np.linalg.norm(found[name] - gradient)) / size
+    for what, error in errors.items():
+        if not error <= 8 * 2**-8:  # both round to 8 bits, each in some places of its own
+            raise ValueError(
+                f"{what} differs from the peer's by {error:.1e}: the times would mean nothing"
+            )
 
 
 def model_operations(config: Config, length: int) -> float:
@@ -227,40 +305,107 @@ class Bench:
         rows.append(Row(f"square_sums ({n:,})", self.time(norm), 4.0 * n, 0))
         return rows
 
-    def training_step(self, config: Config, B: int, T: int) -> tuple[float, int]:
+    def training_step(
+        self, config: Config, B: int, T: int, recompute: Recompute = "none"
+    ) -> tuple[float, int]:
         """Return the time of a training step in ms and the memory it needed in bytes."""
-        ops, layout = self.ops, decoder_layout(config)
-        pool = self.cupy.get_default_memory_pool()
-        pool.free_all_blocks()
-        master = ops.from_numpy(layout.init(0))
-        m, v, grad = (zeros((layout.size,), np.float32) for _ in range(3))
-        rng = np.random.default_rng(0)
-        ids, targets = (
-            ops.from_numpy(rng.integers(0, config.vocab_size, (B, T)).astype(np.int32))
-            for _ in range(2)
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        step = TrainingStep(self.ops, config, B, T, recompute)
+        step.step()  # shows how large the arena must be
+        return self.time(step.step), self.held()
+
+    def held(self) -> int:
+        """Return the bytes of the GPU's memory that the backend holds."""
+        return int(self.cupy.get_default_memory_pool().total_bytes())
+
+    def compare(
+        self, peer: Any, config: Config, B: int, T: int, recompute: Recompute, **how: Any
+    ) -> Comparison:
+        """Time our training step and a peer's in turn: ours first, then last, and so on."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        ours = TrainingStep(self.ops, config, B, T, recompute)
+        for _ in range(2):
+            ours.step()
+        peer.forget_peak()
+        theirs = peer.Peer(config, ours.initial, ours.ids, ours.targets, **how)
+        for _ in range(3):  # the compiler, and its second thoughts
+            theirs.step()
+        sides = {"ours": ours.step, "theirs": theirs.step}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(self.repeats):
+            for name in list(sides) if turn % 2 == 0 else list(sides)[::-1]:
+                times[name].append(self.wall(sides[name]))
+        return Comparison(
+            f"PyTorch {peer.torch.__version__}",
+            statistics.median(times["ours"]),
+            statistics.median(times["theirs"]),
+            self.held(),
+            peer.peak(),
         )
-        grads = layout.views(grad)
-        params = ops.parameters(layout.views(master))
 
-        def step() -> None:
-            nonlocal params
-            with ops.step():
-                loss, cache = model.loss_forward(ops, params, config, ids, targets)
-                model.loss_backward(1.0, cache, grads)
-            ops.adamw(
-                master,
-                m,
-                v,
-                grad,
-                step=1,
-                lr=1e-4,
-                beta1=0.9,
-                beta2=0.95,
-                eps=1e-8,
-                weight_decay=0.1,
-                n_decayed=layout.n_decayed,
-                grad_scale=min(1.0, loss.n_valid / ops.global_norm(grad)) / loss.n_valid,
+    def wall(self, call: Callable[[], Any]) -> float:
+        """Return the time in ms until the GPU is done with a call, whichever library made it."""
+        self.cupy.cuda.Device().synchronize()
+        started = time.perf_counter()
+        call()
+        self.cupy.cuda.Device().synchronize()
+        return 1e3 * (time.perf_counter() - started)
+
+
+class TrainingStep:
+    """A model of ours with its optimizer, ready to train on random tokens, all of them targets."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: Config,
+        B: int,
+        T: int,
+        recompute: Recompute = "none",
+        spread: float = 1.0,
+    ) -> None:
+        self.ops, self.config, self.recompute = ops, config, recompute
+        self.layout = decoder_layout(config)
+        flat = self.layout.init(0)
+        flat[: self.layout.n_decayed] *= np.float32(spread)
+        self.initial = self.layout.views(flat)
+        self.master = ops.from_numpy(flat)
+        self.m, self.v, self.grad = (zeros(flat.shape, np.float32) for _ in range(3))
+        rng = np.random.default_rng(0)
+        self.ids, self.targets = (
+            rng.integers(0, config.vocab_size, (B, T)).astype(np.int32) for _ in range(2)
+        )
+        self._given = ops.from_numpy(self.ids), ops.from_numpy(self.targets)
+        self.params = ops.parameters(self.layout.views(self.master))
+        self.steps = 0
+
+    def gradient(self) -> float:
+        """Return the mean loss; the gradient of the sum is then in ``grad``."""
+        with self.ops.step():
+            loss, cache = model.loss_forward(
+                self.ops, self.params, self.config, *self._given, recompute=self.recompute
             )
-            params = ops.parameters(layout.views(master))
+            model.loss_backward(1.0, cache, self.layout.views(self.grad))
+            del cache
+        return loss.total / loss.n_valid
 
-        return self.time(step), int(pool.total_bytes())
+    def step(self) -> None:
+        """Take a training step."""
+        self.gradient()
+        self.steps += 1
+        n = self.ids.size
+        self.ops.adamw(
+            self.master,
+            self.m,
+            self.v,
+            self.grad,
+            step=self.steps,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            n_decayed=self.layout.n_decayed,
+            grad_scale=clip_scale(self.ops.global_norm(self.grad) / n, 1.0) / n,
+        )
+        self.params = self.ops.parameters(self.layout.views(self.master))
