@@ -23,6 +23,7 @@ from reference.model import (
 from reference.params import decoder_layout
 from reference.types import Array, DropoutKey
 from tests.cuda_shim import device as shim
+from tests.cuda_shim import require
 from tests.models import MODELS
 
 BACKENDS = ["reference", "cpu", "cpu bf16", "cuda", "cuda bf16"]
@@ -44,8 +45,7 @@ def ops(request: pytest.FixtureRequest, gpu: shim.ShimDevice) -> Iterator[Any]:
         except ImportError as error:
             pytest.skip(str(error))
         return
-    if shim.missing() is not None:
-        pytest.skip(str(shim.missing()))
+    require.shim()
     before = devices.use(gpu)
     yield cuda_bf16 if compute else cuda
     devices.use(before)
@@ -186,8 +186,7 @@ def test_a_linear_layer_takes_its_x_later(ops: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_knows_what_a_gpu_keeps(gpu: shim.ShimDevice, name: str, compute: str) -> None:
     """By the bytes that are alive when the last block is done, and again one block later."""
-    if shim.missing() is not None:
-        pytest.skip(str(shim.missing()))
+    require.shim()
     config, item = MODELS[name], 2 if compute == "bf16" else 4
     module: Any = cuda_bf16 if compute == "bf16" else cuda
     layout = decoder_layout(config)

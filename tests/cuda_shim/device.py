@@ -180,7 +180,8 @@ class ShimDevice:
     def _library(self, source: str, defines: Mapping[str, int]) -> ctypes.CDLL:
         key = (source, tuple(sorted(defines.items())))
         if key not in self._libraries:
-            path = build(self._text(source), source, defines)
+            # a planted bug is to be found by what it does, not by a variable that it leaves unused
+            path = build(self._text(source), source, defines, strict=not self.edits)
             self._libraries[key] = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         return self._libraries[key]
 
@@ -332,10 +333,24 @@ def cache() -> Path:
     return path
 
 
-def build(text: str, name: str, defines: Mapping[str, int]) -> Path:
-    """Compile the text of kernels into a shared library and return its path."""
+def build(text: str, name: str, defines: Mapping[str, int], *, strict: bool = True) -> Path:
+    """Compile the text of kernels into a shared library and return its path.
+
+    ``strict`` makes an error of every warning.
+    """
     macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
-    command = ["g++", *FLAGS, *WARNINGS, "-DMYLLM_SHIM", *macros, "-I", str(HERE), "-x", "c++", "-"]
+    command = [
+        "g++",
+        *FLAGS,
+        *(WARNINGS if strict else ["-w"]),
+        "-DMYLLM_SHIM",
+        *macros,
+        "-I",
+        str(HERE),
+        "-x",
+        "c++",
+        "-",
+    ]
     hashed = hashlib.sha256("\0".join([*command, text]).encode())
     hashed.update((HERE / "shim.h").read_bytes())
     path = cache() / f"{name}-{hashed.hexdigest()[:20]}.so"

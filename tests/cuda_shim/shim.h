@@ -261,6 +261,13 @@ inline void run_block(int order, uint64_t& random) {
         bool progress = false;
         if (order == SHUFFLED) warp_turn = arrange(block_size / 32, order, random);
         for (unsigned warp : warp_turn) {
+            // Shuffled, not all warps get a turn in a round, so that one may fall far behind another.
+            if (order == SHUFFLED && progress) {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                if ((random >> 32) % 4 == 0) break;
+            }
             // Forward and backward, a warp runs as far as it can before the next one does: to a
             // barrier of the block. Shuffled, it takes a step, to its next collective.
             bool moved = true;
