@@ -43,7 +43,7 @@ from typing import Any, TypeVar, overload
 
 import llvmlite
 import numba
-from numba.core import config
+from numba.core import codegen, config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
@@ -103,6 +103,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         self._store = _store_of(py_func)
         if self._store is not None:
             self._cache = _LazyCache(py_func, self._store)
+            self._compile_here = self._compiler.compile
+            self._compiler.compile = self._compile_and_load
 
     def compile(self, sig: Any) -> Any:
         """Load or compile the version of this kernel for the argument types ``sig``."""
@@ -113,6 +115,21 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
                 return super().compile(sig)
             with self._store.compiling(self.py_func):
                 return super().compile(sig)
+
+    def _compile_and_load(self, args: Any, return_type: Any) -> Any:
+        """Compile, store, and return what every later process will load.
+
+        What runs where it was compiled is not what is stored: there the body of a ``prange`` or a
+        called kernel is machine code already, to which calls are bound, while the stored code holds
+        a copy that was optimised once more together with its caller, and may add in another order.
+        """
+        compiled = self._compile_here(args, return_type)
+        self._cache.store(args, compiled)
+        loaded = self._cache.reload(args, self.targetctx)
+        if loaded is None:
+            return compiled
+        self.targetctx.insert_user_function(loaded.entry_point, loaded.fndesc, [loaded.library])
+        return loaded
 
 
 # --- where compiled code is kept -----------------------------------------------------------------
@@ -308,11 +325,18 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        """Do nothing: what was compiled has been stored, and ``data`` may come from there."""
+
+    def store(self, sig: Any, data: Any) -> None:
         """Store freshly compiled code; what cannot be stored still runs."""
         try:
             self._files().save_overload(sig, data)
         except OSError as error:
             _say(f"a compiled kernel could not be kept in {self.cache_path}: {error}")
+
+    def reload(self, sig: Any, target_context: Any) -> Any:
+        """Return the code just stored for ``sig``; None if it could not be stored."""
+        return self._read(sig, target_context)
 
     def enable(self) -> None:
         self._files().enable()
@@ -329,6 +353,10 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         return self._disk
 
     def _read(self, sig: Any, target_context: Any) -> Any:
+        # In an engine of its own: in a common one, a kernel's calls are bound to the first copy of
+        # their callee that was loaded, optimised as it may be for another caller.
+        common = target_context._internal_codegen
+        target_context._internal_codegen = codegen.JITCPUCodegen("myllm.stored")
         try:
             return self._files().load_overload(sig, target_context)
         except OSError:
@@ -339,6 +367,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
             self._store.lock()
             self._files().flush()
             return None
+        finally:
+            target_context._internal_codegen = common
 
 
 # --- cache roots ---------------------------------------------------------------------------------

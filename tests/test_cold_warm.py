@@ -1,7 +1,7 @@
 """A process that compiles the kernels and one that loads them from the cache compute the same bits.
 
-They need not: when a kernel calls another, LLVM decides anew whether to copy the callee into it,
-and what is around the copy decides how its sums are ordered.
+They need not: what LLVM stores for a kernel holds copies of what it calls, optimised once more with
+their caller, and where it was compiled its calls would go to the originals (``accel/jit.py``).
 """
 
 import os

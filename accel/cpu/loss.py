@@ -67,9 +67,7 @@ def _bits(typingctx: Any, x: Any) -> Any:
     return other(x), codegen
 
 
-# forceinline, here and below: left to the compiler, the process that compiled these kernels and one
-# that loads them from the cache got different code, and the last bits of the loss differed.
-@jit(**SERIAL, forceinline=True)
+@jit(**SERIAL)
 def _row_max(x: Any, n: int) -> Any:
     """Return the largest element, by way of integers.
 
@@ -97,7 +95,7 @@ def _softmax(one: Any, x: int, out: int, rows: int, width: int) -> None:
             z[j] *= r
 
 
-@jit(**SERIAL, forceinline=True)
+@jit(**SERIAL)
 def row_cross_entropy(
     one: Any, z: Any, target: int, valid: bool, loss: Any, width: int, need_backward: bool
 ) -> None:
