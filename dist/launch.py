@@ -1,5 +1,6 @@
 """Starts ranks on this machine: ``--ranks N`` without having to know any mpirun's flags."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def find_mpirun() -> tuple[str, str]:
@@ -49,7 +52,8 @@ def command(mpirun: str, kind: str, ranks: int, arguments: Sequence[str]) -> lis
             start.append("--allow-run-as-root")
     else:
         start += ["-bind-to", "none"]
-    return [*start, sys.executable, "-m", "dist", *arguments]
+    # -P: what lies in the folder the ranks are started in is not what they import
+    return [*start, sys.executable, "-P", "-m", "dist", *arguments]
 
 
 def cores() -> int:
@@ -75,6 +79,11 @@ def environment(ranks: int) -> dict[str, str]:
     return env
 
 
+def _end_with_parent() -> None:
+    """Have Linux end mpirun, and it its ranks, should this process be killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def launch(ranks: int, arguments: Sequence[str]) -> int:
     """Run ``myllm ARGUMENTS`` on ``ranks`` ranks and return the exit status.
 
@@ -89,6 +98,7 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         env=environment(ranks),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
 
     def hand_on(number: int, frame: FrameType | None) -> None:

@@ -91,6 +91,9 @@ class Metrics:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
+    def flush(self) -> None:
+        """Do nothing: every line is written as it comes."""
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -125,6 +128,10 @@ class TensorBoard:
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, record["step"])
+
+    def flush(self) -> None:
+        """Write what there is: what is in memory is lost when the process is killed."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is left and close the file."""

@@ -231,6 +231,7 @@ class Stepper:
                 recompute=self.recompute,
             )
             loss_backward(1.0, cache, self.layout.views(leaf))
+            del cache  # before the step ends: its memory is given back, or laid out anew, there
         self.clock.backend += time.perf_counter() - started
         return Loss(float(loss.total), int(loss.n_valid))
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from accel import load as load_backend
 from accel.cuda import device as devices
 from accel.process import peak_memory
@@ -127,6 +129,8 @@ class Trainer:
         run = self.config.run
         self.accumulation = self.config.accumulation(self.comm.size)
         self.ops = load_backend(run.backend, compute=run.compute)
+        if run.backend == "reference":
+            threadpool_limits(1)  # BLAS adds up in an order that depends on its threads
         self.data = TrainingData(self.config)
         if self.config.data.heldout:
             self.heldout = Windows(self.config.data.heldout, self.config)
@@ -142,6 +146,13 @@ class Trainer:
                 "run.sample_every needs a tokenizer, but "
                 f"{self.data.sources[0].dataset.path} has none beside it"
             )
+        if run.sample_every and self.tokenizer is not None:
+            length = len(self.tokenizer.encode_ordinary(run.sample_prompt or "\n"))
+            if length >= self.config.window:
+                raise ValueError(
+                    f"run.sample_prompt has {length} tokens, which leaves no room to write in a "
+                    f"context of {self.config.window}: shorten it"
+                )
 
     def _resume(self, newest: Path, changed: bool) -> dict[str, Any]:
         state: checkpoint.State = together(self.comm, lambda: checkpoint.read_state(newest))[0]
@@ -226,18 +237,23 @@ class Trainer:
                 self._evaluate()
             if _due(self.step, run.sample_every):
                 self._sample()
-            if last or asked is not None or _due(self.step, run.checkpoint_every):
+            # after a skipped step the checkpoint before it stays the newest, to go back to
+            healthy = not self.guards.bad_in_a_row
+            if last or asked is not None or (healthy and _due(self.step, run.checkpoint_every)):
                 self._save()
             if asked is not None and not last:
+                # SIGUSR1 is what our own launcher makes of the signal that it was sent
+                by = "" if asked == signal.SIGUSR1 else f" by {signal.Signals(asked).name}"
                 self.console.say(
-                    f"stopped by {signal.Signals(asked).name} after step {self.step}; the same "
-                    "command goes on from there"
+                    f"stopped{by} after step {self.step}; the same command goes on from there"
                 )
-                return asked
+                break
+        else:
+            asked = None
         unwritten = self.comm.broadcast(self.unwritten)
         if unwritten is not None:
             raise AllRanksError(unwritten)
-        return None
+        return asked
 
     def _one_step(self) -> dict[str, Any]:
         config, stepper = self.config, self.stepper
@@ -348,7 +364,7 @@ class Trainer:
             self.stepper.params,
             self.config.model,
             [prompt],
-            max_new_tokens=max(1, min(64, room)),
+            max_new_tokens=min(64, room),
             temperature=0.8,
             top_p=0.95,
             seed=self.step,
@@ -369,6 +385,8 @@ class Trainer:
             config=self.config.to_dict(),
             monitor={**self.guards.remember(), "best": self.best},
         )
+        for sink in self.sinks:
+            sink.flush()
         folder = self.out / CHECKPOINTS
         path = checkpoint.save(folder, self.stepper, state, self.comm, self.tokenizer_path)
         self.saved_step = self.step

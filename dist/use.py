@@ -76,6 +76,8 @@ def generate(argv: Sequence[str]) -> int:
     args.add_argument("--top-p", type=float, help="choose among the likeliest that hold p")
     args.add_argument("--seed", type=int, default=0)
     given = args.parse_args(argv)
+    if given.tokens < 1:
+        raise ValueError(f"--tokens: max_new_tokens must be at least 1, got {given.tokens}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
     if model.tokenizer is None:
         raise ValueError(
@@ -131,7 +133,10 @@ def generate(argv: Sequence[str]) -> int:
         except EOFError:
             print()
             return 0
-        answer(text, given.seed + asked)
+        try:
+            answer(text, given.seed + asked)
+        except ValueError as error:  # a prompt longer than the context: ask for another
+            print(f"myllm generate: {error}", file=sys.stderr)
         asked += 1
 
 
@@ -148,7 +153,7 @@ def eval_(argv: Sequence[str]) -> int:
     add_model(args)
     args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
     args.add_argument("--windows", type=int, help="at most so many (default: all)")
-    given = args.parse_args(argv)
+    given = args.parse_intermixed_args(argv)
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
     config = from_tables(model.state.config)
     path = given.data or config.data.heldout

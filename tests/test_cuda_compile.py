@@ -51,7 +51,6 @@ def test_every_kernel_compiles_and_spills_nothing(
     for u in usage:
         print(f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt")
         assert u.spills == 0, u
-        assert u.registers * 256 <= 65_536 or u.registers <= 255  # a block of 256 threads fits
 
 
 def test_sources_and_files_agree() -> None:

@@ -4,6 +4,9 @@ import json
 import math
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist import checkpoint
+from dist import step as steps
 from dist.comm import AllRanksError, Solo, bounds_of_slices, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
@@ -151,6 +155,37 @@ def test_dropout_depends_on_the_sample_and_not_on_the_micro_batch() -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     other = stepper.gradient([make_batch(windows)], step=4, first_sample=0).loss
     assert other != pytest.approx(losses[0], rel=1e-4)
+
+
+def test_what_the_backward_needed_is_gone_before_the_step_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There an arena is laid out anew, and both must not have to fit."""
+
+    class Kept:
+        """Something that the cache holds."""
+
+    kept: list[weakref.ref[Kept]] = []
+    ended = []
+
+    def forward(*args: Any, **options: Any) -> Any:
+        loss, cache = loss_forward(*args, **options)
+        held = Kept()
+        kept.append(weakref.ref(held))
+        return loss, (cache, held)
+
+    @contextmanager
+    def one_step() -> Iterator[None]:
+        yield
+        ended.append(kept[-1]() is None)
+
+    monkeypatch.setattr(steps, "loss_forward", forward)
+    monkeypatch.setattr(steps, "loss_backward", lambda s, c, g: loss_backward(s, c[0], g))
+    monkeypatch.setattr(ops, "step", one_step)
+    config = prepare(tmp_path)
+    batches = [TrainingData(config).batch(i, 1) for i in range(8)]
+    stepper_of(config).gradient(batches, step=1, first_sample=0)
+    assert ended == [True] * 8
 
 
 def test_a_step_with_nothing_to_predict_is_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dist import checkpoint, cli, launch, monitor
-from dist.comm import Solo, launched_size, start
+from dist.comm import AllRanksError, Solo, launched_size, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.train import StopRequest, Trainer
@@ -184,6 +184,49 @@ def test_a_step_that_is_not_finite_is_not_taken_and_many_end_the_run(
     assert said.out.count("SKIPPED") == 3
     state = checkpoint.read_state(checkpoint.find(tmp_path / "run/checkpoints/step-00000004"))
     assert (state.step, state.updates, state.position) == (4, 3, 32)
+
+
+def test_no_checkpoint_of_a_bad_streak_takes_the_place_of_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__patience=3, run__checkpoint_every=1, run__keep=1)
+    original = Stepper.gradient
+
+    def gradient(self: Stepper, batches: object, step: int, first_sample: int) -> object:
+        result = original(self, batches, step, first_sample)  # type: ignore[arg-type]
+        return result._replace(norm=np.inf) if step > 2 else result
+
+    monkeypatch.setattr(Stepper, "gradient", gradient)
+    assert train(config) == 1
+    assert "the last good checkpoint is" in (said := capsys.readouterr().err)
+    assert "step-00000002" in said
+    assert checkpoint.read_state(tmp_path / "run/checkpoints/step-00000002").step == 2
+
+
+def test_a_record_that_could_not_be_written_is_told_though_a_signal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: monitor.Metrics, record: object) -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(monitor.Metrics, "write", write)
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    with pytest.raises(AllRanksError, match="No space left on device"):
+        Trainer(prepare(tmp_path), Solo()).run(stop)
+
+
+def test_a_prompt_for_samples_that_fills_the_context_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizer import train_from_iterator
+
+    small = train_from_iterator(["some words"] * 3, 300)
+    config = prepare(tmp_path, run__sample_every=2, run__sample_prompt="x " * 40)
+    for name in ("train", "heldout"):
+        small.save(tmp_path / name / "tokenizer.myllm")
+    assert train(config) == 1
+    assert "leaves no room to write in a context of 12" in capsys.readouterr().err
 
 
 def test_two_runs_cannot_write_to_one_folder(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -210,6 +211,43 @@ def test_what_is_not_there_is_said_in_a_line(
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_brackets_in_what_a_module_says_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = write(tmp_path / "bad.py", "raise RuntimeError('nvcc failed: see [/tmp/log] [bold]')")
+    good = write(tmp_path / "good.py", GOOD)
+    few = ["--examples", "3", "--op", "softmax"]
+    assert main(["verify", "--module", bad, "--module", good, *few]) == 1
+    said = capsys.readouterr()
+    assert "RuntimeError: nvcc failed: see [/tmp/log] [bold]" in said.err
+    assert re.search(r"softmax .*ok", said.out)
+
+
+def test_the_command_that_runs_a_case_again_is_one_for_a_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my kernels"
+    folder.mkdir()
+    module = write(folder / "w r.py", WRONG)
+    arguments = ["--op", "softmax", "--dtype", "float32", "--save", str(folder / "failures")]
+    assert main(["verify", "--module", module, *arguments, "--examples", "5"]) == 1
+    (again,) = re.findall(r"again: myllm (verify .*)", capsys.readouterr().out)
+    assert main(shlex.split(again)) == 1
+    assert "FAIL softmax: out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04junk", b"PK"])
+def test_a_damaged_case_is_refused_in_a_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "case.npz"
+    path.write_bytes(content)
+    assert main(["verify", "--case", str(path)]) == 1
+    assert "case.npz is no .npz of a case" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"case\.npz is no readable \.npz"):
+        golden.read_tensors(path)
 
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
 """Where the arrays of a training step lie: pieces of one block, at the same offsets in every step.
 
 Within ``with ops.step():`` each new array takes the best-fitting free interval of the block, and
-gives it back when the last reference to it or to a view of it goes, so activations make room for
-gradients as the backward proceeds. A step asks for the same sizes in the same order as the one
-before, so each array comes to lie where it lay: nothing is allocated, nothing fragments.
+gives it back when the last reference to it or to a view of it goes: what a block of the model needs
+for a moment only makes room for the next. A step asks for the same sizes in the same order as the
+one before, so each array comes to lie where it lay: nothing is allocated, nothing fragments.
 
 How large the block must be, the steps themselves show. Intervals are given out without regard to
 its size; an array whose interval ends beyond it gets memory of its own for this once, which in the

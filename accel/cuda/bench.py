@@ -3,8 +3,9 @@
 First two ceilings are measured: bytes a second of a large copy on the GPU, and operations a second
 of one large bf16 product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or
 operations that its arithmetic asks for, and their share of the ceiling; then a training step of
-the model. Attention and the loss are checked against the reference at a small size in the process
-that is timed. Times are medians between events on the GPU, after a first call that compiles.
+the model. Attention is checked against the reference at a small size in the process that is timed;
+with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's. Times are
+medians between events on the GPU, after a first call that compiles.
 """
 
 import argparse

@@ -59,7 +59,8 @@ def nvrtc_version() -> tuple[int, int]:
     except (ImportError, OSError, RuntimeError) as error:
         raise ImportError(
             "the backend 'cuda' compiles its kernels with NVRTC, whose library was not found: "
-            f"pip install nvidia-cuda-nvrtc, or install the CUDA toolkit ({first_line(error)})"
+            "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 beside cupy-cuda12x), or "
+            f"install the CUDA toolkit ({first_line(error)})"
         ) from error
     return int(major), int(minor)
 

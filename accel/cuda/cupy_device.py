@@ -146,7 +146,9 @@ class CuPyDevice:
 
     def upload(self, array: Array) -> Array:
         """Copy a NumPy array to the GPU."""
-        return cast(Array, self._cupy.asarray(np.ascontiguousarray(array)).reshape(array.shape))
+        out = self.empty(array.shape, array.dtype)
+        self.write(out, array)
+        return out
 
     def write(self, array: Array, values: Array) -> None:
         """Copy a NumPy array into a GPU array, after all work before it."""

@@ -7,11 +7,13 @@ op, and a fresh worker goes on with what is left. It is a new interpreter, not a
 nothing of a GPU's state is shared.
 """
 
+import ctypes
 import faulthandler
 import importlib
 import os
 import pickle
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,12 +27,13 @@ from typing import Any, NamedTuple
 
 from accel.verify.check import Options, Progress, check_subject, failure_path, planned, replay
 from accel.verify.contract import Case
-from accel.verify.files import save_failure
+from accel.verify.files import case_command, save_failure
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, simpler
 from accel.verify.subject import Subject, SubjectError, as_subject, load_file
 from accel.verify.trial import Judged
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included
 SHRINK_SECONDS = 15.0  # each try of a case that crashes costs a process
 
@@ -47,7 +50,7 @@ class Source(NamedTuple):
     @property
     def command(self) -> str:
         if self.module:
-            return f"--module {self.module}"
+            return f"--module {shlex.quote(self.module)}"
         return f"--backend {self.backend} --compute {self.compute}"
 
     @property
@@ -181,7 +184,7 @@ def _failure(source: Source, options: Options, case: Case, calling: str, end: En
     if options.save is not None:
         path = failure_path(options.save, failure)
         save_failure(path, case, [])
-        failure.file, failure.rerun = str(path), f"myllm verify {source.command} --case {path}"
+        failure.file, failure.rerun = str(path), case_command(source.command, path)
     return failure
 
 
@@ -237,8 +240,15 @@ def _how(status: int, trace: str, source: Source) -> str:
     return how + (f" ({source.name}:{line[1]})" if line else "")
 
 
+def _end_with_parent() -> None:
+    """Have Linux end this process when its parent goes, whatever a kernel is doing then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def work(writing: int) -> None:
     """Do a job that comes as stdin, in a worker, and tell about it through a pipe."""
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
     job: Job = pickle.load(sys.stdin.buffer)
     faulthandler.enable(open(job.trace, "w", encoding="utf-8"))

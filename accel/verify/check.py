@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel.verify.contract import DTYPES, SPECS, Case, Spec
-from accel.verify.files import save_failure
+from accel.verify.files import case_command, save_failure
 from accel.verify.hints import hints_for
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
@@ -290,7 +290,7 @@ def _explain(subject: Subject, failure: Failure, options: Options) -> None:
         path = failure_path(options.save, failure)
         save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
         failure.file = str(path)
-        failure.rerun = f"myllm verify {subject.command} --case {path}"
+        failure.rerun = case_command(subject.command, path)
 
 
 def failure_path(folder: Path, failure: Failure) -> Path:

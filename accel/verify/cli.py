@@ -90,7 +90,10 @@ def run(argv: list[str]) -> int:
         parser().error("--timeout must be positive")
     if arguments.golden is not None:
         count = write_golden(arguments.golden, seed=arguments.seed, ops=arguments.op)
-        out.print(f"{count} files of golden vectors in {arguments.golden}; its README.md explains")
+        out.print(
+            f"{count} files of golden vectors in {arguments.golden}; its README.md explains",
+            markup=False,
+        )
         return 0
     if arguments.against is not None:
         dtype = arguments.dtype[0] if arguments.dtype else None
@@ -110,10 +113,12 @@ def run(argv: list[str]) -> int:
             reports.append(_check(source, arguments, err))
         except (ImportError, ValueError) as error:
             if source.module or isinstance(error, SubjectError):
-                err.print(f"myllm verify: {error}", highlight=False, soft_wrap=True)
+                err.print(f"myllm verify: {error}", markup=False, highlight=False, soft_wrap=True)
                 broken = True
                 continue
-            err.print(f"{source.name} is not here: {error}", highlight=False, soft_wrap=True)
+            err.print(
+                f"{source.name} is not here: {error}", markup=False, highlight=False, soft_wrap=True
+            )
             # a backend that was named has to be there in one mode at least
             names = [s.backend for s in sources if s.backend == source.backend]
             last = source == [s for s in sources if s.backend == source.backend][-1]
@@ -196,5 +201,7 @@ def _again(arguments: argparse.Namespace, sources: list[Source], out: Console) -
         for failure in failures:
             out.print(failure_text(failure), markup=False, highlight=False, soft_wrap=True)
         if not failures:
-            out.print(f"{source.name}: {case.op} is right in this case", highlight=False)
+            out.print(
+                f"{source.name}: {case.op} is right in this case", markup=False, highlight=False
+            )
     return int(failed)

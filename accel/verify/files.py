@@ -1,6 +1,9 @@
 """Cases as files: what a failure leaves behind, and how it is run again."""
 
 import json
+import shlex
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,14 @@ from accel.verify.contract import SPECS, Case, contract_parameters, expected
 from accel.verify.trial import Judged
 from reference.config import Config
 from reference.types import Array, DropoutKey
+
+# What NumPy raises for a file that is no .npz, or a damaged one.
+UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+
+
+def case_command(subject: str, path: str | Path) -> str:
+    """Return the command that runs a saved case again, as a shell takes it."""
+    return f"myllm verify {subject} --case {shlex.quote(str(path))}"
 
 
 def options_to_json(options: dict[str, Any]) -> str:
@@ -87,9 +98,9 @@ def load_failure(path: str | Path) -> Case:
         When the file is missing or holds no case.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             content = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{path} is no .npz of a case: {error}") from None
     try:
         about = json.loads(str(content["case"]))

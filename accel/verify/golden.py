@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from accel.tolerance import UNIT_ROUNDOFF, Closeness, Magnitude, compare
 from accel.verify.cases import Draw
 from accel.verify.contract import SPECS, Case, draw_case, expected, gradient_names, shape_of
-from accel.verify.files import cotangent_arrays, options_to_json
+from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json
 from reference import ops as reference
 from reference.config import Config
 from reference.model import loss_backward, loss_forward
@@ -317,9 +317,9 @@ def read_tensors(path: Path) -> Tensors:
     """
     if path.suffix == ".npz":
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path.name} is no readable .npz: {error}") from None
     raw = path.read_bytes()
     tensors: Tensors = {}

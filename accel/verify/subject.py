@@ -5,6 +5,7 @@ Nothing here trusts the module: whatever it raises becomes a ``KernelError`` wit
 
 import importlib.util
 import inspect
+import shlex
 import sys
 import traceback
 import warnings
@@ -275,7 +276,7 @@ def load_file(path: str | Path) -> Subject:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         line = ""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         if frames:
@@ -283,7 +284,7 @@ def load_file(path: str | Path) -> Subject:
         raise SubjectError(
             f"{path} does not import: {type(error).__name__}: {_first_line(error)}{line}"
         ) from error
-    return as_subject(module, path.name, f"--module {path}")
+    return as_subject(module, path.name, f"--module {shlex.quote(str(path))}")
 
 
 def as_subject(module: Any, name: str | None = None, command: str | None = None) -> Subject:
@@ -299,7 +300,7 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
     name = name or getattr(module, "__name__", type(module).__name__)
     if command is None:
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        command = f"--module {file}" if file else f"--module {name}.py"
+        command = f"--module {shlex.quote(str(file))}" if file else f"--module {name}.py"
     subject = Subject(module, str(name), command)
     if not subject.specs():
         near = [n for n in dir(module) if n.endswith(("_forward", "_backward"))]

@@ -100,6 +100,35 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         assert digest(config) == whole
 
 
+def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path: Path) -> None:
+    config = prepare(tmp_path, train__steps=2)
+    (tmp_path / "random.py").write_text("raise SystemExit('a stranger was imported')")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "__init__.py").touch()
+    path = save_run_file(config, tmp_path / "c.toml")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "dist", "train", str(path), "--ranks", "2"],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
+    config = prepare(tmp_path, train__steps=100_000)
+    process = start(config, 2)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      3"):
+            break
+    process.kill()
+    process.communicate(timeout=60)  # ends when the last rank has closed its output
+    assert len(losses(config)) < 100_000
+
+
 def train_and_fail(
     config: RunFile, how: str, rank: int, path: Path
 ) -> "subprocess.CompletedProcess[str]":
@@ -155,7 +184,7 @@ def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path, number: int) -> None
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
-    stopped = re.search(r"stopped by SIGUSR1 after step (\d+)", out)
+    stopped = re.search(r"stopped after step (\d+)", out)
     assert stopped is not None
     steps = int(stopped[1])
     status, out, _ = train(config, 2, "--set", f"train.steps={steps + 2}", "--changed")
