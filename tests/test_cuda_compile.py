@@ -49,7 +49,10 @@ def test_every_kernel_compiles_and_spills_nothing(
     assert sorted(u.kernel for u in usage) == sorted(sources.kernels(texts[f"{source}.cu"]))
     print(f"\n{source} {architecture} {defines}")
     for u in usage:
-        print(f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt")
+        print(
+            f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt "
+            f"{u.shared:6} B shared"
+        )
         assert u.spills == 0, u
 
 

@@ -27,6 +27,7 @@ class Usage(NamedTuple):
     registers: int  # of a thread
     stack: int  # bytes of local memory of a thread
     spills: int  # bytes stored to local memory for want of registers
+    shared: int  # bytes of shared memory that the text declares; launchers ask for more
 
 
 class CompileError(Exception):
@@ -120,6 +121,8 @@ def read_usage(log: str) -> list[Usage]:
             if match is None:
                 raise CompileError(f"the assembler's report is not as expected:\n{log[:2000]}")
             numbers[key] = int(match.group(1))
+        declared = re.search(r"(\d+) bytes smem", part)  # left out where there is none
+        numbers["shared"] = int(declared.group(1)) if declared else 0
         found.append(Usage(part.split("'")[0], **numbers))
     return found
 
