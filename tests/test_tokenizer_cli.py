@@ -173,6 +173,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, *argv: object, stdin: bytes = b"") 
         (b'{"other": 1}', "line 3: no field 'text'; its fields: 'other'"),
         (b'{"text": 5}', "line 3: field 'text' is no text"),
         (b'{"text": "\xff"}', "line 3: no JSON"),
+        (b"[" * 100_000, "line 3: no JSON: "),  # deeper than the parser goes
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 3: no JSON: "),
     ],
 )
 def test_bad_json_lines_are_named_and_may_be_left_out(
@@ -218,6 +220,31 @@ def test_damaged_archives_are_named(
 ) -> None:
     (tmp_path / name).write_bytes(b"no archive")
     assert f"{name} cannot be unpacked" in failing(monkeypatch, "info", tok, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["t.txt.gz", "t.txt.zst"])
+def test_archives_that_are_cut_short_or_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path, name: str
+) -> None:
+    import zstandard
+
+    compress = gzip.compress if name.endswith(".gz") else zstandard.compress
+    parts = [text.encode() for text in corpus()[:2]]
+    whole = b"".join(map(compress, parts))  # two members, or frames
+    path = tmp_path / name
+
+    def written(data: bytes) -> str:
+        path.write_bytes(data)
+        return str(path)
+
+    assert [*Source([written(whole)]).texts()] == [b"".join(parts)]
+    first = len(compress(parts[0]))
+    assert [*Source([written(whole[:first])]).texts()] == [parts[0]]
+    for end in (first // 2, first + 3, len(whole) - 1):
+        err = failing(monkeypatch, "info", tok, written(whole[:end]))
+        assert f"{name} cannot be unpacked: it is cut short" in err
+    changed = whole[:60] + bytes(byte ^ 255 for byte in whole[60:90]) + whole[90:]
+    assert f"{name} cannot be unpacked: " in failing(monkeypatch, "info", tok, written(changed))
 
 
 def test_other_mistakes_are_named(
