@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tokenizer.read import Source, opened
+from tokenizer.read import Source, is_json_lines, opened
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
@@ -60,7 +60,7 @@ def read_documents(
         When a file or a line cannot be read.
     """
     for name in files:
-        if not name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson")):
+        if not is_json_lines(name):
             for text in Source([name], field, report_bad).texts():
                 yield Document(name, (Part(text),))
             continue

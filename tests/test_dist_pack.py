@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,33 @@ def test_the_bytes_do_not_depend_on_processes_or_batches(
     assert run(corpus, tmp_path / "two", tokenizer_file, "--processes", "2", *few) == 0
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert len(contents(tmp_path / "one")) > 8
+
+
+def test_workers_end_with_the_process_that_started_them(tokenizer_file: Path) -> None:
+    program = f"""
+import os, signal
+from dist import pack
+from dist.documents import Document, Part
+
+def documents():
+    while True:
+        yield Document("x", (Part("the fox"),))
+
+if __name__ == "__main__":
+    import multiprocessing
+    encoded = pack.encode_all(documents(), pack.Settings({str(tokenizer_file)!r}), 2)
+    next(encoded)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = tokenizer_file.parent / "packs_and_dies.py"
+    script.write_text(program)
+    # the workers inherit the pipes: without their end this call would not return
+    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) == 2
 
 
 def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -222,7 +253,9 @@ def test_truncate_makes_one_window_a_document(
     [
         ("nowhere.txt", (), "is no file, folder or glob of files"),
         ("empty", (), "holds no file"),
-        ("blank.txt", (), "there is nothing to train on"),
+        ("blank.txt", (), "there is nothing to train on: all of the texts are empty"),
+        ("blank", ("--heldout", "0"), "there is nothing to train on: all of the texts are empty"),
+        ("a.txt", ("--heldout", "0.999999"), "1 documents were held out and 0 were empty"),
         ("broken.txt.gz", (), "broken.txt.gz cannot be unpacked"),
         ("changed.txt.gz", (), "changed.txt.gz cannot be unpacked"),
         ("a.txt", ("--heldout", "1"), "must lie in [0, 1)"),
@@ -239,6 +272,9 @@ def test_what_cannot_be_packed_is_one_sentence(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text("")
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "blank" / "b.txt").write_text("")
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"x" * 999)[:-9])
     (tmp_path / "changed.txt.gz").write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)

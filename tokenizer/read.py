@@ -72,13 +72,12 @@ class Source:
             cross; else each comes as a whole.
         """
         for name in self.files:
-            kind = name.removesuffix(".gz").removesuffix(".zst")
-            if kind.endswith(".parquet"):
+            if _unpacked(name).endswith(".parquet"):
                 yield from self._parquet(name)
                 self._advance(name, None)
                 continue
             with opened(name) as (file, raw):
-                if kind.endswith((".jsonl", ".ndjson")):
+                if is_json_lines(name):
                     for number, line in enumerate(file, 1):
                         text = self._json_text(line, f"{_show(name)}, line {number}")
                         if text is not None:
@@ -181,8 +180,9 @@ class Source:
                     text = self._text_of(value, f"{name}, row {number}", {self.field: value})
                     if text is not None:
                         yield text
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{name} is no Parquet file that can be read: {error}") from None
+        except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
+            said = " ".join(str(error).split())  # of several lines
+            raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None
 
     def _bad(self, sentence: str) -> None:
         if self.report_bad is None:
@@ -221,6 +221,20 @@ def expand(paths: Sequence[str]) -> list[str]:
             raise ValueError(f"{path!r} {what}")
         out += found
     return out
+
+
+def is_json_lines(name: str) -> bool:
+    """Tell whether a file holds a JSON object a line, packed or not."""
+    return _unpacked(name).endswith((".jsonl", ".ndjson"))
+
+
+def is_plain(name: str) -> bool:
+    """Tell whether a file is one text, as it lies on disk."""
+    return not (is_json_lines(name) or name.endswith((".parquet", ".gz", ".zst")))
+
+
+def _unpacked(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def _show(name: str) -> str:
