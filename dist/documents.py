@@ -2,14 +2,14 @@
 
 Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, a
 Parquet file has one a row. ``.jsonl`` has one a line: a text field, or ``prompt`` and
-``completion``, or chat ``messages``.
+``completion``, or chat ``messages``. A ``prompt`` with a text, not a completion, is left out.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tokenizer.read import Source, opened
+from tokenizer.read import Source, is_json_lines, opened
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
@@ -60,7 +60,7 @@ def read_documents(
         When a file or a line cannot be read.
     """
     for name in files:
-        if not name.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".ndjson")):
+        if not is_json_lines(name):
             for text in Source([name], field, report_bad).texts():
                 yield Document(name, (Part(text),))
             continue
@@ -71,7 +71,7 @@ def read_documents(
                 where = f"{name}, line {number}"
                 try:
                     yield document_of(json.loads(line), where, field)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if report_bad is None:
                         raise ValueError(
                             f"{where}: {error} (--skip-bad-lines leaves such lines out)"
@@ -91,7 +91,7 @@ def document_of(record: Any, where: str, field: str) -> Document:
         raise ValueError(f"a JSON object is wanted, not {type(record).__name__}")
     if "messages" in record:
         return Document(where, tuple(chat(record["messages"])), end=False)
-    if "prompt" in record or "completion" in record:
+    if "completion" in record or ("prompt" in record and field not in record):
         prompt, completion = record.get("prompt"), record.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise ValueError('"prompt" and "completion" must both be strings')
@@ -120,7 +120,7 @@ def chat(messages: Any) -> Iterator[Part]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise ValueError('a message must be {"role": ..., "content": "..."}')
         role = message.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise ValueError(
                 f"the role of a message must be one of {', '.join(ROLES)}, got {role!r}"
             )

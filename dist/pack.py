@@ -12,11 +12,13 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,7 +135,19 @@ _encoder: Encoder | None = None  # of this worker process
 
 def _start_worker(settings: Settings) -> None:
     global _encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(settings)
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that started it, also where that was killed.
+
+    A worker that waits for work would wait for ever: it holds both ends of the queue's pipe.
+    """
+    parent = parent_process()
+    assert parent is not None  # a worker has one
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(documents: list[Document]) -> list[Encoded]:
@@ -268,6 +282,11 @@ def pack(
                 counts["bad_lines"] = bad_lines
                 _write_journal(out / JOURNAL, mark, counts, writers)
                 saved = time.monotonic()
+        if not counts["train"] and not counts["heldout"]:
+            left_out = f", and {bad_lines} bad lines were left out" if bad_lines else ""
+            raise ValueError(
+                f"there is nothing to train on: all of the texts are empty{left_out}; give others"
+            )
         if not counts["train"]:
             raise ValueError(
                 f"there is nothing to train on: {counts['heldout']} documents were held out and "

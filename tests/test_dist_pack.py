@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import numpy as np
 import pytest
 
 from dist import cli, pack
-from dist.documents import chat, document_of
+from dist.documents import Part, chat, document_of
 from dist.shards import Dataset, check_crcs, read_manifest
 from reference.types import Array
 from tokenizer import Tokenizer, train_from_iterator
@@ -95,6 +99,33 @@ def test_the_bytes_do_not_depend_on_processes_or_batches(
     assert len(contents(tmp_path / "one")) > 8
 
 
+def test_workers_end_with_the_process_that_started_them(tokenizer_file: Path) -> None:
+    program = f"""
+import os, signal
+from dist import pack
+from dist.documents import Document, Part
+
+def documents():
+    while True:
+        yield Document("x", (Part("the fox"),))
+
+if __name__ == "__main__":
+    import multiprocessing
+    encoded = pack.encode_all(documents(), pack.Settings({str(tokenizer_file)!r}), 2)
+    next(encoded)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = tokenizer_file.parent / "packs_and_dies.py"
+    script.write_text(program)
+    # the workers inherit the pipes: without their end this call would not return
+    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) == 2
+
+
 def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path) -> None:
     lines = [json.dumps({"text": text(i % 50)}) for i in range(200)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -143,6 +174,7 @@ def test_bad_lines_are_reported_with_file_and_line(
 ) -> None:
     lines = ['{"text": "good"}', "nonsense", "", "[1]", '{"body": "x"}', '{"prompt": "only"}']
     lines += ['{"messages": [{"role": "robot", "content": "x"}]}', '{"messages": []}']
+    lines += ['{"messages": [{"role": ["user"], "content": "x"}]}', "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert run(tmp_path / "a.jsonl", tmp_path / "e", tokenizer_file, "--heldout", "0") == 1
     assert "a.jsonl, line 2: Expecting value" in (said := capsys.readouterr().err)
@@ -157,9 +189,11 @@ def test_bad_lines_are_reported_with_file_and_line(
         6: "must both be strings",
         7: "must be one of system, user, assistant, got 'robot'",
         8: "a list of at least one",
+        9: "must be one of system, user, assistant, got ['user']",
+        10: "recursion",
     }.items():
         assert f"a.jsonl, line {line}: " in said_all.err and why in said_all.err
-    assert "6 bad lines" in said_all.out
+    assert "8 bad lines" in said_all.out
     assert not (tmp_path / "d" / "heldout").exists()
 
 
@@ -219,8 +253,11 @@ def test_truncate_makes_one_window_a_document(
     [
         ("nowhere.txt", (), "is no file, folder or glob of files"),
         ("empty", (), "holds no file"),
-        ("blank.txt", (), "there is nothing to train on"),
+        ("blank.txt", (), "there is nothing to train on: all of the texts are empty"),
+        ("blank", ("--heldout", "0"), "there is nothing to train on: all of the texts are empty"),
+        ("a.txt", ("--heldout", "0.999999"), "1 documents were held out and 0 were empty"),
         ("broken.txt.gz", (), "broken.txt.gz cannot be unpacked"),
+        ("changed.txt.gz", (), "changed.txt.gz cannot be unpacked"),
         ("a.txt", ("--heldout", "1"), "must lie in [0, 1)"),
         ("a.txt", ("--shard-tokens", "0"), "a shard holds 1 to"),
     ],
@@ -235,8 +272,12 @@ def test_what_cannot_be_packed_is_one_sentence(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text("")
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "blank" / "b.txt").write_text("")
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"x" * 999)[:-9])
+    (tmp_path / "changed.txt.gz").write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)
     assert run(tmp_path / inputs, tmp_path / "d", tokenizer_file, *arguments) == 1
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
@@ -275,6 +316,11 @@ def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:
 
 def test_a_record_says_what_it_is() -> None:
     assert document_of({"prompt": "a", "completion": "b"}, "x", "text").content == b"a\0b"
+    # as in Cosmopedia: what a text was asked for with, and the text
+    assert document_of({"prompt": "a", "text": "b"}, "x", "text").parts == (Part("b"),)
+    for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
+        with pytest.raises(ValueError, match="must both be strings"):
+            document_of(record, "x", "text")
     parts = list(chat([{"role": "system", "content": "s"}]))
     assert [p.control for p in parts] == [True, False, True]
     assert not any(p.predict for p in parts)

@@ -129,6 +129,30 @@ def test_all_formats_hold_the_same_texts(tmp_path: Path) -> None:
     assert [*Source([str(tmp_path / "plain.gz")]).texts()] == ["四\n".encode()]
 
 
+def test_json_lines_are_known_by_either_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
+) -> None:
+    lines = '{"text": "one"}\n{"text": "two"}\n'
+    said = set()
+    for name in ("t.jsonl", "t.ndjson", "t.ndjson.gz"):
+        write = gzip.compress if name.endswith(".gz") else bytes
+        (tmp_path / name).write_bytes(write(lines.encode()))
+        said.add(run(monkeypatch, "encode", tok, tmp_path / name)[1])
+    one, two = small().encode_batch(["one", "two"])
+    assert said == {" ".join(map(str, one)) + "\n" + " ".join(map(str, two)) + "\n"}
+
+
+def test_options_may_stand_before_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("a <|eos|>")
+    status, out, _, _ = run(monkeypatch, "info", tok, "--longest", 2, tmp_path / "a.txt")
+    assert status == 0 and "on these texts  9 bytes" in out
+    status, out, _, _ = run(monkeypatch, "encode", tok, "--allow-special", tmp_path / "a.txt")
+    assert status == 0
+    assert out.split() == [str(i) for i in small().encode("a <|eos|>", allowed_special="all")]
+
+
 def test_folders_and_globs_give_files_by_name(tmp_path: Path) -> None:
     for name in ("b/2.txt", "a/1.txt", "b/.hidden/3.txt", ".4.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -173,6 +197,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, *argv: object, stdin: bytes = b"") 
         (b'{"other": 1}', "line 3: no field 'text'; its fields: 'other'"),
         (b'{"text": 5}', "line 3: field 'text' is no text"),
         (b'{"text": "\xff"}', "line 3: no JSON"),
+        (b"[" * 100_000, "line 3: no JSON: "),  # deeper than the parser goes
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 3: no JSON: "),
     ],
 )
 def test_bad_json_lines_are_named_and_may_be_left_out(
@@ -208,6 +234,10 @@ def test_parquet_without_the_column_is_named(
     assert "no column 'body'; its columns: 'text', 'n'" in failing(
         monkeypatch, "info", tok, path, "--field", "body"
     )
+    damaged = bytearray(path.read_bytes())
+    damaged[4:40] = b"\xff" * 36  # the column's pages; the footer says that all is well
+    path.write_bytes(damaged)
+    assert f"{path} is no Parquet file" in failing(monkeypatch, "info", tok, path)
     path.write_bytes(b"PAR1 not")
     assert "is no Parquet file" in failing(monkeypatch, "info", tok, path)
 
@@ -220,6 +250,31 @@ def test_damaged_archives_are_named(
     assert f"{name} cannot be unpacked" in failing(monkeypatch, "info", tok, tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["t.txt.gz", "t.txt.zst"])
+def test_archives_that_are_cut_short_or_changed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path, name: str
+) -> None:
+    import zstandard
+
+    compress = gzip.compress if name.endswith(".gz") else zstandard.compress
+    parts = [text.encode() for text in corpus()[:2]]
+    whole = b"".join(map(compress, parts))  # two members, or frames
+    path = tmp_path / name
+
+    def written(data: bytes) -> str:
+        path.write_bytes(data)
+        return str(path)
+
+    assert [*Source([written(whole)]).texts()] == [b"".join(parts)]
+    first = len(compress(parts[0]))
+    assert [*Source([written(whole[:first])]).texts()] == [parts[0]]
+    for end in (first // 2, first + 3, len(whole) - 1):
+        err = failing(monkeypatch, "info", tok, written(whole[:end]))
+        assert f"{name} cannot be unpacked: it is cut short" in err
+    changed = whole[:60] + bytes(byte ^ 255 for byte in whole[60:90]) + whole[90:]
+    assert f"{name} cannot be unpacked: " in failing(monkeypatch, "info", tok, written(changed))
+
+
 def test_other_mistakes_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
 ) -> None:
@@ -230,12 +285,19 @@ def test_other_mistakes_are_named(
     assert "standard input, line 2: 'x' is no id" in failing(
         monkeypatch, *decode, stdin=b"5\n5 x\n"
     )
+    for word in (b"9" * 5000, b"--" + b"9" * 5000, b"1_x"):
+        err = failing(monkeypatch, *decode, stdin=b"5 " + word + b"\n")
+        assert f"standard input, line 1: '{word[:40].decode()}' is no id" in err
     assert "line 1: id 9999 at position 1" in failing(monkeypatch, *decode, stdin=b"5 9999\n")
     (tmp_path / "bad.npy").write_bytes(b"junk")
     assert "is no NumPy array" in failing(monkeypatch, *decode, tmp_path / "bad.npy")
     train = ("train", tok.parent / "x.txt", "-o")
     (tmp_path / "x.txt").write_text("text")
     assert "276 to 65536" in failing(monkeypatch, *train, tmp_path / "o", "--vocab-size", 5)
+    (tmp_path / "x.txt").write_text("")
+    err = failing(monkeypatch, *train, tmp_path / "o", "--vocab-size", 300)
+    assert "the texts are empty: there is nothing to learn from" in err
+    assert not (tmp_path / "o").exists()
     assert "cannot be written" in failing(monkeypatch, *train, "/no/where/o", "--vocab-size", 300)
 
 

@@ -188,5 +188,14 @@ def test_the_table_compares_four_tokenizers() -> None:
         "word level",
     ]
     assert all(float(line.split()[-4]) > 1 for line in lines[1:])
+    text = " ".join(corpus()[:2])[:5000]
+    long = "ab" * 100_000
+    assert "left out" not in table(text + " " + "c" * 1000, 400)
+    # sizes and bytes per token: as without that word
+    found, expected = (table(t, 400).splitlines() for t in (f"{text} {long} {long}", f"{text}  "))
+    assert found[-1] == "left out: 2 words of more than 1,000 characters"
+    assert [line.split()[-5:-2] for line in found[:-1]] == [x.split()[-5:-2] for x in expected]
+    with pytest.raises(ValueError, match="holds no word"):
+        table(long, 400)
     with pytest.raises(ValueError, match="holds no word"):
         table(" \n", 400)

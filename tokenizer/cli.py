@@ -19,7 +19,7 @@ from tokenizer import (
 )
 from tokenizer.arrays import Array
 from tokenizer.patterns import machine_of
-from tokenizer.read import Source
+from tokenizer.read import Source, is_plain
 from tokenizer.tokenizer import decode_utf8
 from tokenizer.vocabulary import MIN_VOCAB
 
@@ -44,7 +44,7 @@ def train(argv: Sequence[str]) -> int:
     start = time.monotonic()
     with _reading(options) as source:
         tokenizer = train_from_iterator(
-            source.texts(cut_freely=options.pattern in ("gpt4", "gpt2")),
+            _some(source.texts(cut_freely=options.pattern in ("gpt4", "gpt2"))),
             options.vocab_size,
             pattern=options.pattern,
             min_count=options.min_count,
@@ -64,6 +64,16 @@ def train(argv: Sequence[str]) -> int:
     return 0
 
 
+def _some(texts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield texts, and refuse to end without any."""
+    empty = True
+    for text in texts:
+        empty = empty and not text
+        yield text
+    if empty:
+        raise ValueError("the texts are empty: there is nothing to learn from")
+
+
 def encode(argv: Sequence[str]) -> int:
     """Print the ids of texts, a line for each text."""
     parser = _parser(
@@ -78,7 +88,7 @@ def encode(argv: Sequence[str]) -> int:
         "--allow-special", action="store_true", help="names of special tokens become their ids"
     )
     parser.add_argument("-o", "--output", metavar="FILE.npy", help="write all ids as one array")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.text is not None and options.paths:
         parser.error("give --text or PATHS, not both")
     if options.output is not None and not options.output.endswith(".npy"):
@@ -109,7 +119,7 @@ def _texts_to_encode(options: argparse.Namespace) -> Iterator[bytes]:
     for name in options.paths or ["-"]:
         if name == "-":
             yield sys.stdin.buffer.read()
-        elif Path(name).is_file() and not name.endswith((".jsonl", ".parquet", ".gz", ".zst")):
+        elif Path(name).is_file() and is_plain(name):
             yield Path(name).read_bytes()
         else:
             with _reading(argparse.Namespace(**{**vars(options), "paths": [name]})) as source:
@@ -152,9 +162,17 @@ def _ids_of(name: str) -> Iterator[tuple[str, list[int] | Array]]:
             try:
                 yield where, [int(word) for word in line.split()]
             except ValueError:
-                bad = next(word for word in line.split() if not word.isdigit())
+                bad = next(word for word in line.split() if not _is_id(word))
                 shown_word = bad[:40].decode("utf-8", "backslashreplace")
                 raise ValueError(f"{where}: {shown_word!r} is no id") from None
+
+
+def _is_id(word: bytes) -> bool:
+    try:
+        int(word)
+    except ValueError:  # also for more digits than Python reads
+        return False
+    return True
 
 
 def info(argv: Sequence[str]) -> int:
@@ -167,7 +185,7 @@ def info(argv: Sequence[str]) -> int:
     parser.add_argument("tokenizer", metavar="TOKENIZER")
     _add_inputs(parser, "*")
     parser.add_argument("--longest", type=int, default=10, metavar="K", help="tokens to list")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     tokenizer = Tokenizer.load(options.tokenizer)
     vocabulary = tokenizer.vocabulary
     machine = "a state machine" if machine_of(vocabulary.pattern) else "regex"

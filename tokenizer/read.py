@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import regex
 
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
+_PACKED_BYTES = 1 << 14  # read at once of a .zst
 
 # Between an ASCII letter and a space no piece of the GPT-4 and GPT-2 patterns goes on, and neither
 # looks back or ahead across it: two halves cut here have the pieces of the whole.
@@ -70,13 +72,12 @@ class Source:
             cross; else each comes as a whole.
         """
         for name in self.files:
-            kind = name.removesuffix(".gz").removesuffix(".zst")
-            if kind.endswith(".parquet"):
+            if _unpacked(name).endswith(".parquet"):
                 yield from self._parquet(name)
                 self._advance(name, None)
                 continue
             with opened(name) as (file, raw):
-                if kind.endswith((".jsonl", ".ndjson")):
+                if is_json_lines(name):
                     for number, line in enumerate(file, 1):
                         text = self._json_text(line, f"{_show(name)}, line {number}")
                         if text is not None:
@@ -140,7 +141,7 @@ class Source:
             return None
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
             self._bad(f"{where}: no JSON: {error}")
             return None
         if not isinstance(row, dict):
@@ -179,8 +180,9 @@ class Source:
                     text = self._text_of(value, f"{name}, row {number}", {self.field: value})
                     if text is not None:
                         yield text
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"{name} is no Parquet file that can be read: {error}") from None
+        except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
+            said = " ".join(str(error).split())  # of several lines
+            raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None
 
     def _bad(self, sentence: str) -> None:
         if self.report_bad is None:
@@ -221,6 +223,20 @@ def expand(paths: Sequence[str]) -> list[str]:
     return out
 
 
+def is_json_lines(name: str) -> bool:
+    """Tell whether a file holds a JSON object a line, packed or not."""
+    return _unpacked(name).endswith((".jsonl", ".ndjson"))
+
+
+def is_plain(name: str) -> bool:
+    """Tell whether a file is one text, as it lies on disk."""
+    return not (is_json_lines(name) or name.endswith((".parquet", ".gz", ".zst")))
+
+
+def _unpacked(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
 def _show(name: str) -> str:
     return "standard input" if name == "-" else name
 
@@ -244,13 +260,45 @@ def opened(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                         f"{name}: unpacking Zstandard needs zstandard: pip install zstandard"
                     ) from None
                 try:
-                    with zstandard.ZstdDecompressor().stream_reader(
-                        raw, read_across_frames=True
-                    ) as stream:
-                        yield io.BufferedReader(stream), raw
+                    yield io.BufferedReader(_Frames(raw, zstandard.ZstdDecompressor())), raw
                 except zstandard.ZstdError as error:
                     raise ValueError(f"{name} cannot be unpacked: {error}") from None
             else:
                 yield raw, raw
-        except (gzip.BadGzipFile, EOFError) as error:
+        except EOFError:
+            raise ValueError(f"{name} cannot be unpacked: it is cut short") from None
+        except (gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{name} cannot be unpacked: {error}") from None
+
+
+class _Frames(io.RawIOBase):
+    """Zstandard frames, one after the other, unpacked; EOFError where the last one is cut short.
+
+    The package's own ``stream_reader`` takes a file that is cut short for one that ends there.
+    """
+
+    def __init__(self, raw: IO[bytes], decompressor: Any):
+        self._raw = raw
+        self._decompressor = decompressor
+        self._frame: Any = None  # that has begun and has not ended
+        self._packed = b""
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            self._packed = self._packed or self._raw.read(_PACKED_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            frame = self._frame or self._decompressor.decompressobj()
+            self._unpacked = memoryview(frame.decompress(self._packed))
+            self._packed = frame.unused_data if frame.eof else b""
+            self._frame = None if frame.eof else frame
+        n = min(len(buffer), len(self._unpacked))
+        buffer[:n] = self._unpacked[:n]
+        self._unpacked = self._unpacked[n:]
+        return n
