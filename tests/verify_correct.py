@@ -100,13 +100,16 @@ def _simple(store: Store) -> SimpleNamespace:
             np.copyto(out, grad)
         return out
 
-    def linear_forward(x: Array, weight: Array, bias: Array | None = None) -> Any:
+    def linear_forward(
+        x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+    ) -> Any:
         terms = x[..., :, None] * weight
         y = in_order(terms, -2)
-        return store(y if bias is None else y + bias), (x, weight, bias)
+        return store(y if bias is None else y + bias), (x if keep_x else None, weight, bias)
 
-    def linear_backward(dout: Array, cache: Any, *, out: Any = None) -> Any:
-        x, weight, bias = cache
+    def linear_backward(dout: Array, cache: Any, *, x: Array | None = None, out: Any = None) -> Any:
+        kept, weight, bias = cache
+        x = kept if x is None else x
         dx = store(np.einsum("...o,io->...i", dout, weight))
         rows = dout.reshape(-1, dout.shape[-1])
         dweight = np.einsum("ni,no->io", x.reshape(-1, x.shape[-1]), rows)
