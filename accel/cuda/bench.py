@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -32,7 +33,7 @@ from reference.global_norm import clip_scale
 from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
-from reference.types import Array
+from reference.types import Array, DropoutKey
 
 
 class Row(NamedTuple):
@@ -272,8 +273,16 @@ class Bench:
         rows.pop()  # its backward copies nothing
         moved = (4.0 * N * D, 6.0 * N * D)
         pair("rmsnorm", lambda: ops.rmsnorm_forward(x, gain, eps=1e-5), x, moved)
+        bias = ops.from_numpy(np.zeros(D, np.float32))
+        pair("layernorm", lambda: ops.layernorm_forward(x, gain, bias, eps=1e-5), x, moved)
+        key = DropoutKey(seed=0, step=1, sample=0, site=0)
+        moved = (4.0 * N * D, 4.0 * N * D)
+        pair("dropout", lambda: ops.dropout_forward(x, p=0.1, key=key), x, moved)
         h = self.random(B, T, 2 * F)
         half = self.random(B, T, F)
+        for name in ("gelu", "gelu_tanh", "relu"):
+            forward = partial(getattr(ops, f"{name}_forward"), half)
+            pair(name, forward, half, (4.0 * N * F, 6.0 * N * F))
         pair("swiglu", lambda: ops.swiglu_forward(h), half, (6.0 * N * F, 10.0 * N * F))
         qkv = self.random(B, T, H, d)
         turn = {"base": c.rope_base, "rotate_heads": Hq + Hkv}
@@ -284,6 +293,15 @@ class Bench:
         square = float(B) * Hq * T * T * d
         work = (2 * square, 5 * square)
         pair("attention (causal)", lambda: ops.attention_forward(q, k, v), do, operations=work)
+        ids = np.broadcast_to(np.arange(T, dtype=np.int32) * 4 // T, (B, T))
+        documents = ops.from_numpy(np.ascontiguousarray(ids))
+        packed = partial(ops.attention_forward, q, k, v, documents=documents)
+        quarter = (square / 2, 5 * square / 4)
+        pair("attention (causal, 4 documents)", packed, do, operations=quarter)
+        narrow = [self.random(B, T, 2 * heads, d // 2) for heads in (Hq, Hkv, Hkv)]
+        do = self.random(B, T, 2 * Hq, d // 2)
+        slim = partial(ops.attention_forward, *narrow)
+        pair(f"attention (causal, width {d // 2})", slim, do, operations=work)
         for name, wide, to in (("qkv", D, H * d), ("gate/up", D, 2 * F), ("down", F, D)):
             a, w, dy = self.random(B, T, wide), self.random(wide, to), self.random(B, T, to)
             work = (2.0 * N * wide * to, 4.0 * N * wide * to)
@@ -302,6 +320,8 @@ class Bench:
         copies = ops.parameters({"weight": flat[0].reshape(1, n)})  # while held, adamw writes them
         rows.append(Row(f"adamw ({n:,} parameters)", self.time(step), 30.0 * n, 0))
         del copies
+        add = lambda: ops.accumulate(flat[0], flat[1])  # noqa: E731
+        rows.append(Row(f"accumulate ({n:,})", self.time(add), 12.0 * n, 0))
         norm = lambda: ops.square_sums(flat[0])  # noqa: E731
         rows.append(Row(f"square_sums ({n:,})", self.time(norm), 4.0 * n, 0))
         return rows
