@@ -126,8 +126,10 @@ def test_processes_starting_together_compile_each_kernel_once(pack: Path) -> Non
     together = [start(pack) for _ in range(4)]
     ends = [process.communicate(timeout=120) for process in together]
     assert [out.splitlines()[0] for out, _ in ends] == ["12.0 52.0"] * 4
-    assert sum(int(out.splitlines()[1]) for out, _ in ends) == 2
-    assert sum("compiling" in err for _, err in ends) == 1
+    compiled = [int(out.splitlines()[1]) for out, _ in ends]
+    assert sum(compiled) == 2
+    # who waited is silent; who came when the first kernel was there already may compile the second
+    assert 1 <= sum("compiling" in err for _, err in ends) <= sum(n > 0 for n in compiled)
 
 
 def test_a_home_that_cannot_be_written_falls_to_a_temporary_folder_and_says_so(pack: Path) -> None:
