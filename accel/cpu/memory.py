@@ -11,7 +11,6 @@ the backward pass. An array that outlives its step stays intact all the same: th
 less than is kept here.
 """
 
-import bisect
 import contextlib
 import ctypes
 import math
@@ -23,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from accel.free_list import FreeList
 
 Array = npt.NDArray[Any]
 
@@ -65,7 +66,7 @@ class Arena:
     def __init__(self) -> None:
         self.reserved = 0
         self._chunks: list[mmap.mmap] = []
-        self._free: list[tuple[int, int]] = []  # (address, bytes), sorted, never adjacent
+        self._free = FreeList()  # of addresses
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
@@ -74,37 +75,13 @@ class Arena:
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
             while self._returned:
-                self._put_back(*self._returned.popleft())
-            start = self._best_fit(size)
+                self._free.give(*self._returned.popleft())
+            start = self._free.take(size)
             if start is None:
                 self._grow(size)
-                start = self._best_fit(size)
+                start = self._free.take(size)
                 assert start is not None
         return np.asarray(_Piece((start, size), self._returned, nbytes))
-
-    def _best_fit(self, size: int) -> int | None:
-        best = -1
-        for i, (_, length) in enumerate(self._free):
-            if length >= size and (best < 0 or length < self._free[best][1]):
-                best = i
-        if best < 0:
-            return None
-        start, length = self._free[best]
-        if length == size:
-            del self._free[best]
-        else:
-            self._free[best] = (start + size, length - size)
-        return start
-
-    def _put_back(self, start: int, size: int) -> None:
-        i = bisect.bisect_left(self._free, (start, size))
-        if i < len(self._free) and start + size == self._free[i][0]:
-            size += self._free.pop(i)[1]
-        if i > 0 and sum(self._free[i - 1]) == start:
-            before = self._free.pop(i - 1)
-            start, size = before[0], before[1] + size
-            i -= 1
-        self._free.insert(i, (start, size))
 
     def _grow(self, size: int) -> None:
         # One cache line is left out at the end, so that two chunks never join into one interval.
@@ -116,7 +93,7 @@ class Arena:
         self._chunks.append(chunk)
         self.reserved += length
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-        self._put_back(address, length - ALIGNMENT)
+        self._free.give(address, length - ALIGNMENT)
 
 
 _arena = Arena()

@@ -12,7 +12,6 @@ first step is every array, and at the end of the step the block grows to the fur
 When the outermost step ends, all of its arrays are dead, referenced or not.
 """
 
-import bisect
 import contextlib
 import math
 from collections import deque
@@ -22,60 +21,39 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.free_list import FreeList
 from reference.types import Array
 
 if TYPE_CHECKING:
     from accel.cuda.device import Device
 
 ALIGNMENT = 256  # bytes
+ENDLESS = 1 << 62  # bytes: no step reaches so far
 
 
-class Intervals:
-    """Free and taken stretches of a line that has a beginning and no end.
+class Intervals(FreeList):
+    """Free and taken intervals of a line that has a beginning and no end.
 
     Attributes
     ----------
     end : int
-        Of the furthest stretch ever taken.
+        Of the furthest interval ever taken.
     """
 
     def __init__(self) -> None:
+        super().__init__(ENDLESS)
         self.end = 0
-        self.reset()
 
     def reset(self) -> None:
         """Make everything free."""
-        self._free: list[tuple[int, int]] = []  # (start, length), sorted, never adjacent
-        self._tail = 0  # from here on all is free
+        super().__init__(ENDLESS)
 
     def take(self, size: int) -> int:
-        """Return the start of the shortest free stretch that fits, the first of several."""
-        fits = [(length, start) for start, length in self._free if length >= size]
-        if not fits:
-            start, self._tail = self._tail, self._tail + size
-            self.end = max(self.end, self._tail)
-            return start
-        length, start = min(fits)
-        i = bisect.bisect_left(self._free, (start, length))
-        if length == size:
-            del self._free[i]
-        else:
-            self._free[i] = (start + size, length - size)
+        """Return the start of an interval taken."""
+        start = super().take(size)
+        assert start is not None  # the line has no end
+        self.end = max(self.end, start + size)
         return start
-
-    def give(self, start: int, size: int) -> None:
-        """Make a taken stretch free again and join it to its neighbours."""
-        i = bisect.bisect_left(self._free, (start, size))
-        if i < len(self._free) and start + size == self._free[i][0]:
-            size += self._free.pop(i)[1]
-        if i > 0 and sum(self._free[i - 1]) == start:
-            before = self._free.pop(i - 1)
-            start, size = before[0], before[1] + size
-            i -= 1
-        if start + size == self._tail:
-            self._tail = start
-        else:
-            self._free.insert(i, (start, size))
 
 
 class Piece:

@@ -61,6 +61,15 @@ struct Rules {
         return low > greatest || high < least;
     }
 
+    // The first tile of keys from j on, each `keys` long, that is not apart from least … greatest.
+    DEVICE int next_tile(int j, int tiles, int keys, int least, int greatest) const {
+        for (; j < tiles; ++j) {
+            const int end = j * keys + keys < S ? j * keys + keys : S;
+            if (!apart(least, greatest, j * keys, end - 1)) break;
+        }
+        return j;
+    }
+
     // What ALiBi adds to the score: nothing without it, as the slope is 0 then.
     DEVICE float bias(int t, int u) const { return -slope * (float)(t + S - T - u); }
 

@@ -138,14 +138,7 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    // The first tile of keys from j on that has one of them.
-    auto next = [&](int j) {
-        while (j < tiles && rules.apart(least, greatest, j * KEYS,
-                                        (j * KEYS + KEYS < S ? j * KEYS + KEYS : S) - 1))
-            ++j;
-        return j;
-    };
-    int j = next(0);
+    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
     if (j < tiles) {
         fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
         fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
@@ -155,7 +148,7 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     clear(o);
     for (int turn = 0, after; j < tiles; j = after, turn ^= 1) {
         const u32 tk = stages + turn * stage_bytes, tv = tk + KEYS * PITCH;
-        after = next(j + 1);
+        after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
             fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
@@ -245,14 +238,7 @@ KERNEL __launch_bounds__(THREADS)
     fetch<OWN>(tdo, dout + b * db + h * dh, dt, first, T, dv);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    // The first tile of keys from j on that has one of them.
-    auto next = [&](int j) {
-        while (j < tiles && rules.apart(least, greatest, j * KEYS,
-                                        (j * KEYS + KEYS < S ? j * KEYS + KEYS : S) - 1))
-            ++j;
-        return j;
-    };
-    int j = next(0);
+    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
     if (j < tiles) {
         fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
         fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
@@ -270,7 +256,7 @@ KERNEL __launch_bounds__(THREADS)
     clear(acc);
     for (int turn = 0, after; j < tiles; j = after, turn ^= 1) {
         const u32 tk = stages + turn * stage_bytes, tv = tk + KEYS * PITCH;
-        after = next(j + 1);
+        after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
             fetch<KEYS>(other, keys, kt, after * KEYS, S, d);

@@ -14,7 +14,8 @@ from accel.verify.trial import Judged
 from reference.config import Config
 from reference.types import Array, DropoutKey
 
-# What NumPy raises for a file that is no .npz, or a damaged one.
+# What NumPy raises for a file that is no .npz, or a damaged one; NotImplementedError is zipfile's
+# answer to a compression or a version of the format that it does not know.
 UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
