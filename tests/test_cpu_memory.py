@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -59,6 +60,33 @@ def test_the_second_step_takes_no_new_memory() -> None:
     for _ in range(20):
         run()
     assert memory._arena.reserved == before
+
+
+def test_each_step_finds_its_places_where_the_first_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every step touches other pages, and all of the arena becomes resident."""
+    monkeypatch.setattr(memory, "CHUNK", 1 << 20)
+    arena = memory.Arena()
+
+    def places() -> list[int]:
+        return [x.ctypes.data for x in [arena.take(300_000) for _ in range(16)]]
+
+    first = places()
+    assert arena.reserved > 5 << 20  # several chunks
+    assert places() == first
+    assert places() == first
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_writes_into_a_copy() -> None:
+    with memory.step():
+        array = memory.empty(5000, np.float32)
+        array[...] = 1
+        child = os.fork()
+        if child == 0:
+            array[...] = 2
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert np.all(array == 1)
 
 
 def test_poisoned_memory_is_nan() -> None:

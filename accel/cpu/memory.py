@@ -11,6 +11,7 @@ the backward pass. An array that outlives its step stays intact all the same: th
 less than is kept here.
 """
 
+import bisect
 import contextlib
 import ctypes
 import math
@@ -18,7 +19,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ Array = npt.NDArray[Any]
 
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
+PRIVATE: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
 
 
@@ -38,12 +42,16 @@ class _Piece:
     __slots__ = ("__array_interface__", "_interval", "_returned")
 
     def __init__(
-        self, interval: tuple[int, int], returned: deque[tuple[int, int]], count: int
+        self,
+        address: int,
+        interval: tuple[int, int],
+        returned: deque[tuple[int, int]],
+        count: int,
     ) -> None:
         self._interval = interval
         self._returned = returned
         self.__array_interface__ = {
-            "data": (interval[0], False),
+            "data": (address, False),
             "shape": (count,),
             "typestr": "|u1",
             "version": 3,
@@ -54,8 +62,18 @@ class _Piece:
         self._returned.append(self._interval)
 
 
+class _Chunk(NamedTuple):
+    start: int  # where the chunk stands on the line
+    address: int
+    memory: mmap.mmap
+
+
 class Arena:
     """A heap that never gives memory back to the system.
+
+    Its chunks stand one after another on a line, in the order in which they were taken, and free
+    intervals of the same length are given out in the order of the line. So the second step finds
+    its places where the first one did, and touches no page that the first did not.
 
     Attributes
     ----------
@@ -65,8 +83,8 @@ class Arena:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._chunks: list[mmap.mmap] = []
-        self._free = FreeList()  # of addresses
+        self._chunks: list[_Chunk] = []
+        self._free = FreeList()  # of the line
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
@@ -81,19 +99,23 @@ class Arena:
                 self._grow(size)
                 start = self._free.take(size)
                 assert start is not None
-        return np.asarray(_Piece((start, size), self._returned, nbytes))
+        chunk = self._chunks[bisect.bisect(self._chunks, start, key=lambda c: c.start) - 1]
+        address = chunk.address + start - chunk.start
+        return np.asarray(_Piece(address, (start, size), self._returned, nbytes))
 
     def _grow(self, size: int) -> None:
-        # One cache line is left out at the end, so that two chunks never join into one interval.
-        length = max(CHUNK, size + ALIGNMENT)
-        chunk = mmap.mmap(-1, length)
+        length = max(CHUNK, size)
+        # Private: a forked child gets a copy, and Linux gives huge pages to no other kind.
+        memory = mmap.mmap(-1, length, **PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-        self._chunks.append(chunk)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        # The gap keeps free intervals of two chunks from joining.
+        start = self.reserved + len(self._chunks) * ALIGNMENT
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._chunks.append(_Chunk(start, address, memory))
         self.reserved += length
-        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-        self._free.give(address, length - ALIGNMENT)
+        self._free.give(start, length)
 
 
 _arena = Arena()
