@@ -55,21 +55,25 @@ def add_forward(a: Array, b: Array) -> tuple[Array, AddCache]:
     other repetitions are first written out.
     """
     check_float("add", a=a, b=b)
-    try:
-        shape = np.broadcast_shapes(a.shape, b.shape)
-    except ValueError:
-        raise ValueError(f"add: shapes {a.shape} and {b.shape} do not broadcast") from None
-    out = empty(shape, a.dtype)
-    wide, narrow = (a, b) if a.shape == shape else (b, a)
-    if narrow.shape != shape and wide.shape == shape and _is_tail(narrow.shape, shape):
-        wide, narrow = contiguous(wide), contiguous(narrow)
-        width = max(narrow.size, 1)
-        _add_rows(like(a), address(wide), address(narrow), address(out), out.size // width, width)
-    else:
-        a_full = contiguous(np.broadcast_to(a, shape))
-        b_full = contiguous(np.broadcast_to(b, shape))
-        _add(like(a), address(a_full), address(b_full), address(out), out.size)
-    return out, AddCache(a.shape, b.shape)
+    cache = AddCache(a.shape, b.shape)
+    if a.shape != b.shape:
+        try:
+            shape = np.broadcast_shapes(a.shape, b.shape)
+        except ValueError:
+            raise ValueError(f"add: shapes {a.shape} and {b.shape} do not broadcast") from None
+        wide, narrow = (a, b) if a.shape == shape else (b, a)
+        if wide.shape == shape and _is_tail(narrow.shape, shape):
+            out = empty(shape, a.dtype)
+            wide, narrow = contiguous(wide), contiguous(narrow)
+            width = max(narrow.size, 1)
+            rows = out.size // width
+            _add_rows(like(a), address(wide), address(narrow), address(out), rows, width)
+            return out, cache
+        a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
+    a, b = contiguous(a), contiguous(b)
+    out = empty(a.shape, a.dtype)
+    _add(like(a), address(a), address(b), address(out), out.size)
+    return out, cache
 
 
 def add_backward(dout: Array, cache: AddCache) -> tuple[Array, Array]:
