@@ -46,8 +46,8 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
             )
         return cast(Ops, importlib.import_module("reference.ops"))
     if compute == "bf16":
-        from accel.cpu import amx
+        from accel.cpu import bf16_tiles
 
-        amx.enable()
+        bf16_tiles.enable()
         return cast(Ops, importlib.import_module("accel.cpu.ops_bf16"))
     return cast(Ops, importlib.import_module("accel.cpu.ops"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cpu import amx
+from accel.cpu import bf16_tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,7 @@ def test_kernels_just_compiled_and_kernels_loaded_give_the_same_bits(
 ) -> None:
     if mode == "bf16":
         try:
-            amx.enable()
+            bf16_tiles.enable()
         except ImportError as error:
             pytest.skip(str(error))
     cold, said = run(mode, tmp_path)

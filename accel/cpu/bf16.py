@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu import amx, amx_attention, amx_gemm
-from accel.cpu.amx import SIDE, STEP, pack_columns, pack_rows
-from accel.cpu.amx_gemm import A, B, multiply, multiply_rows, panels
+from accel.cpu import bf16_attention, bf16_gemm, bf16_tiles
 from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
+from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
+from accel.cpu.bf16_tiles import SIDE, STEP, pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.kernels import SUM, address, contiguous, delivered, receiver, sum_rows
 from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
@@ -83,14 +83,14 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
 def right_operand(weight: Array, *, transposed: bool) -> Array:
     """Return a weight, or its transpose, packed as the right operand of a product."""
     if not isinstance(weight, PackedWeight):
-        return amx_gemm.pack(contiguous(weight), B, transposed=transposed)
+        return bf16_gemm.pack(contiguous(weight), B, transposed=transposed)
     if transposed not in weight.packed:
         memory = weight.outdated.pop(transposed, None)
         if memory is None:
             memory = _outliving((panels(weight.shape[1]), panels(weight.shape[0]), STEP))
             if transposed:
                 memory = memory.reshape(memory.shape[1], memory.shape[0], STEP)
-        weight.packed[transposed] = amx_gemm.pack(weight, B, transposed=transposed, out=memory)
+        weight.packed[transposed] = bf16_gemm.pack(weight, B, transposed=transposed, out=memory)
     return weight.packed[transposed]
 
 
@@ -183,7 +183,7 @@ def linear_backward(
     x = given_again("linear", kept, x, x_shape)
     packed = x
     if kept is None:
-        packed = amx_gemm.pack(contiguous(x).reshape(-1, x_shape[-1]), A, transposed=True)
+        packed = bf16_gemm.pack(contiguous(x).reshape(-1, x_shape[-1]), A, transposed=True)
     check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
     rows = contiguous(dout).reshape(-1, weight.shape[1])
     weight_out, bias_out = (None, None) if out is None else out
@@ -223,15 +223,15 @@ def attention_forward(
     bfloat16 where they are multiplied.
     """
     _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
-    amx.enable()
+    bf16_tiles.enable()
     return tiled_forward(
-        amx_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
+        bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
     )
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv), shaped as q, k and v."""
-    return tiled_backward(amx_attention, dout, cache)
+    return tiled_backward(bf16_attention, dout, cache)
 
 
 # --- the head ------------------------------------------------------------------------------------

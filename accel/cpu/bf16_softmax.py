@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from accel.cpu.amx import (
+from accel.cpu.bf16_tiles import (
     FLOATS,
     PAIRS,
     STEP,

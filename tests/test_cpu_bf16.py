@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel
-from accel.cpu import amx, memory
+from accel.cpu import bf16_tiles, memory
 from reference import attention as plain_attention
 from reference import linear_cross_entropy as plain_loss
 from reference import model
@@ -26,7 +26,7 @@ U16 = 2.0**-9  # of bfloat16
 
 def unavailable():
     try:
-        amx.enable()
+        bf16_tiles.enable()
     except ImportError as error:
         return str(error)
     return ""
@@ -50,7 +50,7 @@ def rounded(x):
 
 
 def unpack(packed, side, rows, columns):
-    """Return the matrix behind packed panels, by the layout that ``amx.py`` states."""
+    """Return the matrix behind packed panels, by the layout that ``bf16_tiles.py`` states."""
     halves = packed.view(np.uint16).reshape(*packed.shape[:2], 2, 16, 16, 2)
     values = (halves.astype(np.uint32) << 16).view(np.float32)
     if side == "A":  # panel, step, half, row, pair, parity -> (M, K)
@@ -63,20 +63,20 @@ def unpack(packed, side, rows, columns):
 
 @given(rows=sizes, columns=sizes, transposed=st.booleans(), side=st.sampled_from("AB"))
 def test_packing_rounds_and_pads_either_side_either_way(rows, columns, transposed, side):
-    from accel.cpu import amx_gemm
+    from accel.cpu import bf16_gemm
 
     x = np.random.default_rng(rows).standard_normal((rows, columns + 3)).astype(np.float32)
     x = x[:, :columns]  # rows that are not neighbours
-    packed = amx_gemm.pack(x, getattr(amx_gemm, side), transposed=transposed)
+    packed = bf16_gemm.pack(x, getattr(bf16_gemm, side), transposed=transposed)
     want = rounded(x.T if transposed else x)
     np.testing.assert_array_equal(unpack(packed, side, *want.shape), want)
 
 
 def test_packing_keeps_nan_and_infinities():
-    from accel.cpu import amx_gemm
+    from accel.cpu import bf16_gemm
 
     x = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-3]], np.float32)
-    packed = amx_gemm.pack(x, amx_gemm.A, transposed=False)
+    packed = bf16_gemm.pack(x, bf16_gemm.A, transposed=False)
     np.testing.assert_array_equal(unpack(packed, "A", 1, 6), rounded(x))
 
 
@@ -415,32 +415,32 @@ def test_a_processor_without_tiles_is_refused_in_a_sentence(monkeypatch):
     import llvmlite.binding
 
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: {"avx2": True})
-    amx.enable.cache_clear()
+    bf16_tiles.enable.cache_clear()
     try:
         with pytest.raises(ImportError, match="lacks amx-tile, amx-bf16, avx512bf16"):
             accel.load("cpu", compute="bf16")
     finally:
         monkeypatch.undo()
-        amx.enable.cache_clear()
-        amx.enable()
+        bf16_tiles.enable.cache_clear()
+        bf16_tiles.enable()
 
 
 def test_a_kernel_without_tiles_is_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(amx, "_request_tiles", lambda: -1)
-    amx.enable.cache_clear()
+    monkeypatch.setattr(bf16_tiles, "_request_tiles", lambda: -1)
+    bf16_tiles.enable.cache_clear()
     try:
         with pytest.raises(ImportError, match="the operating system does not let"):
             accel.load("cpu", compute="bf16")
     finally:
         monkeypatch.undo()
-        amx.enable.cache_clear()
-        amx.enable()
+        bf16_tiles.enable.cache_clear()
+        bf16_tiles.enable()
 
 
 def test_importing_the_mode_asks_for_nothing():
     code = (
         "import accel.cpu.ops_bf16 as o\n"
-        "from accel.cpu import amx, bf16, amx_gemm\n"
-        "assert not amx.enable.cache_info().currsize and not amx_gemm._multiply.signatures\n"
+        "from accel.cpu import bf16_gemm as g, bf16_tiles as t\n"
+        "assert not t.enable.cache_info().currsize and not g._multiply.signatures\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

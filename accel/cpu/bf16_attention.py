@@ -1,7 +1,7 @@
 """Tiled attention on AMX: bfloat16 operands, float32 scores, softmax and sums.
 
 The order of work is that of ``attention_kernels.py``, and so are the functions that mask, bias and
-drop. What differs is that operands are packed tiles (``amx.py``) and that everything is kept
+drop. What differs is that operands are packed tiles (``bf16_tiles.py``) and that everything is kept
 transposed, keys or widths along the rows and queries along the columns. Then softmax runs across
 queries, and P and dS come out of it as tiles of the next product without being transposed::
 
@@ -23,17 +23,6 @@ from typing import Any
 import numpy as np
 from numba import get_thread_id, prange
 
-from accel.cpu.amx import (
-    SIDE,
-    STEP,
-    block,
-    configure,
-    pack_columns,
-    pack_rows,
-    release,
-    transpose_16,
-)
-from accel.cpu.amx_softmax import gradients, probabilities
 from accel.cpu.attention_kernels import LOG2_E, UNSEEN, add_runs
 from accel.cpu.attention_tiles import (
     BLOCK,
@@ -57,6 +46,17 @@ from accel.cpu.attention_tiles import (
     running_maximum,
     score_gradients,
     tile_kind,
+)
+from accel.cpu.bf16_softmax import gradients, probabilities
+from accel.cpu.bf16_tiles import (
+    SIDE,
+    STEP,
+    block,
+    configure,
+    pack_columns,
+    pack_rows,
+    release,
+    transpose_16,
 )
 from accel.cpu.kernels import SERIAL, SUM
 from accel.cpu.simd import at, exp2, pointer, start, wide_vectors

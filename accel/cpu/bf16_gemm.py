@@ -1,8 +1,8 @@
 """Matrix products with bfloat16 operands and float32 sums, on AMX tiles.
 
 C (M, N) = A (M, K) B (K, N), all float32 in memory; A and B are rounded to bfloat16 as they are
-packed (``amx.py``), products are exact in float32 and added in float32. A task owns a group of row
-panels and a group of column panels of C. Within it the order is::
+packed (``bf16_tiles.py``), products are exact in float32 and added in float32. A task owns a group
+of row panels and a group of column panels of C. Within it the order is::
 
     for the column panels, as many at a time as fill 768 KiB:
         for k, 1024 at a time:
@@ -24,7 +24,16 @@ import numpy as np
 import numpy.typing as npt
 from numba import get_thread_id, prange
 
-from accel.cpu.amx import SIDE, STEP, block, configure, enable, pack_columns, pack_rows, release
+from accel.cpu.bf16_tiles import (
+    SIDE,
+    STEP,
+    block,
+    configure,
+    enable,
+    pack_columns,
+    pack_rows,
+    release,
+)
 from accel.cpu.kernels import MAP, SERIAL, address
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
