@@ -1,4 +1,4 @@
-"""The bf16 mode of the CPU backend: packing, products, attention and whole models on AMX tiles."""
+"""The bf16 mode of the CPU backend: packing, blocks, products, attention and whole models."""
 
 import subprocess
 import sys
@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel
-from accel.cpu import bf16_tiles, memory
+from accel.cpu import bf16_gemm, bf16_tiles, memory
+from accel.cpu.simd import start
 from reference import attention as plain_attention
 from reference import linear_cross_entropy as plain_loss
 from reference import model
@@ -32,9 +33,44 @@ def unavailable():
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "AMX is here")
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is here")
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 95, 129]))
+
+
+def block_kernel(emit):
+    """Return a kernel around one way of computing a block; not kept in any cache."""
+    block = bf16_tiles.block_by(emit)
+
+    @numba.njit
+    def kernel(a, b, c, c_row, steps, add):
+        bf16_tiles.configure()
+        block(start(a), start(b), start(c), c_row, steps, add)
+        bf16_tiles.release()
+
+    return kernel
+
+
+@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors"])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("c_row", [32, 45])
+def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
+    """Both ways, where the processor has both: the vectors, and the tiles if it has them."""
+    if way == "emit_tiles" and not bf16_tiles.has_tiles():
+        pytest.skip("this processor has no AMX tiles")
+    kernel = block_kernel(getattr(bf16_tiles, way))
+    rng = np.random.default_rng(steps)
+    a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))
+    left = bf16_gemm.pack(a, bf16_gemm.A, transposed=False)
+    right = bf16_gemm.pack(b, bf16_gemm.B, transposed=True)
+    exact, size = rounded(a) @ rounded(b).T, np.abs(rounded(a)) @ np.abs(rounded(b)).T
+    for add in (False, True):
+        c = rng.standard_normal((32, c_row)).astype(np.float32)
+        before = c.astype(np.float64)
+        kernel(left.reshape(-1), right.reshape(-1), c.reshape(-1), c_row, steps, add)
+        expected, bound = exact + add * before[:, :32], size + add * np.abs(before[:, :32])
+        assert np.all(np.abs(c[:, :32] - expected) <= 32 * steps * U32 * bound)
+        assert np.array_equal(c[:, 32:], before[:, 32:]), "beside the block nothing is written"
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +99,6 @@ def unpack(packed, side, rows, columns):
 
 @given(rows=sizes, columns=sizes, transposed=st.booleans(), side=st.sampled_from("AB"))
 def test_packing_rounds_and_pads_either_side_either_way(rows, columns, transposed, side):
-    from accel.cpu import bf16_gemm
-
     x = np.random.default_rng(rows).standard_normal((rows, columns + 3)).astype(np.float32)
     x = x[:, :columns]  # rows that are not neighbours
     packed = bf16_gemm.pack(x, getattr(bf16_gemm, side), transposed=transposed)
@@ -73,8 +107,6 @@ def test_packing_rounds_and_pads_either_side_either_way(rows, columns, transpose
 
 
 def test_packing_keeps_nan_and_infinities():
-    from accel.cpu import bf16_gemm
-
     x = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-3]], np.float32)
     packed = bf16_gemm.pack(x, bf16_gemm.A, transposed=False)
     np.testing.assert_array_equal(unpack(packed, "A", 1, 6), rounded(x))
@@ -411,13 +443,13 @@ def test_dropout_counters_are_checked(ops):
     assert KEY.seed > 2**32, "the seed's high half must matter in the cases above"
 
 
-def test_a_processor_without_tiles_is_refused_in_a_sentence(monkeypatch):
+def test_a_processor_without_either_is_refused_in_a_sentence(monkeypatch):
     import llvmlite.binding
 
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: {"avx2": True})
     bf16_tiles.enable.cache_clear()
     try:
-        with pytest.raises(ImportError, match="lacks amx-tile, amx-bf16, avx512bf16"):
+        with pytest.raises(ImportError, match=r"AMX-BF16 .* or AVX512-BF16 .* neither"):
             accel.load("cpu", compute="bf16")
     finally:
         monkeypatch.undo()
@@ -425,7 +457,8 @@ def test_a_processor_without_tiles_is_refused_in_a_sentence(monkeypatch):
         bf16_tiles.enable()
 
 
-def test_a_kernel_without_tiles_is_refused_in_a_sentence(monkeypatch):
+def test_a_system_that_keeps_the_tiles_to_itself_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(bf16_tiles, "has_tiles", lambda: True)
     monkeypatch.setattr(bf16_tiles, "_request_tiles", lambda: -1)
     bf16_tiles.enable.cache_clear()
     try:

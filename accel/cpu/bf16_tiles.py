@@ -1,10 +1,19 @@
-"""bfloat16 matrix tiles: the AMX instructions as Numba intrinsics, and how operands are packed.
+"""Blocks of bfloat16 products as Numba intrinsics, on AMX tiles or AVX-512, and their operands.
 
-A processor with AMX-BF16 has eight tile registers of 16 rows of 64 bytes. ``TDPBF16PS`` takes a
-tile of A (16 × 32 bfloat16), a tile of B (32 × 16, stored as 16 rows of pairs: row r holds rows 2r
-and 2r + 1 interleaved) and adds the product to a tile of 16 × 16 float32: 16,384 floating-point
-operations in 16 cycles. ``block`` keeps a 32 × 32 block of C in four tiles, so that each step of 32
-along k loads 4 KiB for 65,536 operations.
+``block`` adds up a 32 × 32 block of C, in one of two ways:
+
+- AMX-BF16 (Intel from Sapphire Rapids on) has eight tile registers of 16 rows of 64 bytes.
+  ``TDPBF16PS`` takes a tile of A (16 × 32 bfloat16), a tile of B (32 × 16, stored as 16 rows of
+  pairs: row r holds rows 2r and 2r + 1 interleaved) and adds the product to a tile of 16 × 16
+  float32: 16,384 floating-point operations in 16 cycles. The block is four tiles, so that each step
+  of 32 along k loads 4 KiB for 65,536 operations.
+- AVX512-BF16 (AMD from Zen 4 on) has ``VDPBF16PS``, which takes 16 pairs of A and 16 of B and adds
+  their products to 16 float32: on Zen 5 two such instructions a cycle, twice what float32 does. The
+  block is four bands of 8 rows, each of 16 vectors in registers; a row of a tile of B is a vector
+  as it lies there, and a pair of A is read into all lanes.
+
+Both multiply exactly, add in float32, round to nearest and take denormal numbers for zero. They add
+in another order, so that their results are close and not equal.
 
 Operands are packed so that all a block reads is one run of memory::
 
@@ -16,13 +25,14 @@ while packing. A matrix can enter as A or as B, as it is or transposed; since a 
 the transpose of a packed tile of A, two ways to convert and one transpose of 16 × 16 elements make
 all four.
 
-Measured on one core: 2.5 TFLOP/s from the first-level cache, 1.9 from the second, a quarter of that
-when tiles cross cache lines, which is why packed memory starts at multiples of 64 bytes.
+Measured with AMX, on one core: 2.5 TFLOP/s from the first-level cache, 1.9 from the second, a
+quarter of that when tiles cross cache lines, so packed memory starts at multiples of 64 bytes.
 """
 
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -44,23 +54,33 @@ _XFEATURE_XTILEDATA = 18
 _SYS_ARCH_PRCTL = 158
 
 
+def _has(*features: str) -> bool:
+    """Whether the processor, and the operating system's support for it, have all of these."""
+    host = llvmlite.binding.get_host_cpu_features()
+    return all(host.get(feature) for feature in features)
+
+
+def has_tiles() -> bool:
+    """Whether ``block`` is compiled for AMX; else for AVX512-BF16."""
+    return _has("amx-tile", "amx-bf16")
+
+
 @functools.cache
 def enable() -> None:
-    """Ask the kernel for the tile registers; they are given to the whole process, once.
+    """See that the processor can, and ask Linux for the tile registers, which are given once.
 
     Raises
     ------
     ImportError
-        When the processor has no AMX-BF16, or the kernel does not hand it out.
+        When the processor has no AVX512-BF16, or AMX-BF16 that the system does not hand out.
     """
-    features = llvmlite.binding.get_host_cpu_features()
-    missing = [f for f in ("amx-tile", "amx-bf16", "avx512bf16") if not features.get(f)]
-    if missing:
+    if not _has("avx512bf16"):
         raise ImportError(
-            "the backend 'cpu' computes in bf16 on processors with AMX-BF16 only (Intel Xeon from "
-            f"Sapphire Rapids on), and this one lacks {', '.join(missing)}; use compute='float32'"
+            "the backend 'cpu' computes in bf16 on processors with AMX-BF16 (Intel Xeon from "
+            "Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on), and this one has neither; "
+            "use compute='float32'"
         )
-    if not sys.platform.startswith("linux") or _request_tiles() != 0:
+    if has_tiles() and (not sys.platform.startswith("linux") or _request_tiles() != 0):
         raise ImportError(
             "the processor has AMX-BF16, but the operating system does not let processes use it "
             "(Linux does from 5.16 on); use compute='float32'"
@@ -120,9 +140,11 @@ _CONFIGURATION = bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] 
 
 @intrinsic
 def configure(typingctx: Context) -> Any:
-    """Set up the tile registers of this thread: once a task, before ``block``."""
+    """Set up the tile registers of this thread, if any: once a task, before ``block``."""
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        if not has_tiles():
+            return context.get_dummy_value()
         array = cgutils.create_constant_array(_INT8, list(_CONFIGURATION))
         memory = cgutils.alloca_once_value(builder, array)
         configure_tiles = declare(builder, "llvm.x86.ldtilecfg", [_BYTES])
@@ -137,77 +159,147 @@ def release(typingctx: Context) -> Any:
     """Give the tile registers back: the processor need not save them, and may clock up."""
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        builder.call(declare(builder, "llvm.x86.tilerelease", []), [])
+        if has_tiles():
+            builder.call(declare(builder, "llvm.x86.tilerelease", []), [])
         return context.get_dummy_value()
 
     return types.none(), codegen
 
 
-@intrinsic
-def block(typingctx: Context, a: Any, b: Any, c: Any, c_row: Any, steps: Any, add: Any) -> Any:
-    """C (+)= A B for a block of 32 × 32.
+def _offset(builder: Builder, p: Value, *elements: int) -> Value:
+    return builder.gep(p, [constant(sum(elements))])
 
-    Parameters
-    ----------
-    a, b : pointer to uint32
-        A panel's first step: ``steps`` steps of 512 elements.
-    c : pointer to float32
-        The block's first element.
-    c_row : int
-        Elements from row to row of C.
-    steps : int
-        K / 32.
-    add : bool
-        Start from C, else from zero.
-    """
 
-    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        zero = declare(builder, "llvm.x86.tilezero", [_INT8])
-        load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, _INT64])
-        store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, _INT64])
-        multiply = declare(builder, "llvm.x86.tdpbf16ps", [_INT8, _INT8, _INT8])
-        a, b, c, c_row, steps, add = args
+def emit_tiles(
+    builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
+) -> None:
+    """Emit the block on AMX tiles."""
+    zero = declare(builder, "llvm.x86.tilezero", [_INT8])
+    load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, _INT64])
+    store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, _INT64])
+    multiply = declare(builder, "llvm.x86.tdpbf16ps", [_INT8, _INT8, _INT8])
 
-        def tile(n: int) -> Value:
-            return ir.Constant(_INT8, n)
+    def tile(n: int) -> Value:
+        return ir.Constant(_INT8, n)
 
-        def bytes_at(p: Value, offset: Value) -> Value:
-            return builder.bitcast(builder.gep(p, [offset]), _BYTES)
+    def bytes_at(p: Value, offset: Value) -> Value:
+        return builder.bitcast(builder.gep(p, [offset]), _BYTES)
 
-        low = builder.mul(c_row, constant(16))
-        corners = [
-            constant(0),
-            constant(16),
-            low,
-            builder.add(low, constant(16)),
-        ]
-        row_bytes, tile_row = builder.mul(c_row, constant(4)), constant(64)
-        with builder.if_else(add) as (then, otherwise):
-            with then:
-                for i, corner in enumerate(corners):
-                    builder.call(load, [tile(i), bytes_at(c, corner), row_bytes])
-            with otherwise:
-                for i in range(4):
-                    builder.call(zero, [tile(i)])
-        # Tiles 0-3 hold C; 4, 5 the halves of A; 6, 7 those of B.
+    low = builder.mul(c_row, constant(16))
+    corners = [
+        constant(0),
+        constant(16),
+        low,
+        builder.add(low, constant(16)),
+    ]
+    row_bytes, tile_row = builder.mul(c_row, constant(4)), constant(64)
+    with builder.if_else(add) as (then, otherwise):
+        with then:
+            for i, corner in enumerate(corners):
+                builder.call(load, [tile(i), bytes_at(c, corner), row_bytes])
+        with otherwise:
+            for i in range(4):
+                builder.call(zero, [tile(i)])
+    # Tiles 0-3 hold C; 4, 5 the halves of A; 6, 7 those of B.
+    with cgutils.for_range(builder, steps) as loop:
+        first = builder.mul(loop.index, constant(STEP))
+        second = builder.add(first, constant(TILE))
+        builder.call(load, [tile(6), bytes_at(b, first), tile_row])
+        builder.call(load, [tile(4), bytes_at(a, first), tile_row])
+        builder.call(multiply, [tile(0), tile(4), tile(6)])
+        builder.call(load, [tile(7), bytes_at(b, second), tile_row])
+        builder.call(multiply, [tile(1), tile(4), tile(7)])
+        builder.call(load, [tile(5), bytes_at(a, second), tile_row])
+        builder.call(multiply, [tile(2), tile(5), tile(6)])
+        builder.call(multiply, [tile(3), tile(5), tile(7)])
+    for i, corner in enumerate(corners):
+        builder.call(store, [tile(i), bytes_at(c, corner), row_bytes])
+
+
+BAND = 8  # rows whose sums fill 16 of the 32 vector registers
+
+
+def emit_vectors(
+    builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
+) -> None:
+    """Emit the block on AVX512-BF16, band by band."""
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    multiply = declare(builder, name, [FLOATS, _BFLOATS, _BFLOATS], FLOATS)
+    undefined = ir.Constant(PAIRS, ir.Undefined)
+    lanes = ir.Constant(PAIRS, [0] * 16)
+    sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(2)] for _ in range(BAND)]
+
+    def pair(p: Value) -> Value:
+        """Return the pair at p in all lanes."""
+        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(_INT32, 0))
+        return builder.bitcast(builder.shuffle_vector(one, undefined, lanes), _BFLOATS)
+
+    with cgutils.for_range(builder, constant(SIDE // BAND)) as band:
+        a_band = builder.gep(a, [builder.mul(band.index, constant(16 * BAND))])
+        c_band = builder.gep(c, [builder.mul(band.index, builder.mul(c_row, constant(BAND)))])
+        c_rows = [c_band]
+        for _ in range(1, BAND):
+            c_rows.append(builder.gep(c_rows[-1], [c_row]))
+        for row, p in zip(sums, c_rows, strict=True):
+            for half, total in enumerate(row):
+                with builder.if_else(add) as (then, otherwise):
+                    with then:
+                        builder.store(load_floats(builder, _offset(builder, p, 16 * half)), total)
+                    with otherwise:
+                        builder.store(ir.Constant(FLOATS, [0.0] * 16), total)
         with cgutils.for_range(builder, steps) as loop:
             first = builder.mul(loop.index, constant(STEP))
-            second = builder.add(first, constant(TILE))
-            builder.call(load, [tile(6), bytes_at(b, first), tile_row])
-            builder.call(load, [tile(4), bytes_at(a, first), tile_row])
-            builder.call(multiply, [tile(0), tile(4), tile(6)])
-            builder.call(load, [tile(7), bytes_at(b, second), tile_row])
-            builder.call(multiply, [tile(1), tile(4), tile(7)])
-            builder.call(load, [tile(5), bytes_at(a, second), tile_row])
-            builder.call(multiply, [tile(2), tile(5), tile(6)])
-            builder.call(multiply, [tile(3), tile(5), tile(7)])
-        for i, corner in enumerate(corners):
-            builder.call(store, [tile(i), bytes_at(c, corner), row_bytes])
-        return context.get_dummy_value()
+            a_step, b_step = builder.gep(a_band, [first]), builder.gep(b, [first])
+            for k in range(16):
+                halves = [_offset(builder, b_step, TILE * half, 16 * k) for half in range(2)]
+                columns = [
+                    builder.load(builder.bitcast(p, ir.PointerType(_BFLOATS)), align=4)
+                    for p in halves
+                ]
+                for i, row in enumerate(sums):
+                    left = pair(_offset(builder, a_step, 16 * i, k))
+                    for right, total in zip(columns, row, strict=True):
+                        made = builder.call(multiply, [builder.load(total), left, right])
+                        builder.store(made, total)
+        for row, p in zip(sums, c_rows, strict=True):
+            for half, total in enumerate(row):
+                target = builder.bitcast(_offset(builder, p, 16 * half), ir.PointerType(FLOATS))
+                builder.store(builder.load(total), target, align=4)
 
-    if not all(isinstance(p, types.CPointer) for p in (a, b, c)):
-        return None
-    return types.none(a, b, c, types.int64, types.int64, types.boolean), codegen
+
+def block_by(emit: Callable[..., None]) -> Any:
+    """Make the intrinsic ``block`` of one of the two ways."""
+
+    @intrinsic
+    def block(typingctx: Context, a: Any, b: Any, c: Any, c_row: Any, steps: Any, add: Any) -> Any:
+        """C (+)= A B for a block of 32 × 32.
+
+        Parameters
+        ----------
+        a, b : pointer to uint32
+            A panel's first step: ``steps`` steps of 512 elements.
+        c : pointer to float32
+            The block's first element.
+        c_row : int
+            Elements from row to row of C.
+        steps : int
+            K / 32.
+        add : bool
+            Start from C, else from zero.
+        """
+
+        def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+            emit(builder, *args)
+            return context.get_dummy_value()
+
+        if not all(isinstance(p, types.CPointer) for p in (a, b, c)):
+            return None
+        return types.none(a, b, c, types.int64, types.int64, types.boolean), codegen
+
+    return block
+
+
+block = block_by(emit_tiles if has_tiles() else emit_vectors)
 
 
 # --- packing -------------------------------------------------------------------------------------
