@@ -1,31 +1,30 @@
 """``myllm bench cpu``: the cpu backend beside PyTorch, in one process, on the same threads.
 
-Every comparison alternates between the two, ours first in one round and last in the next, and
-takes medians; a sample during which the process waited for a core is left out where enough others
-remain. Results and gradients are checked before anything is timed. PyTorch is optional: without it
-our own times are printed.
+Results and gradients are checked before anything is timed; ``bench_timing.py`` says how. PyTorch
+is optional: without it our own times are printed.
 """
 
 import argparse
+import contextlib
 import gc
 import json
-import math
 import mmap
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 
-from accel import load
+from accel import bench_timing, load
+from accel.bench_report import Row, about, chart, table
+from accel.bench_timing import Array, Function, alternate, check, relative_error
 from accel.jit import set_threads, threads
 from accel.process import peak_memory
 from reference.config import Config
@@ -34,9 +33,6 @@ from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL
 from reference.types import DropoutKey
-
-Array = npt.NDArray[Any]
-Function = Callable[[], object]
 
 SMALL = Config(
     vocab_size=8192,
@@ -58,97 +54,7 @@ LARGE = Config(
     d_ff=1408,
     context_length=1024,
 )
-PARTS = ("step", "compiled", "gpt2", "attention", "ops", "memory", "decode")
-CLEAN = 0.03  # of a sample's time, spent waiting for a core, makes it unfit
-quick = False  # set by --quick: two samples of everything, to see that all runs
-
-
-class Row(NamedTuple):
-    """One line of the table."""
-
-    part: str
-    what: str
-    bar: float | None  # what the ratio is promised to be at most
-    ours: float  # seconds, or bytes
-    theirs: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Ours over theirs."""
-        return None if self.theirs is None else self.ours / self.theirs
-
-
-# ---- timing --------------------------------------------------------------------------------------
-
-
-def waited() -> float:
-    """Return the seconds that this process's threads have waited for a core, where Linux tells."""
-    total = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            total += int(task.read_text().split()[1])
-        except (OSError, IndexError):  # the thread has ended meanwhile
-            continue
-    return total * 1e-9
-
-
-def alternate(
-    functions: Mapping[str, Function], *, sample: float = 0.05, want: int = 9, budget: float = 20.0
-) -> dict[str, float]:
-    """Return the median seconds of one call of each function.
-
-    Parameters
-    ----------
-    sample : float
-        Seconds that one sample shall last, at least; short functions are called often enough.
-    want : int
-        Clean samples of each that end the measurement.
-    budget : float
-        Seconds after which it ends in any case.
-    """
-    if quick:
-        sample, want, budget = 0.0, 2, 0.0
-    calls: dict[str, int] = {}
-    for name, function in functions.items():
-        function()
-        start = time.perf_counter()
-        function()
-        calls[name] = max(1, int(sample / max(time.perf_counter() - start, 1e-7)))
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
-    begin = time.perf_counter()
-    for turn in range(10_000):
-        for name in list(functions) if turn % 2 == 0 else list(functions)[::-1]:
-            function = functions[name]
-            function()  # the caches, and the other library's spinning threads, settle
-            waiting, start = waited(), time.perf_counter()
-            for _ in range(calls[name]):
-                function()
-            seconds = time.perf_counter() - start
-            samples[name].append((seconds / calls[name], (waited() - waiting) / seconds))
-            time.sleep(0.01)
-        clean = min(sum(share < CLEAN for _, share in s) for s in samples.values())
-        if clean >= want or (time.perf_counter() - begin > budget and turn >= (1 if quick else 4)):
-            break
-    return {name: _median(s) for name, s in samples.items()}
-
-
-def _median(samples: list[tuple[float, float]]) -> float:
-    clean = [seconds for seconds, share in samples if share < CLEAN]
-    if len(clean) < 3:  # never a quiet moment: those that waited least
-        clean = [seconds for seconds, _ in sorted(samples, key=lambda s: s[1])[:3]]
-    return statistics.median(clean)
-
-
-def relative_error(a: Array, b: Array) -> float:
-    """Return ‖a - b‖ / ‖b‖."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-300))
-
-
-def check(what: str, error: float, limit: float) -> None:
-    """Raise when a result that is about to be timed is wrong."""
-    if not error <= limit:
-        raise ValueError(f"bench: {what} differs from PyTorch's by {error:.1e}, above {limit:.0e}")
+PARTS = ("step", "compiled", "share", "gpt2", "attention", "ops", "memory", "decode")
 
 
 # ---- our side ------------------------------------------------------------------------------------
@@ -272,6 +178,42 @@ def step_rows(
             which = "autocast, better of two" if compiled else "autocast"
             rows.append(Row("step", f"{name}, bf16 / {which}", bar, mine, best))
     return rows
+
+
+def share_rows() -> list[Row]:
+    """Measure the part of a float32 step that is neither products nor attention."""
+    from accel.cpu import linear, loss, ops
+
+    model = Ours(SMALL, "float32", 8, 512)
+    inside = 0.0
+
+    def timed(function: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal inside
+            begin = time.perf_counter()
+            result = function(*args, **options)
+            inside += time.perf_counter() - begin
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (linear, "gemm"),
+            (loss, "gemm"),
+            (ops, "attention_forward"),
+            (ops, "attention_backward"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
+        times = []
+        for _ in range(3 if bench_timing.quick else 12):
+            inside, begin = 0.0, time.perf_counter()
+            model.step()
+            whole = time.perf_counter() - begin
+            times.append((whole - inside, whole))
+    outside, whole = (statistics.median(column) for column in zip(*times[2:], strict=True))
+    what = "outside products and attention / the whole step, 12.6 M, T = 512, float32"
+    return [Row("share", what, 0.08, outside, whole)]
 
 
 def attention_rows(modes: list[str]) -> list[Row]:
@@ -445,62 +387,6 @@ def decode_rows(modes: list[str]) -> list[Row]:
     return rows
 
 
-# ---- what is printed and drawn -------------------------------------------------------------------
-
-
-def table(rows: list[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = ["| what | ours | PyTorch | ratio | bar |", "| --- | ---: | ---: | ---: | ---: |"]
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        bar = "" if row.bar is None else f"≤ {row.bar:.2f}"
-        ours, theirs = (
-            "" if value is None else _quantity(row.part, value) for value in (row.ours, row.theirs)
-        )
-        lines.append(f"| {row.what} | {ours} | {theirs} | {ratio} | {bar} |")
-    return "\n".join(lines)
-
-
-def _quantity(part: str, value: float) -> str:
-    if part == "memory":
-        return f"{value / 2**20:.0f} MiB"
-    digits = 3 - min(3, max(0, int(math.log10(max(value * 1e3, 1e-9))) + 1))
-    return f"{value * 1e3:.{digits}f} ms"
-
-
-def chart(rows: list[Row], path: Path) -> None:
-    """Draw the ratios as bars, with the promise as a mark, into a PNG or SVG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    drawn = [row for row in rows if row.ratio is not None][::-1]
-    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.3 * len(drawn)), layout="constrained")
-    colours = ["#2a7f62" if r.bar is None or (r.ratio or 0) <= r.bar else "#c44e52" for r in drawn]
-    axes.barh([row.what for row in drawn], [row.ratio or 0 for row in drawn], color=colours)
-    for y, row in enumerate(drawn):
-        if row.bar is not None:
-            axes.plot([row.bar, row.bar], [y - 0.45, y + 0.45], color="black", linewidth=2)
-    axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("time (or memory) of MyLLM / PyTorch; black: what is promised")
-    axes.margins(y=0.01)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def about() -> str:
-    """Return a line that says what the figures were taken on."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [s for s in info.read_text().splitlines() if s.startswith("model name")]
-        name = models[0].split(":")[1].strip() if models else name
-    torch = sys.modules.get("torch")
-    version = f"PyTorch {torch.__version__}" if torch else "no PyTorch"
-    return f"{name}, {threads()} threads, NumPy {np.__version__}, {version}"
-
-
 def main(argv: list[str]) -> int:
     """Run ``myllm bench cpu``."""
     if argv[:1] == ["--child"]:
@@ -518,8 +404,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--table", type=Path, help="a file for the table, in Markdown")
     parser.add_argument("--quick", action="store_true", help="two samples each: no figures to keep")
     options = parser.parse_args(argv)
-    global quick
-    quick = options.quick
+    bench_timing.quick = options.quick
     chosen = options.parts.split(",")
     unknown = [part for part in chosen if part not in PARTS]
     if unknown:
@@ -539,6 +424,7 @@ def main(argv: list[str]) -> int:
             *step_rows("12.6 M, T = 1024", SMALL, 4, 1024, compiled, modes),
             *step_rows("35 M, T = 1024", LARGE, 4, 1024, compiled, modes),
         ],
+        "share": share_rows,
         "gpt2": lambda: step_rows("GPT-2 124 M, B·T = 4·64", GPT2_SMALL, 4, 64, False, modes),
         "attention": lambda: attention_rows(modes),
         "ops": op_rows,
