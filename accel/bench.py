@@ -180,11 +180,11 @@ def step_rows(
     return rows
 
 
-def share_rows() -> list[Row]:
+def share_row(name: str, config: Config, batch: int, length: int) -> Row:
     """Measure the part of a float32 step that is neither products nor attention."""
     from accel.cpu import linear, loss, ops
 
-    model = Ours(SMALL, "float32", 8, 512)
+    model = Ours(config, "float32", batch, length)
     inside = 0.0
 
     def timed(function: Any) -> Any:
@@ -198,13 +198,14 @@ def share_rows() -> list[Row]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for module, name in (
+        for module, function in (
             (linear, "gemm"),
             (loss, "gemm"),
             (ops, "attention_forward"),
             (ops, "attention_backward"),
         ):
-            stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
+            timer = timed(getattr(module, function))
+            stack.enter_context(mock.patch.object(module, function, timer))
         times = []
         for _ in range(3 if bench_timing.quick else 12):
             inside, begin = 0.0, time.perf_counter()
@@ -212,8 +213,8 @@ def share_rows() -> list[Row]:
             whole = time.perf_counter() - begin
             times.append((whole - inside, whole))
     outside, whole = (statistics.median(column) for column in zip(*times[2:], strict=True))
-    what = "outside products and attention / the whole step, 12.6 M, T = 512, float32"
-    return [Row("share", what, 0.08, outside, whole)]
+    what = f"{name}, float32, outside products and attention / the whole step"
+    return Row("share", what, 0.08, outside, whole)
 
 
 def attention_rows(modes: list[str]) -> list[Row]:
@@ -418,13 +419,14 @@ def main(argv: list[str]) -> int:
     compiled = "compiled" in chosen
     rows: list[Row] = []
     status = 0
+    steps = (
+        ("12.6 M, T = 512", SMALL, 8, 512),
+        ("12.6 M, T = 1024", SMALL, 4, 1024),
+        ("35 M, T = 1024", LARGE, 4, 1024),
+    )
     jobs: dict[str, Callable[[], list[Row]]] = {
-        "step": lambda: [
-            *step_rows("12.6 M, T = 512", SMALL, 8, 512, compiled, modes),
-            *step_rows("12.6 M, T = 1024", SMALL, 4, 1024, compiled, modes),
-            *step_rows("35 M, T = 1024", LARGE, 4, 1024, compiled, modes),
-        ],
-        "share": share_rows,
+        "step": lambda: [row for step in steps for row in step_rows(*step, compiled, modes)],
+        "share": lambda: [share_row(*step) for step in steps],
         "gpt2": lambda: step_rows("GPT-2 124 M, B·T = 4·64", GPT2_SMALL, 4, 64, False, modes),
         "attention": lambda: attention_rows(modes),
         "ops": op_rows,

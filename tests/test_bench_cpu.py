@@ -16,15 +16,16 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_measures_and_writes_a_table_and_a_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "SMALL", dataclasses.replace(bench.SMALL, n_layers=2))
+    for size in ("SMALL", "LARGE"):
+        monkeypatch.setattr(bench, size, dataclasses.replace(bench.SMALL, n_layers=1))
     monkeypatch.setattr(bench, "peers", lambda: None)
     table, chart = tmp_path / "table.md", tmp_path / "chart.svg"
     command = ["--quick", "--parts", "share,decode", "--table", str(table), "--chart", str(chart)]
     assert bench.main(command) == 0
     text = table.read_text()
     assert text.strip().endswith("|") and text.strip() in capsys.readouterr().out
-    shares = [line for line in text.splitlines() if "the whole step" in line]
-    assert len(shares) == 1 and 0 < float(shares[0].split("|")[4]) < 1
+    shares = [line for line in text.splitlines() if "12.6 M" in line or "35 M" in line]
+    assert len(shares) == 3 and all(0 < float(line.split("|")[4]) < 1 for line in shares)
     assert text.count("decode a token, float32") == 2
     assert chart.read_text().count("<svg") == 1
 

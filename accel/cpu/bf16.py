@@ -282,16 +282,18 @@ def linear_cross_entropy_forward(
     bias = None if bias is None else contiguous(bias)
 
     chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
-    z = empty((min(chunk, len(rows)), vocabulary), np.float32)
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
-    left = right = np.empty(0, np.uint32)
     if need_backward:
         dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
-        left = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
-        right = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
         if bias is not None:
             dbias = np.zeros_like(bias)
+    # The logits come last: what dies first shall not lie below what lives on.
+    z = empty((min(chunk, len(rows)), vocabulary), np.float32)
+    left = right = np.empty(0, np.uint32)
+    if need_backward:
+        left = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
+        right = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
         part, shape = z[:count], (panels(count), panels(vocabulary))

@@ -186,13 +186,14 @@ def linear_cross_entropy_forward(
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
     chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
-    z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
     if need_backward:
         dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
         if bias is not None:
             dbias = np.zeros_like(bias)
+    # The logits come last: what dies first shall not lie below what lives on.
+    z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
     for start in range(0, len(rows), chunk):
         stop = min(start + chunk, len(rows))
         part = z[: stop - start]
