@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.cpu import bf16_tiles
 from dist import launch
 from dist.config import RunFile
 from tests.runs import prepare, with_run
@@ -53,8 +54,22 @@ def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
     assert all(losses(run) == losses(runs[1]) for run in runs.values())
 
 
-def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(tmp_path: Path) -> None:
-    config = prepare(tmp_path, run__backend="cpu", train__steps=4, model__dropout_residual=0.2)
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
+    tmp_path: Path, compute: str
+) -> None:
+    if compute == "bf16":
+        try:
+            bf16_tiles.enable()
+        except ImportError as error:
+            pytest.skip(str(error))
+    config = prepare(
+        tmp_path,
+        run__backend="cpu",
+        run__compute=compute,
+        train__steps=4,
+        model__dropout_residual=0.2,
+    )
     digests = set()
     for ranks, threads in ((1, 1), (1, 2), (2, 1), (4, 1)):
         run = with_run(config, out=str(tmp_path / f"w{ranks}t{threads}"))
