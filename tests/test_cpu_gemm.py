@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from accel.cpu import gemm as module
 from accel.cpu.gemm import gemm
 
-SIZE = st.sampled_from([1, 2, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 97, 130, 191, 193, 383, 385])
+SIZE = st.sampled_from([1, 2, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 97, 130, 191, 193, 511, 513])
 
 
 def product(
@@ -55,9 +55,12 @@ def test_bits_do_not_depend_on_where_tasks_begin(
 ) -> None:
     a, b, _ = product(m, n, k, np.float32, ta, tb)
     results = []
-    for rows, tasks in ((192, 16), (6, 1), (60, 300)):
+    cuts = ((192, 16, 8, 1 << 20), (6, 1, 1, 30_000), (60, 300, 3, 70_000))
+    for rows, tasks, together, packed in cuts:
         monkeypatch.setattr(module, "ROWS", rows)
         monkeypatch.setattr(module, "MIN_TASKS", tasks)
+        monkeypatch.setattr(module, "TOGETHER", together)
+        monkeypatch.setattr(module, "PACKED", packed)
         out = np.empty((m, n), np.float32)
         gemm(a, b, out, ta=ta, tb=tb)
         results.append(out)

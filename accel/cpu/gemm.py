@@ -4,10 +4,12 @@ After Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplicati
 is cut into blocks of at most DEPTH. For each block
 
 1. the right operand is packed into panels, ``block_columns`` wide, whose rows lie one behind the
-   other: 96 KiB a panel, which the second-level cache holds while many rows pass by it;
+   other: 128 KiB a panel, which the second-level cache holds while many rows pass by it;
 2. a transposed left operand is packed too, ROWS of its columns at a time (an untransposed one is
    read in place: its rows are already in the order of the sum);
-3. tasks of ROWS rows and some panels multiply, 6 rows by one panel at a time (``simd.tile_gemm``).
+3. tasks of about ROWS rows and some panels multiply, 6 rows by one panel at a time
+   (``simd.tile_gemm``). Rows, in sixes, and panels are shared out evenly, and where there are many
+   tasks their number is a multiple of TOGETHER: all threads wait for the one that has most.
 
 Every element of the product is the sum over k in ascending order, block by block, in fused
 multiply-adds; where a task begins and ends has no part in that. So the bits depend on the shape
@@ -37,8 +39,10 @@ from accel.jit import jit
 
 Array = npt.NDArray[Any]
 
-DEPTH = 384  # of the sum, at most, in one block; a multiple of 8
-ROWS = 192  # of the product in one task, about; a multiple of 6, the register block's rows
+DEPTH = 512  # of the sum, at most, in one block; a multiple of 8
+ROWS = 192  # of the product in one task, about; a multiple of SIX
+SIX = 6  # rows of the register block
+TOGETHER = 8  # tasks: 2, 4 and 8 threads share a multiple of it evenly
 PACK_ROWS = 16  # rows that are packed by one task
 PACKED = 1 << 20  # elements of a transposed left operand that are packed at a time
 MIN_TASKS = 16  # where the product is large enough: what even a few dozen cores share evenly
@@ -62,16 +66,16 @@ def _product(
     right_address: int,
     left_address: int,
     depth: int,
-    rows: int,
     high: int,
-    panels_per_task: int,
+    rows: int,
+    row_tasks: int,
+    column_tasks: int,
 ) -> None:
     a, b, c = pointer(a_address, like), pointer(b_address, like), pointer(c_address, like)
     right, left = pointer(right_address, like), pointer(left_address, like)
     width = block_columns(a)
     line = vector_columns(a)  # elements of a vector, which is a cache line or a part of one
     panels = (n + width - 1) // width
-    column_tasks = (panels + panels_per_task - 1) // panels_per_task
     for k0 in range(0, k, depth):
         kc = min(depth, k - k0)
         add = accumulate or k0 > 0
@@ -87,7 +91,7 @@ def _product(
                 pack_rows(at(b, k0 * ldb), ldb, right, width, size, t * PACK_ROWS, last, n)
         for top in range(0, m, high):
             count = min(high, m - top)
-            row_tasks = (count + rows - 1) // rows
+            sixes = (count + SIX - 1) // SIX
             if ta:
                 for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
                     last = min(kc, (t + 1) * PACK_ROWS)
@@ -95,34 +99,37 @@ def _product(
                     block = at(a, k0 * lda + top)
                     pack_rows(block, lda, left, rows, size, t * PACK_ROWS, last, count)
             for task in prange(row_tasks * column_tasks):
-                i = task // column_tasks * rows
-                r = min(rows, count - i)
-                first = task % column_tasks * panels_per_task
-                for p in range(first, min(panels, first + panels_per_task)):
+                t = task // column_tasks
+                i = sixes * t // row_tasks * SIX
+                end = min(count, sixes * (t + 1) // row_tasks * SIX)
+                column = task % column_tasks
+                start, stop = panels * column // column_tasks, panels * (column + 1) // column_tasks
+                for p in range(start, stop):
                     w = min(width, n - p * width)
                     panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + p * width)
-                    if ta:
-                        block, row_step, column_step = at(left, i * depth), 1, rows
-                    else:
-                        block, row_step, column_step = at(a, (top + i) * lda + k0), lda, 1
                     # While one panel multiplies, the next one comes into the nearer cache.
                     following = at(panel, width * depth)
-                    part = (width * kc * 6 + r - 1) // r
-                    for j in range(0, r, 6):
+                    part = (width * kc * SIX + end - i - 1) // max(end - i, 1)
+                    for j in range(i, end, SIX):
                         if p + 1 < panels:
-                            start = j // 6 * part
-                            prefetch(following, start, min(start + part, width * kc), line)
-                        left_block, to_block = at(block, j * row_step), at(to, j * ldc)
+                            done = (j - i) // SIX * part
+                            prefetch(following, done, min(done + part, width * kc), line)
+                        if ta:
+                            row_step, column_step = 1, rows
+                            block = at(left, j // rows * rows * depth + j % rows)
+                        else:
+                            row_step, column_step = lda, 1
+                            block = at(a, (top + j) * lda + k0)
                         tile_gemm(
-                            min(6, r - j),
+                            min(SIX, end - j),
                             w,
                             kc,
-                            left_block,
+                            block,
                             row_step,
                             column_step,
                             panel,
                             width,
-                            to_block,
+                            at(to, (j - i) * ldc),
                             ldc,
                             add,
                         )
@@ -157,14 +164,18 @@ def gemm(
     panels = -(-n // width)
     blocks = -(-k // DEPTH)
     depth = -(-k // blocks // 8) * 8
-    rows = -(-m // max(round(m / ROWS), 1) // 6) * 6
-    high = max(PACKED // (rows * depth), 1) * rows if ta else m
-    row_tasks = -(-min(high, m) // rows)
-    panels_per_task = max(min(panels, panels * row_tasks // MIN_TASKS), 1)
+    # A transposed left operand is packed in passes of at most PACKED elements, of equal height.
+    passes = -(-m // (PACKED // depth)) if ta else 1
+    high = -(-m // passes // SIX) * SIX
+    rows = min(ROWS, high)
+    row_tasks = max(round(high / ROWS), 1)
+    if row_tasks > TOGETHER:
+        row_tasks = round(row_tasks / TOGETHER) * TOGETHER
+    column_tasks = min(panels, -(-MIN_TASKS // row_tasks))
     right = empty(panels * width * depth, out.dtype)
-    left = empty(min(high, row_tasks * rows) * depth if ta else 0, out.dtype)
+    left = empty(-(-high // rows) * rows * depth if ta else 0, out.dtype)
     _product(
         *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
         *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
-        *(address(right), address(left), depth, rows, high, panels_per_task),
+        *(address(right), address(left), depth, high, rows, row_tasks, column_tasks),
     )
