@@ -39,9 +39,13 @@ class OpCase(NamedTuple):
         return run
 
 
-def op_cases(sizes: tuple[tuple[int, int], ...] = ((4096, 384), (1021, 1409))) -> Iterator[OpCase]:
-    """Yield the ops on rows of the widths of a small model, and on sizes no tile divides."""
-    for n, width in sizes:
+# Those of a small model; some that no tile divides; 64 MB, which is more than a cache has
+SIZES = ((4096, 384), (1021, 1409), (8192, 2048))
+
+
+def op_cases() -> Iterator[OpCase]:
+    """Yield the ops on arrays that many caches hold, and on arrays that none does."""
+    for n, width in SIZES:
         rng = np.random.default_rng(0)
 
         def normal(*shape: int, rng: np.random.Generator = rng) -> Array:
