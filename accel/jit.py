@@ -109,7 +109,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     def compile(self, sig: Any) -> Any:
         """Load or compile the version of this kernel for the argument types ``sig``."""
         with global_compiler_lock:
-            if self.targetoptions.get("parallel"):
+            if _parallel(self):
                 _ready_threads()
             if self._store is None:
                 return super().compile(sig)
@@ -473,6 +473,15 @@ def _checked(name: str, value: object) -> int:
             f"{name} must be a number from 1 to {cores}, the cores here, got {value!r}"
         )
     return value
+
+
+def _parallel(kernel: Kernel) -> bool:
+    """Whether a kernel, or one that it calls, uses Numba's pool: stored code does not start it."""
+    function = kernel.py_func
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return bool(kernel.targetoptions.get("parallel")) or any(
+        isinstance(other, Kernel) and _parallel(other) for other in called
+    )
 
 
 def _ready_threads() -> None:

@@ -48,6 +48,12 @@ def total(a):
     return s
 """
 
+KERNELS += """
+@jit
+def doubled(a):
+    return 2 * total(a)
+"""
+
 REPORT = """
 import numpy as np
 from pack import kernels
@@ -91,6 +97,13 @@ def run(tmp_path: Path, code: str = REPORT, **extra: str) -> tuple[list[str], st
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out.splitlines(), err
+
+
+def test_a_kernel_may_be_the_first_of_its_process_to_reach_a_parallel_one(pack: Path) -> None:
+    """What it calls is part of its stored code, which does not start the threads itself."""
+    code = "import numpy as np\nfrom pack import kernels\nprint(kernels.doubled(np.arange(4.0)))"
+    cold, warm = run(pack, code), run(pack, code)
+    assert cold[0] == warm[0] == ["104.0"]
 
 
 def test_first_process_compiles_and_says_so_the_second_loads_in_silence(pack: Path) -> None:
