@@ -3,6 +3,8 @@
 import gc
 import itertools
 import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -74,6 +76,77 @@ def test_each_step_finds_its_places_where_the_first_did(monkeypatch: pytest.Monk
     assert arena.reserved > 5 << 20  # several chunks
     assert places() == first
     assert places() == first
+
+
+def test_pieces_lie_apart_inside_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CHUNK", 1 << 20)
+    arena = memory.Arena()
+    first = arena.take(3 << 20)  # longer than a chunk
+    arrays = [arena.take(1 << 20)]
+    del first
+    for n in [500_000] * 6 + [300_001, 2_000_003, 700_000, 5, 1_048_576] * 4:
+        arrays.append(arena.take(n))
+    for i, array in enumerate(arrays):
+        array.fill(i)
+    chunks = [(c.address, c.address + len(c.memory)) for c in arena._chunks]
+    for i, array in enumerate(arrays):
+        assert np.all(array == i)
+        place = array.ctypes.data
+        assert place % memory.ALIGNMENT == 0
+        assert any(low <= place and place + array.size <= high for low, high in chunks)
+    assert arena.reserved == sum(high - low for low, high in chunks)
+
+
+def test_arrays_that_grow_beyond_a_chunk_use_its_memory_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "CHUNK", 1 << 20)
+    arena = memory.Arena()
+    for n in range(1_100_000, 2_000_000, 100_000):
+        arena.take(n)
+    assert arena.reserved == 2 << 20
+
+
+def test_threads_take_from_one_arena() -> None:
+    arena, wrong = memory.Arena(), []
+
+    def run(number: int) -> None:
+        for i in range(300):
+            array = arena.take(5000 + 64 * (i % 7))
+            array.fill(number)
+            if np.any(array != number):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_forked_while_a_thread_takes_can_take() -> None:
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            memory._arena.take(5000)
+
+    worker = threading.Thread(target=busy)
+    worker.start()
+    try:
+        for _ in range(30):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(5)  # ends a child that waits
+                memory._arena.take(5000)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        worker.join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -72,8 +73,8 @@ class Arena:
     """A heap that never gives memory back to the system.
 
     Its chunks stand one after another on a line, in the order in which they were taken, and free
-    intervals of the same length are given out in the order of the line. So the second step finds
-    its places where the first one did, and touches no page that the first did not.
+    intervals of the same length are given out in the order of the line. So steps that ask for the
+    same settle on the same places, and touch no further page.
 
     Attributes
     ----------
@@ -104,7 +105,7 @@ class Arena:
         return np.asarray(_Piece(address, (start, size), self._returned, nbytes))
 
     def _grow(self, size: int) -> None:
-        length = max(CHUNK, size)
+        length = -(-size // CHUNK) * CHUNK  # so that a somewhat larger array fits here as well
         # Private: a forked child gets a copy, and Linux gives huge pages to no other kind.
         memory = mmap.mmap(-1, length, **PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -119,6 +120,12 @@ class Arena:
 
 
 _arena = Arena()
+if hasattr(os, "register_at_fork"):  # else a child of a moment when a thread takes waits for ever
+    os.register_at_fork(
+        before=_arena._lock.acquire,
+        after_in_parent=_arena._lock.release,
+        after_in_child=_arena._lock.release,
+    )
 _depth = 0  # of nested steps
 _poison = False
 
