@@ -7,6 +7,7 @@ is optional: without it our own times are printed.
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import mmap
 import os
@@ -413,6 +414,20 @@ def main(argv: list[str]) -> int:
             f"myllm bench cpu: no part {unknown[0]!r}; known: {', '.join(PARTS)}", file=sys.stderr
         )
         return 2
+    for path in (options.table, options.chart):
+        if path is not None and not path.resolve().parent.is_dir():
+            print(f"myllm bench cpu: there is no folder {path.parent} to write to", file=sys.stderr)
+            return 2
+    if options.chart is not None:
+        if options.chart.suffix not in (".png", ".svg"):
+            print("myllm bench cpu: --chart takes a .png or .svg file", file=sys.stderr)
+            return 2
+        if importlib.util.find_spec("matplotlib") is None:
+            print(
+                "myllm bench cpu: --chart needs matplotlib; pip install 'myllm[plot]'",
+                file=sys.stderr,
+            )
+            return 2
     if options.threads is not None:
         set_threads(options.threads)
     modes = ["float32", "bf16"] if bf16_offered() else ["float32"]

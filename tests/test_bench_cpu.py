@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,9 +31,58 @@ def test_it_measures_and_writes_a_table_and_a_chart(
     assert chart.read_text().count("<svg") == 1
 
 
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--parts", "step,steps"]) == 2
-    assert "no part 'steps'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--parts", "step,steps"], "no part 'steps'"),
+        (["--table", "nowhere/x.md"], "no folder nowhere"),
+        (["--chart", "x.gif"], "a .png or .svg file"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_measured(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--quick", *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_result_that_is_wrong_ends_its_part_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong() -> list[bench_report.Row]:
+        bench_timing.check("an op", float("nan"), 1.0)
+        return []
+
+    row = bench_report.Row("decode", "a token", None, 0.001, None)
+    monkeypatch.setattr(bench, "op_rows", wrong)
+    monkeypatch.setattr(bench, "decode_rows", lambda modes: [row])
+    assert bench.main(["--quick", "--parts", "ops,decode"]) == 1
+    said = capsys.readouterr()
+    assert "an op differs" in said.err and "a token" in said.out
+
+
+def test_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now, sleep=take)
+    monkeypatch.setattr(bench_timing, "time", clock)
+    functions = {"a": lambda: take(0.002), "b": lambda: take(0.5)}
+    times = bench_timing.alternate(functions, sample=0.02, want=3, budget=0)
+    assert times == pytest.approx({"a": 0.002, "b": 0.5})
+
+
+def test_the_chart_names_every_row_with_a_ratio(tmp_path: Path) -> None:
+    rows = [
+        bench_report.Row("ops", "one", 0.35, 1.0, 4.0),
+        bench_report.Row("ops", "another", None, 1.0, None),
+    ]
+    bench_report.chart(rows, tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text()
+    assert "<!-- one -->" in text and "<!-- another -->" not in text
 
 
 def test_samples_that_waited_for_a_core_are_left_out() -> None:
