@@ -1,5 +1,6 @@
 """The bf16 mode of the CPU backend: packing, blocks, products, attention and whole models."""
 
+import os
 import subprocess
 import sys
 
@@ -52,7 +53,7 @@ def block_kernel(emit):
 
 
 @pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, 3, 40])
 @pytest.mark.parametrize("c_row", [32, 45])
 def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
     """Both ways, where the processor has both: the vectors, and the tiles if it has them."""
@@ -444,9 +445,7 @@ def test_dropout_counters_are_checked(ops):
 
 
 def test_a_processor_without_either_is_refused_in_a_sentence(monkeypatch):
-    import llvmlite.binding
-
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: {"avx2": True})
+    monkeypatch.setattr(bf16_tiles, "_features", lambda: {"+avx2"})
     bf16_tiles.enable.cache_clear()
     try:
         with pytest.raises(ImportError, match=r"AMX-BF16 .* or AVX512-BF16 .* neither"):
@@ -468,6 +467,16 @@ def test_a_system_that_keeps_the_tiles_to_itself_is_refused_in_a_sentence(monkey
         monkeypatch.undo()
         bf16_tiles.enable.cache_clear()
         bf16_tiles.enable()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512bf16"}]
+)
+def test_what_numba_compiles_for_decides(setting):
+    code = "import accel\naccel.load('cpu', compute='bf16')"
+    env = os.environ | setting
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "use compute='float32'" in done.stderr
 
 
 def test_importing_the_mode_asks_for_nothing():

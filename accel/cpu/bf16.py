@@ -22,7 +22,7 @@ from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
 from accel.cpu.bf16_tiles import SIDE, STEP, pack_columns, pack_rows
 from accel.cpu.decode import decode
-from accel.cpu.kernels import SUM, address, contiguous, delivered, receiver, sum_rows
+from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
@@ -163,7 +163,7 @@ def linear_forward(
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
         bias = contiguous(bias)
-    rows = contiguous(x).reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     also = A if keep_x else None
     packed = multiply_rows(rows, right_operand(weight, transposed=False), out, bias=bias, also=also)
@@ -183,9 +183,9 @@ def linear_backward(
     x = given_again("linear", kept, x, x_shape)
     packed = x
     if kept is None:
-        packed = bf16_gemm.pack(contiguous(x).reshape(-1, x_shape[-1]), A, transposed=True)
+        packed = bf16_gemm.pack(as_rows(x), A, transposed=True)
     check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
-    rows = contiguous(dout).reshape(-1, weight.shape[1])
+    rows = as_rows(dout)
     weight_out, bias_out = (None, None) if out is None else out
     dx = empty((len(rows), weight.shape[0]), dout.dtype)
     gradient = multiply_rows(rows, right_operand(weight, transposed=True), dx, also=B)
@@ -251,7 +251,7 @@ def _check_head(op: str, x: Array, head: Array, bias: Array | None) -> None:
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
     _check_head("logits", x, head, bias)
-    rows = contiguous(x).reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     bias = None if bias is None else contiguous(bias)
     multiply_rows(rows, right_operand(head, transposed=True), out, bias=bias)
@@ -274,9 +274,9 @@ def linear_cross_entropy_forward(
     """
     op = "linear_cross_entropy"
     _check_head(op, x, head, bias)
-    vocabulary, width = head.shape
+    vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
-    rows = contiguous(x).reshape(-1, width)
+    rows = as_rows(x)
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
     bias = None if bias is None else contiguous(bias)

@@ -1,4 +1,4 @@
-"""Tiled attention on AMX: bfloat16 operands, float32 scores, softmax and sums.
+"""Tiled attention in the mode bf16: bfloat16 operands, float32 scores, softmax and sums.
 
 The order of work is that of ``attention_kernels.py``, and so are the functions that mask, bias and
 drop. What differs is that operands are packed tiles (``bf16_tiles.py``) and that everything is kept

@@ -1,4 +1,4 @@
-"""Matrix products with bfloat16 operands and float32 sums, on AMX tiles.
+"""Matrix products with bfloat16 operands and float32 sums.
 
 C (M, N) = A (M, K) B (K, N), all float32 in memory; A and B are rounded to bfloat16 as they are
 packed (``bf16_tiles.py``), products are exact in float32 and added in float32. A task owns a group
@@ -8,13 +8,15 @@ of row panels and a group of column panels of C. Within it the order is::
         for k, 1024 at a time:
             for each row panel i, for each column panel j:   C[i, j] (+)= A[i] B[j]
 
-so the columns of B stay in the second-level cache (2 MiB) while all rows of the task pass by, and C
-is written in long runs. A block of C at K = 1024 is 2.1 million operations for 128 KiB of A and B.
+so the columns of B stay in the second-level cache (1 or 2 MiB) while all rows of the task pass by,
+and C is written in long runs. A block of C at K = 1024 is 2.1 million operations for 128 KiB of A
+and B.
 
-At 2 TFLOP/s a core the products of a small model are no longer what a step waits for; reading and
-writing float32 activations is. So a product that converts its left operand does so in the same
-task, into memory that stays in the cache, and writes the transposed form that the weight gradient
-will need while the numbers are at hand: activations are read once, and kept at half the size.
+With AMX, at 2 TFLOP/s a core, the products of a small model are no longer what a step waits for;
+reading and writing float32 activations is. So a product that converts its left operand does so in
+the same task, into memory that stays in the cache, and writes the transposed form that the weight
+gradient will need while the numbers are at hand: activations are read once, and kept at half the
+size.
 """
 
 from typing import Any
@@ -178,6 +180,9 @@ def multiply_rows(
     if also is not None:
         packed = empty((panels(depth), panels(rows), STEP), np.uint32)
     if not out.size:
+        return packed
+    if depth == 0:  # a sum over nothing
+        out[...] = 0 if bias is None else bias
         return packed
     enable()
     row_panels = _even(panels(rows), ROW_PANELS)

@@ -1,8 +1,8 @@
-"""The softmax of attention between AMX tiles: from scores in float32 to packed bfloat16.
+"""The softmax of attention between packed tiles: from scores in float32 to packed bfloat16.
 
-Beside products at 2 TFLOP/s the exponentials are what attention waits for, so they are written
+Beside bfloat16 products the exponentials are what attention waits for, so they are written
 vector by vector, as LLVM intermediate code: scores are loaded once, and leave as tiles of the next
-product without a stop in memory. A processor with AMX has AVX-512, whose ``VREDUCEPS`` and
+product without a stop in memory. The mode bf16 has AVX-512, whose ``VREDUCEPS`` and
 ``VSCALEFPS`` do the range reduction of 2ˣ::
 
     2ˣ = 2^floor(x) · p(x - floor(x))         p of degree 4, at most 2.9e-6 off (a minimax fit)

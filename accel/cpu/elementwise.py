@@ -97,9 +97,8 @@ def _sum_to(dout: Array, shape: tuple[int, ...]) -> Array:
     repeated = [*range(new), *(i + new for i, n in enumerate(shape) if n != dout.shape[i + new])]
     kept = [i for i in range(dout.ndim) if i not in repeated]
     out = empty(shape, dout.dtype)
-    width = math.prod(dout.shape[i] for i in kept)
-    rows = contiguous(dout.transpose(*repeated, *kept)).reshape(-1, width)
-    sum_rows(rows, out.reshape(-1))
+    rows, width = (math.prod(dout.shape[i] for i in axes) for axes in (repeated, kept))
+    sum_rows(contiguous(dout.transpose(*repeated, *kept)).reshape(rows, width), out.reshape(-1))
     return out
 
 

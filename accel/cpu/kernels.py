@@ -11,6 +11,7 @@ One trap: Numba takes a pointer for an array that nobody looks at, and drops sto
 the body of a ``prange`` (not from loops inside) without a word. ``store`` is a call, and stays.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ def contiguous(x: Array) -> Array:
     copy = empty(x.shape, x.dtype)
     np.copyto(copy, x)
     return copy
+
+
+def as_rows(x: Array) -> Array:
+    """Return x (..., n) as a contiguous (N, n), also where n or N is 0."""
+    return contiguous(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def address(x: Array) -> int:

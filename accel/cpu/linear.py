@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cpu.gemm import gemm
-from accel.cpu.kernels import contiguous, delivered, receiver, sum_rows
+from accel.cpu.kernels import as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.memory import empty
 from reference.checks import check_float, check_shape, given_again
 
@@ -39,11 +39,11 @@ def linear_forward(
         )
     if bias is not None:
         check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
-    rows, weight = contiguous(x).reshape(-1, x.shape[-1]), contiguous(weight)
+    rows, weight = as_rows(x), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     affine(rows, weight, bias, out)
     cache = LinearCache(rows if keep_x else None, weight, x.shape, bias is not None)
-    return out.reshape(*x.shape[:-1], -1), cache
+    return out.reshape(*x.shape[:-1], weight.shape[1]), cache
 
 
 def linear_backward(
@@ -55,8 +55,7 @@ def linear_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     kept, weight, x_shape, has_bias = cache
-    x = contiguous(given_again("linear", kept, x, x_shape)).reshape(-1, weight.shape[0])
-    rows = contiguous(dout).reshape(-1, weight.shape[1])
+    x, rows = as_rows(given_again("linear", kept, x, x_shape)), as_rows(dout)
     weight_out, bias_out = (None, None) if out is None else out
     dx = empty(x.shape, x.dtype)
     gemm(rows, weight, dx, tb=True)
@@ -89,10 +88,10 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
         )
     if bias is not None:
         check_shape("logits", "bias", bias, head.shape[:1], f"head {head.shape}")
-    rows = contiguous(x).reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     affine(rows, contiguous(head), bias, out, transposed=True)
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], len(head))
 
 
 # ---- heads ---------------------------------------------------------------------------------------

@@ -16,7 +16,16 @@ from numba.extending import intrinsic, overload
 
 from accel.cpu.elementwise import scale_into, scaled
 from accel.cpu.gemm import gemm
-from accel.cpu.kernels import SERIAL, SUM, address, contiguous, delivered, receiver, sum_rows
+from accel.cpu.kernels import (
+    SERIAL,
+    SUM,
+    address,
+    as_rows,
+    contiguous,
+    delivered,
+    receiver,
+    sum_rows,
+)
 from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
@@ -177,11 +186,11 @@ def linear_cross_entropy_forward(
         raise ValueError(
             f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
         )
-    vocabulary, width = head.shape
+    vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
     if bias is not None:
         check_shape(op, "bias", bias, head.shape[:1], f"head {head.shape}")
-    rows, head = contiguous(x).reshape(-1, width), contiguous(head)
+    rows, head = as_rows(x), contiguous(head)
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
