@@ -61,7 +61,7 @@ def chart(rows: list[Row], path: Path) -> None:
         if row.bar is not None:
             axes.plot([row.bar, row.bar], [y - 0.45, y + 0.45], color="black", linewidth=2)
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("time (or memory) of MyLLM / the other; black: what is promised")
+    axes.set_xlabel("ours / the other; black: the promise")
     axes.margins(y=0.01)
     figure.savefig(path)
     plt.close(figure)
