@@ -4,7 +4,9 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -107,14 +109,24 @@ def test_arrays_that_grow_beyond_a_chunk_use_its_memory_again(
     assert arena.reserved == 2 << 20
 
 
-def test_threads_take_from_one_arena() -> None:
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Let Python change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_take_from_one_arena(switching: None) -> None:
     arena, wrong = memory.Arena(), []
 
     def run(number: int) -> None:
-        for i in range(300):
-            array = arena.take(5000 + 64 * (i % 7))
-            array.fill(number)
-            if np.any(array != number):
+        for _ in range(100):
+            arrays = [arena.take(5000 + 64 * i) for i in range(20)]
+            for array in arrays:
+                array.fill(number)
+            if any(np.any(array != number) for array in arrays):
                 wrong.append(number)
 
     workers = [threading.Thread(target=run, args=(n,)) for n in range(8)]
