@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cpu import bf16_tiles
+from tests import needs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,10 +35,7 @@ def test_kernels_just_compiled_and_kernels_loaded_give_the_same_bits(
     tmp_path: Path, mode: str
 ) -> None:
     if mode == "bf16":
-        try:
-            bf16_tiles.enable()
-        except ImportError as error:
-            pytest.skip(str(error))
+        needs.bf16()
     cold, said = run(mode, tmp_path)
     assert "compiling" in said
     warm, said = run(mode, tmp_path)

@@ -20,21 +20,14 @@ from reference import ops as plain
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import DropoutKey
+from tests import needs
 from tests.test_cpu_attention import KEY, Case, cases, cast, on_absolute_values, run
 
 U32 = 2.0**-24  # unit roundoff of float32
 U16 = 2.0**-9  # of bfloat16
 
 
-def unavailable():
-    try:
-        bf16_tiles.enable()
-    except ImportError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is here")
+pytestmark = pytest.mark.skipif(not needs.HAS_BF16, reason="the processor has no AVX512-BF16")
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 95, 129]))
 
@@ -57,8 +50,9 @@ def block_kernel(emit):
 @pytest.mark.parametrize("c_row", [32, 45])
 def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
     """Both ways, where the processor has both: the vectors, and the tiles if it has them."""
-    if way == "emit_tiles" and not bf16_tiles.has_tiles():
-        pytest.skip("this processor has no AMX tiles")
+    if way == "emit_tiles":
+        needs.tiles()
+        bf16_tiles.enable()
     kernel = block_kernel(getattr(bf16_tiles, way))
     rng = np.random.default_rng(steps)
     a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))

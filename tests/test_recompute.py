@@ -22,6 +22,7 @@ from reference.model import (
 )
 from reference.params import decoder_layout
 from reference.types import Array, DropoutKey
+from tests import needs
 from tests.cuda_shim import device as shim
 from tests.cuda_shim import require
 from tests.models import MODELS
@@ -40,10 +41,9 @@ def gpu() -> shim.ShimDevice:
 def ops(request: pytest.FixtureRequest, gpu: shim.ShimDevice) -> Iterator[Any]:
     name, _, compute = request.param.partition(" ")
     if name != "cuda":
-        try:
-            yield accel.load(name, compute=compute or "float32")
-        except ImportError as error:
-            pytest.skip(str(error))
+        if compute == "bf16":
+            needs.bf16()
+        yield accel.load(name, compute=compute or "float32")
         return
     require.shim()
     before = devices.use(gpu)

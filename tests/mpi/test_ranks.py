@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.cpu import bf16_tiles
 from dist import launch
 from dist.config import RunFile
+from tests import needs
 from tests.runs import prepare, with_run
 from tests.test_dist_train import digest, losses, save_run_file
 
@@ -59,10 +59,7 @@ def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
     tmp_path: Path, compute: str
 ) -> None:
     if compute == "bf16":
-        try:
-            bf16_tiles.enable()
-        except ImportError as error:
-            pytest.skip(str(error))
+        needs.bf16()
     config = prepare(
         tmp_path,
         run__backend="cpu",
