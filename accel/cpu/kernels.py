@@ -11,6 +11,7 @@ One trap: Numba takes a pointer for an array that nobody looks at, and drops sto
 the body of a ``prange`` (not from loops inside) without a word. ``store`` is a call, and stays.
 """
 
+import ctypes
 import math
 from typing import Any
 
@@ -58,7 +59,10 @@ def as_rows(x: Array) -> Array:
 
 def address(x: Array) -> int:
     """Return where the first element lies."""
-    return int(x.ctypes.data)
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(x.data))  # 0.25 µs
+    except (TypeError, ValueError):  # read-only, or without elements: 0.9 µs
+        return int(x.ctypes.data)
 
 
 def like(x: Array) -> Any:

@@ -35,6 +35,7 @@ PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
+BYTE = np.dtype(np.uint8)
 
 
 class _Piece:
@@ -47,14 +48,15 @@ class _Piece:
         address: int,
         interval: tuple[int, int],
         returned: deque[tuple[int, int]],
-        count: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
     ) -> None:
         self._interval = interval
         self._returned = returned
         self.__array_interface__ = {
             "data": (address, False),
-            "shape": (count,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": dtype.str,
             "version": 3,
         }
 
@@ -64,7 +66,6 @@ class _Piece:
 
 
 class _Chunk(NamedTuple):
-    start: int  # where the chunk stands on the line
     address: int
     memory: mmap.mmap
 
@@ -85,12 +86,15 @@ class Arena:
     def __init__(self) -> None:
         self.reserved = 0
         self._chunks: list[_Chunk] = []
+        self._starts: list[int] = []  # where the chunks stand on the line
         self._free = FreeList()  # of the line
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Array:
-        """Return ``nbytes`` uninitialised bytes as a uint8 array, aligned to a cache line."""
+    def take(self, shape: int | Sequence[int], dtype: np.dtype[Any] = BYTE) -> Array:
+        """Return an uninitialised C-contiguous array, aligned to a cache line."""
+        dims = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(dims) * dtype.itemsize
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
             while self._returned:
@@ -100,9 +104,9 @@ class Arena:
                 self._grow(size)
                 start = self._free.take(size)
                 assert start is not None
-        chunk = self._chunks[bisect.bisect(self._chunks, start, key=lambda c: c.start) - 1]
-        address = chunk.address + start - chunk.start
-        return np.asarray(_Piece(address, (start, size), self._returned, nbytes))
+        i = bisect.bisect(self._starts, start) - 1
+        address = self._chunks[i].address + start - self._starts[i]
+        return np.asarray(_Piece(address, (start, size), self._returned, dims, dtype))
 
     def _grow(self, size: int) -> None:
         length = -(-size // CHUNK) * CHUNK  # so that a somewhat larger array fits here as well
@@ -114,7 +118,8 @@ class Arena:
         # The gap keeps free intervals of two chunks from joining.
         start = self.reserved + len(self._chunks) * ALIGNMENT
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._chunks.append(_Chunk(start, address, memory))
+        self._chunks.append(_Chunk(address, memory))
+        self._starts.append(start)
         self.reserved += length
         self._free.give(start, length)
 
@@ -158,14 +163,13 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
     A vector register holds a cache line: loads that straddle two lines take twice as long.
     """
     dtype = np.dtype(dtype)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    nbytes = math.prod(dims) * dtype.itemsize
+    nbytes = (shape if isinstance(shape, int) else math.prod(shape)) * dtype.itemsize
     if _depth and nbytes >= SMALL:
-        array: Array = _arena.take(nbytes).view(dtype).reshape(dims)
+        array = _arena.take(shape, dtype)
     else:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        array = raw[start : start + nbytes].view(dtype).reshape(dims)
+        raw = np.empty(nbytes + ALIGNMENT, BYTE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(raw.data)) % ALIGNMENT
+        array = np.ndarray(shape, dtype, raw, start)
     if _poison and dtype.kind == "f":
         array.fill(np.nan)
     return array
