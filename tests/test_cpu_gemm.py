@@ -68,6 +68,18 @@ def test_bits_do_not_depend_on_where_tasks_begin(
     assert np.array_equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("shape", [(256, 64, 256), (64, 256, 64), (300, 50, 8), (48, 48, 48)])
+def test_small_products_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
+) -> None:
+    a, b, _ = product(*shape, np.float32, False, False)
+    given: list[Any] = []
+    monkeypatch.setattr(module, "_product", lambda *numbers: given.append(numbers))
+    gemm(a, b, np.empty(shape[:2], np.float32))
+    rows, columns = given[0][-2:]
+    assert rows * columns >= 2
+
+
 def test_a_row_s_bits_do_not_depend_on_the_other_rows() -> None:
     a, b, _ = product(500, 130, 400, np.float32, False, False)
     whole, part = np.empty((500, 130), np.float32), np.empty((7, 130), np.float32)

@@ -41,6 +41,7 @@ Array = npt.NDArray[Any]
 
 DEPTH = 512  # of the sum, at most, in one block; a multiple of 8
 ROWS = 192  # of the product in one task, about; a multiple of SIX
+FEW_ROWS = 24  # in one task, at least, where the product is too narrow to be cut by columns
 SIX = 6  # rows of the register block
 TOGETHER = 8  # tasks: 2, 4 and 8 threads share a multiple of it evenly
 PACK_ROWS = 16  # rows that are packed by one task
@@ -168,7 +169,7 @@ def gemm(
     passes = -(-m // (PACKED // depth)) if ta else 1
     high = -(-m // passes // SIX) * SIX
     rows = min(ROWS, high)
-    row_tasks = max(round(high / ROWS), 1)
+    row_tasks = max(round(high / ROWS), min(high // FEW_ROWS, MIN_TASKS // panels), 1)
     if row_tasks > TOGETHER:
         row_tasks = round(row_tasks / TOGETHER) * TOGETHER
     column_tasks = min(panels, -(-MIN_TASKS // row_tasks))
