@@ -1,4 +1,4 @@
-"""Addition on the cpu for every way in which two shapes fit together; arrays without elements."""
+"""Addition on the cpu for every way in which two shapes fit; embedding; arrays without elements."""
 
 import itertools
 from typing import Any
@@ -54,3 +54,24 @@ def test_a_linear_layer_without_elements(compute: str, rows: int, inner: int, ou
     dx, dweight, _ = ops.linear_backward(np.ones_like(out), cache)
     assert dx.shape == x.shape and dweight.shape == weight.shape
     assert np.all(dx == outer) and np.all(dweight == 2 * rows)
+
+
+@pytest.mark.parametrize("width", [1, 3, 1023, 1024, 1025])
+@pytest.mark.parametrize("vocabulary", [1, 2, 63, 700])
+@pytest.mark.parametrize("ids", ["none", "one", "few", "many", "all alike"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_embedding_sums_in_the_order_of_the_ids(
+    ops: Any, width: int, vocabulary: int, ids: str, accumulate: bool
+) -> None:
+    rng = np.random.default_rng(width + vocabulary)
+    n = {"none": 0, "one": 1, "few": 40}.get(ids, 900)
+    tokens = np.full(n, vocabulary - 1) if ids == "all alike" else rng.integers(0, vocabulary, n)
+    table = np.zeros((vocabulary, width), np.float32)
+    dout = rng.standard_normal((n, width), dtype=np.float32)
+    _, cache = ops.embedding_forward(tokens.astype(np.int32), table)
+    out = rng.standard_normal(table.shape, dtype=np.float32)
+    exact = out.copy() if accumulate else table
+    np.add.at(exact, tokens, dout)  # one after the other, in the same precision
+    given = ops.embedding_backward(dout, cache, out=out, accumulate=accumulate)
+    np.testing.assert_array_equal(given, exact)
+    assert given is out

@@ -1,8 +1,9 @@
 """The embedding: a row of the table for each id; the mathematics is in ``reference/embedding.py``.
 
-Backward, several positions may add to one row of the table. Instead of atomics or a copy of the
-table per thread, tasks own columns: each reads all ids in order and adds its own columns, so that
-the order of every sum is the order of the ids.
+Backward, several positions may add to one row of the table. The positions are first sorted by id,
+those of one id staying in their order (counting sort; Knuth, The Art of Computer Programming 3,
+algorithm 5.2D); then each row is cleared and summed up in that order while it lies in the nearest
+cache. Neither atomics nor a copy of the table for each thread are needed.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +12,16 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu.kernels import MAP, ROW_PIECE, address, contiguous, delivered, like, receiver
+from accel.cpu.kernels import (
+    MAP,
+    ROW_PIECE,
+    SERIAL,
+    address,
+    contiguous,
+    delivered,
+    like,
+    receiver,
+)
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
@@ -19,7 +29,10 @@ from reference.checks import check_float, check_ids
 
 Array = npt.NDArray[Any]
 
-COLUMNS = 64  # of the table that one task owns
+# A task makes a piece of the rows, such that rows and positions together are shared out evenly, and
+# a piece of the columns: an id that stands at most positions still leaves work for several threads.
+PIECES = 64
+COLUMNS = 1024
 
 
 class EmbeddingCache(NamedTuple):
@@ -37,23 +50,68 @@ def _gather(like: Any, ids: int, table: int, out: int, n: int, width: int) -> No
                 z[j] = u[j]
 
 
+@jit(**SERIAL)
+def _sort(ids: int, order: int, ends: int, n: int, vocabulary: int) -> None:
+    """Write the positions sorted by id, and where those of each id end."""
+    index, position = pointer(ids, np.int32(0)), pointer(order, np.int64(0))
+    end = pointer(ends, np.int64(0))
+    for v in range(vocabulary):
+        end[v] = 0
+    for i in range(n):
+        end[index[i]] += 1
+    begin = 0
+    for v in range(vocabulary):
+        begin, end[v] = begin + end[v], begin
+    for i in range(n):
+        v = index[i]
+        position[end[v]] = i
+        end[v] += 1
+
+
+@jit(**SERIAL)
+def _first_row(end: Any, work: int, vocabulary: int) -> int:
+    """Return the first row before which there are at least ``work`` rows and positions."""
+    low, high = 0, vocabulary
+    while low < high:
+        v = (low + high) // 2
+        if v + (end[v - 1] if v > 0 else 0) < work:
+            low = v + 1
+        else:
+            high = v
+    return low
+
+
 @jit(**MAP)
 def _scatter(
-    like: Any, ids: int, dout: int, out: int, n: int, width: int, vocabulary: int, add: bool
+    like: Any,
+    order: int,
+    ends: int,
+    dout: int,
+    out: int,
+    n: int,
+    width: int,
+    vocabulary: int,
+    add: bool,
 ) -> None:
-    index, dy, table = pointer(ids, np.int32(0)), pointer(dout, like), pointer(out, like)
-    for piece in prange((width + COLUMNS - 1) // COLUMNS):
-        first = piece * COLUMNS
+    position, end = pointer(order, np.int64(0)), pointer(ends, np.int64(0))
+    dy, table = pointer(dout, like), pointer(out, like)
+    columns = (width + COLUMNS - 1) // COLUMNS
+    for task in prange(PIECES * columns):
+        piece, first = task // columns, task % columns * COLUMNS
         count = min(COLUMNS, width - first)
-        if not add:
-            for v in range(vocabulary):
-                z = at(table, v * width + first)
+        low = _first_row(end, (vocabulary + n) * piece // PIECES, vocabulary)
+        high = _first_row(end, (vocabulary + n) * (piece + 1) // PIECES, vocabulary)
+        i = end[low - 1] if low > 0 else 0
+        for v in range(low, high):
+            z = at(table, v * width + first)
+            if not add:
                 for j in range(count):
                     z[j] = like
-        for i in range(n):
-            u, z = at(dy, i * width + first), at(table, np.int64(index[i]) * width + first)
-            for j in range(count):
-                z[j] += u[j]
+            while i < end[v]:
+                u = at(dy, position[i] * width + first)
+                for j in range(count):
+                    z[j] += u[j]
+                i += 1
 
 
 def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
@@ -80,8 +138,11 @@ def embedding_backward(
     dtable, elsewhere = receiver(out, cache.table_shape, dout.dtype)
     if accumulate and elsewhere is not None:
         np.copyto(dtable, elsewhere)
+    n = cache.ids.size
+    order, ends = empty(n, np.int64), empty(vocabulary, np.int64)
+    _sort(address(cache.ids), address(order), address(ends), n, vocabulary)
     _scatter(
-        *(like(dout), address(cache.ids), address(dout), address(dtable), cache.ids.size),
-        *(width, vocabulary, accumulate),
+        *(like(dout), address(order), address(ends), address(dout), address(dtable)),
+        *(n, width, vocabulary, accumulate),
     )
     return delivered(dtable, elsewhere)
