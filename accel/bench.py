@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 
 from accel import bench_timing, load
+from accel.bench_ops import OpCase, op_cases
 from accel.bench_report import Row, about, chart, table
 from accel.bench_timing import Array, Function, alternate, check, relative_error
 from accel.jit import set_threads, threads
@@ -250,36 +251,35 @@ def attention_rows(modes: list[str]) -> list[Row]:
 
 
 def op_rows() -> list[Row]:
-    """Compare the ops that are bound by memory, forward and backward together."""
-    from accel.bench_ops import op_cases
-
-    torch = peers()
+    """Compare the ops that are bound by memory, within one step as in training."""
     ops = load("cpu")
-    rows = []
-    for case in op_cases():
-        functions: dict[str, Function] = {"ours": case.pooled(ops)}
-        bar = case.bar
-        if torch is not None:
-            theirs = torch.op(case)
-            for mine, other in zip(case.results(ops), theirs(), strict=True):
-                check(case.what, relative_error(mine, np.asarray(other)), case.limit)
-            functions["torch"] = theirs
-        times = alternate(functions, sample=0.01, want=5, budget=4)
-        rows.append(Row("ops", case.what, bar, times["ours"], times.get("torch")))
-        if torch is not None and case.into is not None:
-            times = alternate(
-                {"ours": case.pooled(ops), "torch": torch.into(case)}, sample=0.02, want=7, budget=8
-            )
-            rows.append(
-                Row("ops", f"{case.what}, torch with out=", 1.0, times["ours"], times["torch"])
-            )
-    return rows + update_rows()
+    with ops.step():
+        return [*(row for case in op_cases() for row in _op_rows(ops, case)), *update_rows(ops)]
 
 
-def update_rows() -> list[Row]:
+def _op_rows(ops: Ops, case: OpCase) -> list[Row]:
+    """Compare an op forward and backward together; where PyTorch has one, with its ``out=``."""
+    torch = peers()
+    ours = partial(case.ours, ops, case.arrays, case.cotangent)
+    functions: dict[str, Function] = {"ours": ours}
+    if torch is not None:
+        theirs = torch.op(case)
+        for mine, other in zip(case.results(ops), torch.arrays(theirs()), strict=True):
+            check(case.what, relative_error(mine, other), case.limit)
+        functions["torch"] = theirs
+    times = alternate(functions, sample=0.01, want=5, budget=4)
+    rows = [Row("ops", case.what, case.bar, times["ours"], times.get("torch"))]
+    if torch is not None and case.into is not None:
+        functions = {"ours": ours, "torch": torch.into(case)}
+        times = alternate(functions, sample=0.02, want=7, budget=8)
+        what = f"{case.what}, torch with out="
+        rows.append(Row("ops", what, 1.0, times["ours"], times["torch"]))
+    return rows
+
+
+def update_rows(ops: Ops) -> list[Row]:
     """Compare what has random bits or works in place: dropout, AdamW."""
     torch = peers()
-    ops = load("cpu")
     rng = np.random.default_rng(0)
     x, dout = (rng.standard_normal((4096, 384), dtype=np.float32) for _ in range(2))
     functions: dict[str, Function] = {"ours": dropped(ops, x, dout)}
@@ -311,12 +311,11 @@ def update_rows() -> list[Row]:
 
 
 def dropped(ops: Ops, x: Array, dout: Array) -> Function:
-    """Return a function that runs dropout forward and backward as a training step does."""
+    """Return a function that runs dropout forward and backward."""
 
     def run() -> None:
-        with ops.step():
-            _, cache = ops.dropout_forward(x, p=0.1, key=DropoutKey(1, 2, 3, 4))
-            ops.dropout_backward(dout, cache)
+        _, cache = ops.dropout_forward(x, p=0.1, key=DropoutKey(1, 2, 3, 4))
+        ops.dropout_backward(dout, cache)
 
     return run
 

@@ -29,15 +29,6 @@ class OpCase(NamedTuple):
         """Return the output and the gradients."""
         return [x for x in self.ours(ops, self.arrays, self.cotangent) if x is not None]
 
-    def pooled(self, ops: Ops) -> Callable[[], object]:
-        """Return a function that runs the op as a training step does."""
-
-        def run() -> None:
-            with ops.step():
-                self.ours(ops, self.arrays, self.cotangent)
-
-        return run
-
 
 # Those of a small model; some that no tile divides; 64 MB, which is more than a cache has
 SIZES = ((4096, 384), (1021, 1409), (8192, 2048))

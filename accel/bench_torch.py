@@ -168,25 +168,26 @@ def attention_results(q: Array, k: Array, v: Array, dout: Array) -> list[Array]:
     return [x.detach().numpy() for x in (out, *gradients)]
 
 
-def op(case: Any) -> Callable[[], list[Array]]:
-    """Return a function that runs an op of ``bench_ops`` forward and backward."""
+def op(case: Any) -> Callable[[], list[Any]]:
+    """Return a function that runs an op of ``bench_ops``: forward, backward with a cotangent."""
+    backward = case.cotangent is not None
     leaves = [
-        torch.from_numpy(np.array(x)).requires_grad_()
-        if x.dtype.kind == "f"
-        else torch.from_numpy(x)
+        torch.from_numpy(np.array(x)).requires_grad_(backward and x.dtype.kind == "f")
         for x in case.arrays
     ]
     floats = [x for x in leaves if x.requires_grad]
+    cotangent = torch.from_numpy(case.cotangent) if backward else None
 
-    def run() -> list[Array]:
-        if case.cotangent is None:
-            with torch.no_grad():
-                return [case.torch(torch, F, *leaves).numpy()]
+    def run() -> list[Any]:
         out = case.torch(torch, F, *leaves)
-        gradients = torch.autograd.grad(out, floats, torch.from_numpy(case.cotangent))
-        return [x.detach().numpy() for x in (out, *gradients)]
+        return [out, *torch.autograd.grad(out, floats, cotangent)] if backward else [out]
 
     return run
+
+
+def arrays(tensors: list[Any]) -> list[Array]:
+    """Return tensors as NumPy's arrays."""
+    return [x.detach().numpy() for x in tensors]
 
 
 def into(case: Any) -> Callable[[], object]:
