@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from reference.checks import check_float, check_number, check_shape
+from reference.checks import check_float, check_number, check_shape, check_writable
 from reference.types import Array
 
 
@@ -49,8 +49,39 @@ def adamw(
     Raises
     ------
     ValueError
-        When shapes or dtypes differ, step < 1, or n_decayed lies outside the array.
+        When shapes or dtypes differ, an array to be written is read-only, or a number lies
+        outside its range.
     """
+    check_adamw(
+        master, m, v, grad, step, lr, beta1, beta2, eps, weight_decay, n_decayed, grad_scale
+    )
+    # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64
+    lr, beta1, beta2, eps = float(lr), float(beta1), float(beta2), float(eps)
+    g = grad * float(grad_scale)
+    m[...] = beta1 * m + (1 - beta1) * g
+    v[...] = beta2 * v + (1 - beta2) * g * g
+    m_hat = m / (1 - beta1**step)
+    v_hat = v / (1 - beta2**step)
+    update = m_hat / (np.sqrt(v_hat) + eps)
+    update[:n_decayed] += float(weight_decay) * master[:n_decayed]
+    master -= lr * update
+
+
+def check_adamw(
+    master: Array,
+    m: Array,
+    v: Array,
+    grad: Array,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    n_decayed: int,
+    grad_scale: float,
+) -> None:
+    """Raise unless arrays and numbers are such that a step can be taken."""
     check_float("adamw", master=master, m=m, v=v, grad=grad)
     for name, array in (("m", m), ("v", v), ("grad", grad)):
         check_shape("adamw", name, array, master.shape, "master")
@@ -65,15 +96,6 @@ def adamw(
         if not 0 <= value < math.inf:
             raise ValueError(f"adamw: {name} must be a finite number >= 0, got {value}")
     check_number("adamw", "grad_scale", grad_scale)
-    if not 0 <= n_decayed <= len(master):
+    if not 0 <= n_decayed <= len(master) or n_decayed != int(n_decayed):
         raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
-    # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64
-    lr, beta1, beta2, eps = float(lr), float(beta1), float(beta2), float(eps)
-    g = grad * float(grad_scale)
-    m[...] = beta1 * m + (1 - beta1) * g
-    v[...] = beta2 * v + (1 - beta2) * g * g
-    m_hat = m / (1 - beta1**step)
-    v_hat = v / (1 - beta2**step)
-    update = m_hat / (np.sqrt(v_hat) + eps)
-    update[:n_decayed] += float(weight_decay) * master[:n_decayed]
-    master -= lr * update
+    check_writable("adamw", master=master, m=m, v=v)

@@ -156,14 +156,7 @@ def _allowed(
         check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
         tests.append(key_mask[:, None, :])  # (B, 1, S)
     if documents is not None:
-        check_shape("attention", "documents", documents, (B, S), "the batch and keys")
-        if not np.issubdtype(documents.dtype, np.integer):
-            raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
-        if S < T:
-            raise ValueError(
-                "attention: documents need the queries to be the last T of the S positions, "
-                f"but T = {T} > S = {S}"
-            )
+        check_documents(documents, B, T, S)
         tests.append(documents[:, S - T :, None] == documents[:, None, :])  # (B, T, S)
     if not tests:
         return None
@@ -171,6 +164,18 @@ def _allowed(
     for test in tests[1:]:
         allowed = allowed & test
     return np.asarray(allowed[:, None, None])
+
+
+def check_documents(documents: Array, B: int, T: int, S: int) -> None:
+    """Raise unless ``documents`` (B, S) are integers that tell T queries among S keys apart."""
+    check_shape("attention", "documents", documents, (B, S), "the batch and keys")
+    if not np.issubdtype(documents.dtype, np.integer):
+        raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
+    if S < T:
+        raise ValueError(
+            "attention: documents need the queries to be the last T of the S positions, "
+            f"but T = {T} > S = {S}"
+        )
 
 
 def check_heads(q: Array, k: Array, v: Array) -> None:

@@ -1,6 +1,7 @@
 """Checks at the public boundary: one sentence that says what must hold and what arrived."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +103,13 @@ def given_again(op: str, kept: Array | None, given: Array | None, shape: tuple[i
     return kept
 
 
+def check_writable(op: str, **arrays: Array) -> None:
+    """Raise unless the arrays, of NumPy, may be written to."""
+    for name, array in arrays.items():
+        if not array.flags.writeable:
+            raise ValueError(f"{op}: {name} is read-only, and is to be written to; pass a copy")
+
+
 def check_receiver(op: str, out: Array | None, x: Array) -> None:
     """Raise unless ``out``, when given, can receive an array of x's shape and dtype as it lies."""
     if out is None:
@@ -117,9 +125,15 @@ def check_receiver(op: str, out: Array | None, x: Array) -> None:
 def write_out(out: Array | None, gradient: Array) -> None:
     """Write a parameter gradient where the caller wants it, if anywhere."""
     if out is not None:
-        if out.shape != gradient.shape or out.dtype != gradient.dtype:
-            raise ValueError(
-                f"out must have the gradient's shape {gradient.shape} and dtype "
-                f"{gradient.dtype}, got {out.shape} and {out.dtype}"
-            )
+        check_out(out, gradient.shape, gradient.dtype)
         out[...] = gradient
+
+
+def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise unless ``out`` can receive a parameter gradient."""
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(
+            f"out must have the gradient's shape {shape} and dtype {dtype}, "
+            f"got {out.shape} and {out.dtype}"
+        )
+    check_writable("the gradient", out=out)

@@ -32,22 +32,13 @@ def split_heads_forward(
     ValueError
         When the parts do not add up to H.
     """
-    heads = tuple(heads)
-    if x.ndim != 4 or sum(heads) != x.shape[2] or min(heads, default=0) < 1:
-        raise ValueError(
-            f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
-            f"got x {x.shape}"
-        )
+    heads = check_split(x, heads)
     return tuple(np.split(x, np.cumsum(heads)[:-1], axis=2)), SplitHeadsCache(heads, x.shape)
 
 
 def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
     """Return dx (B, T, H, d) from the gradients of the parts."""
-    B, T, _, d = cache.x_shape
-    if len(dout) != len(cache.heads):
-        raise ValueError(f"split_heads_backward: {len(cache.heads)} parts, got {len(dout)}")
-    for part, n_heads in zip(dout, cache.heads, strict=True):
-        check_shape("split_heads_backward", "dout", part, (B, T, n_heads, d), "its part")
+    check_parts(dout, cache.heads, cache.x_shape)
     return np.concatenate(dout, axis=2)
 
 
@@ -64,3 +55,24 @@ def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
     B, T, H, d = cache.x_shape
     check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
     return dout.reshape(cache.x_shape)
+
+
+def check_split(x: Array, heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the heads of each part as Python's integers, once they are seen to add up to x's."""
+    heads = tuple(heads)
+    if x.ndim != 4 or sum(heads) != x.shape[2] or min(heads, default=0) < 1:
+        raise ValueError(
+            f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
+            f"got x {x.shape}"
+        )
+    return tuple(int(n) for n in heads)
+
+
+def check_parts(dout: tuple[Array, ...], heads: tuple[int, ...], x_shape: tuple[int, ...]) -> None:
+    """Raise unless there is a gradient for each part, of its shape."""
+    batch, length, _, d_head = x_shape
+    if len(dout) != len(heads):
+        raise ValueError(f"split_heads_backward: {len(heads)} parts, got {len(dout)}")
+    for part, n_heads in zip(dout, heads, strict=True):
+        shape = (batch, length, n_heads, d_head)
+        check_shape("split_heads_backward", "dout", part, shape, "its part")

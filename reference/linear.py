@@ -50,17 +50,9 @@ def linear_forward(
     ValueError
         When the widths do not fit or the dtypes differ.
     """
-    check_float("linear", x=x, weight=weight, bias=bias)
-    check_rows("linear", x)
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
-        raise ValueError(
-            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
-            f"{x.shape}, got {weight.shape}{hint}"
-        )
+    check_linear(x, weight, bias)
     out = x @ weight
     if bias is not None:
-        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
         out = out + bias
     return out, LinearCache(x if keep_x else None, weight, bias is not None, x.shape)
 
@@ -102,14 +94,34 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     head : (V, D)
     bias : (V,), optional
     """
-    check_float("logits", x=x, head=head, bias=bias)
-    check_rows("logits", x)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"logits: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
+    check_head("logits", x, head, bias)
     out = x @ head.T
     if bias is not None:
-        check_shape("logits", "bias", bias, head.shape[:1], f"head {head.shape}")
         out = out + bias
     return out
+
+
+def check_linear(x: Array, weight: Array, bias: Array | None) -> None:
+    """Raise unless x (..., I), weight (I, O) and bias (O,) fit together."""
+    check_float("linear", x=x, weight=weight, bias=bias)
+    check_rows("linear", x)
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
+        raise ValueError(
+            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
+            f"{x.shape}, got {weight.shape}{hint}"
+        )
+    if bias is not None:
+        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
+
+
+def check_head(op: str, x: Array, head: Array, bias: Array | None) -> None:
+    """Raise unless x (..., D), head (V, D) and bias (V,) fit together."""
+    check_float(op, x=x, head=head, bias=bias)
+    check_rows(op, x)
+    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
+        )
+    if bias is not None:
+        check_shape(op, "bias", bias, head.shape[:1], f"head {head.shape}")

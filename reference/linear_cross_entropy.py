@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_shape, write_out
+from reference.checks import write_out
 from reference.cross_entropy import check_targets, dlogits, nll
-from reference.linear import logits
+from reference.linear import check_head, logits
 from reference.types import Array, Loss
 
 CHUNK_ROWS = 256
@@ -59,15 +59,8 @@ def linear_cross_entropy_forward(
         When shapes or dtypes do not fit or a valid target lies outside the vocabulary.
     """
     del need_backward
-    check_float("linear_cross_entropy", x=x, head=head, bias=bias)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"linear_cross_entropy: head must be (V, {x.shape[-1]}) to match x {x.shape}, "
-            f"got {head.shape}"
-        )
+    check_head("linear_cross_entropy", x, head, bias)
     mask = check_targets("linear_cross_entropy", targets, mask, x.shape[:-1], head.shape[0])
-    if bias is not None:
-        check_shape("linear_cross_entropy", "bias", bias, head.shape[:1], f"head {head.shape}")
     cache = LinearCrossEntropyCache(
         x.reshape(-1, x.shape[-1]), head, targets.reshape(-1), mask.reshape(-1), bias, x.shape
     )

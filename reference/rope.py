@@ -48,20 +48,13 @@ def rope_forward(
     ValueError
         When d is odd, start does not fit the batch or rotate_heads exceeds H.
     """
-    check_float("rope", x=x)
-    if x.ndim != 4 or x.shape[3] % 2:
-        raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
-    batch, length, n_heads, d_head = x.shape
-    rotate_heads = n_heads if rotate_heads is None else rotate_heads
-    if rotate_heads != int(rotate_heads) or not 0 <= rotate_heads <= n_heads:
-        raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
-    check_number("rope", "base", base, above=0)
-    check_position("rope", "start", start, batch)
+    rotate_heads = check_rope(x, base, start, rotate_heads)
+    _, length, _, d_head = x.shape
     omega = float(base) ** (-np.arange(0, d_head, 2) / d_head)  # (d/2,)
     position = np.expand_dims(start, -1) + np.arange(length)  # (T,) or (B, T)
     angle = position[..., None, None] * omega  # in float64, as 8191·ω in float32 is off by 1e-4
     cache = RopeCache(
-        np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype), int(rotate_heads), x.shape
+        np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype), rotate_heads, x.shape
     )
     return _rotate(x, cache.cos, cache.sin, cache.rotate_heads), cache
 
@@ -79,3 +72,17 @@ def _rotate(x: Array, cos: Array, sin: Array, rotate_heads: int) -> Array:
     out[:, :, :rotate_heads, 0::2] = even * cos - odd * sin
     out[:, :, :rotate_heads, 1::2] = even * sin + odd * cos
     return out
+
+
+def check_rope(x: Array, base: float, start: int | Array, rotate_heads: int | None) -> int:
+    """Return how many heads turn, once all is seen to fit."""
+    check_float("rope", x=x)
+    if x.ndim != 4 or x.shape[3] % 2:
+        raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
+    batch, _, n_heads, _ = x.shape
+    rotate_heads = n_heads if rotate_heads is None else rotate_heads
+    if rotate_heads != int(rotate_heads) or not 0 <= rotate_heads <= n_heads:
+        raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
+    check_number("rope", "base", base, above=0)
+    check_position("rope", "start", start, batch)
+    return int(rotate_heads)

@@ -4,7 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_number, check_receiver, check_shape
+from reference.checks import (
+    check_float,
+    check_number,
+    check_receiver,
+    check_shape,
+    check_writable,
+)
 from reference.types import Array
 
 
@@ -25,6 +31,8 @@ def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple
     check_number("scale", "factor", factor)
     # float(): a NumPy float64 scalar would promote a float32 array, a Python float does not
     check_receiver("scale", out, x)
+    if out is not None:
+        check_writable("scale", out=out)
     return np.multiply(x, float(factor), out=out), ScaleCache(float(factor), x.shape)
 
 

@@ -9,13 +9,14 @@ probabilities up together cancels, because they sum to one.
 
 import numpy as np
 
-from reference.checks import check_float
+from reference.checks import check_float, check_rows
 from reference.types import Array
 
 
 def softmax(x: Array) -> Array:
     """Return the softmax of x (..., n) over its last axis."""
     check_float("softmax", x=x)
+    check_rows("softmax", x)
     e = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return np.asarray(e / np.sum(e, axis=-1, keepdims=True))
 

@@ -236,7 +236,7 @@ def test_row_major_products_map_to_cublas(transpose_a: bool, transpose_b: bool) 
 
 
 def test_scale_may_write_where_it_reads() -> None:
-    test_contract.test_scale_may_write_where_it_reads(ops)
+    test_contract.check_scale_in_place(ops)
 
 
 def test_ops_take_views() -> None:

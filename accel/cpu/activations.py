@@ -25,7 +25,7 @@ from accel.cpu.kernels import MAP, PIECE, ROW_PIECE, address, contiguous, like
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
-from reference.checks import check_float
+from reference.checks import check_dout, check_float, check_rows
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +64,7 @@ def _swiglu_backward(one: Any, a: int, dout: int, out: int, rows: int, width: in
 def swiglu_forward(x: Array) -> tuple[Array, ActivationCache]:
     """Return silu(gate) · up, shape (..., F), of x (..., 2F) whose first half is the gate."""
     check_float("swiglu", x=x)
+    check_rows("swiglu", x)
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu: the last axis holds gate and up, so must be even, got {x.shape}")
     x = contiguous(x)
@@ -76,8 +77,10 @@ def swiglu_forward(x: Array) -> tuple[Array, ActivationCache]:
 
 def swiglu_backward(dout: Array, cache: ActivationCache) -> Array:
     """Return dx (..., 2F)."""
-    x, dout = cache.x, contiguous(dout)
+    x = cache.x
     width = x.shape[-1] // 2
+    check_dout("swiglu", dout, (*x.shape[:-1], width), x)
+    dout = contiguous(dout)
     dx = empty(x.shape, x.dtype)
     rows = dout.size // max(width, 1)
     _swiglu_backward(x.dtype.type(1), address(x), address(dout), address(dx), rows, width)
@@ -161,7 +164,9 @@ def gelu_forward(x: Array) -> tuple[Array, ActivationCache]:
 
 def gelu_backward(dout: Array, cache: ActivationCache) -> Array:
     """Return dx."""
-    x, dout = cache.x, contiguous(dout)
+    x = cache.x
+    check_dout("gelu", dout, x.shape, x)
+    dout = contiguous(dout)
     out = empty(x.shape, x.dtype)
     _gelu_backward(x.dtype.type(_INV_SQRT_2PI), address(x), address(dout), address(out), x.size)
     return out
@@ -214,7 +219,9 @@ def gelu_tanh_forward(x: Array) -> tuple[Array, ActivationCache]:
 
 def gelu_tanh_backward(dout: Array, cache: ActivationCache) -> Array:
     """Return dx."""
-    x, dout = cache.x, contiguous(dout)
+    x = cache.x
+    check_dout("gelu_tanh", dout, x.shape, x)
+    dout = contiguous(dout)
     out = empty(x.shape, x.dtype)
     _gelu_tanh_backward(*_constants(x), address(x), address(dout), address(out), x.size)
     return out

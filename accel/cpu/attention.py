@@ -16,7 +16,7 @@ import numpy as np
 from accel.cpu import attention_kernels
 from accel.cpu.attention_tiles import BLOCK, Dropout, Mask, Sizes, View
 from accel.cpu.memory import empty
-from reference.attention import check_heads
+from reference.attention import check_documents, check_heads
 from reference.checks import check_dout, check_float, check_mask, check_number, check_shape
 from reference.dropout import check_dropout
 from reference.philox import check_counters
@@ -241,12 +241,7 @@ def gather_extras(
     if key_mask is not None:
         check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
     if documents is not None:
-        check_shape("attention", "documents", documents, (B, S), "the batch and keys")
-        if S < T:
-            raise ValueError(
-                "attention: documents need the queries to be the last T of the S positions, "
-                f"but T = {T} > S = {S}"
-            )
+        check_documents(documents, B, T, S)
     mask = Mask(
         bool(causal), keep(alibi, q.dtype.type), keep(key_mask, np.uint8), keep(documents, np.int32)
     )

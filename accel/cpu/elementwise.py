@@ -15,7 +15,15 @@ from accel.cpu.memory import empty
 from accel.cpu.philox import philox
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_receiver
+from reference.checks import (
+    check_dout,
+    check_float,
+    check_number,
+    check_receiver,
+    check_rows,
+    check_shape,
+    check_writable,
+)
 from reference.dropout import check_dropout
 from reference.philox import check_counters
 from reference.types import DropoutKey
@@ -78,6 +86,9 @@ def add_forward(a: Array, b: Array) -> tuple[Array, AddCache]:
 
 def add_backward(dout: Array, cache: AddCache) -> tuple[Array, Array]:
     """Return (da, db); one that was not repeated is dout itself."""
+    shape = np.broadcast_shapes(cache.a_shape, cache.b_shape)
+    check_shape("add_backward", "dout", dout, shape, "the output")
+    check_float("add_backward", dout=dout)
     return _sum_to(dout, cache.a_shape), _sum_to(dout, cache.b_shape)
 
 
@@ -107,6 +118,7 @@ def _sum_to(dout: Array, shape: tuple[int, ...]) -> Array:
 
 class ScaleCache(NamedTuple):
     factor: float
+    shape: tuple[int, ...]
 
 
 @jit(**MAP)
@@ -133,12 +145,19 @@ def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
 def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple[Array, ScaleCache]:
     """Return factor · x; ``out``, which may be x itself, receives it."""
     check_float("scale", x=x)
+    check_number("scale", "factor", factor)
     check_receiver("scale", out, x)
-    return scaled(x, factor, out), ScaleCache(float(factor))
+    if out is not None:
+        check_writable("scale", out=out)
+        if address(out) != address(x) and np.may_share_memory(out, x):
+            x = x.copy()  # else the first results would overwrite what is yet to be read
+    return scaled(x, factor, out), ScaleCache(float(factor), x.shape)
 
 
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:
     """Return dx."""
+    check_shape("scale_backward", "dout", dout, cache.shape, "the output")
+    check_float("scale_backward", dout=dout)
     return scaled(dout, cache.factor)
 
 
@@ -178,7 +197,9 @@ def relu_forward(x: Array) -> tuple[Array, ReLUCache]:
 
 def relu_backward(dout: Array, cache: ReLUCache) -> Array:
     """Return dx."""
-    x, dout = cache.x, contiguous(dout)
+    x = cache.x
+    check_dout("relu", dout, x.shape, x)
+    dout = contiguous(dout)
     out = empty(x.shape, x.dtype)
     _relu_backward(like(x), address(x), address(dout), address(out), x.size)
     return out
@@ -248,7 +269,8 @@ def dropout_forward(
 ) -> tuple[Array, DropoutCache]:
     """Return x with elements dropped; the mask is kept, a byte an element, for the backward."""
     check_float("dropout", x=x)
-    batch, size = (x.shape[0], math.prod(x.shape[1:])) if x.ndim else (1, 1)
+    check_rows("dropout", x)
+    batch, size = x.shape[0], math.prod(x.shape[1:])
     check_dropout(p, key)
     if p == 0 or key is None:
         return x, DropoutCache(None, 1.0)
@@ -269,6 +291,8 @@ def dropout_backward(dout: Array, cache: DropoutCache) -> Array:
     """Return dx."""
     if cache.keep is None:
         return dout
+    check_shape("dropout_backward", "dout", dout, cache.keep.shape, "the output")
+    check_float("dropout_backward", dout=dout)
     dout = contiguous(dout)
     out = empty(dout.shape, dout.dtype)
     _dropout_backward(

@@ -25,7 +25,7 @@ from accel.cpu.kernels import (
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_ids
+from reference.checks import check_float, check_ids, check_shape
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +37,7 @@ COLUMNS = 1024
 
 class EmbeddingCache(NamedTuple):
     ids: Array  # (N,) int32
+    ids_shape: tuple[int, ...]
     table_shape: tuple[int, int]  # (V, D)
 
 
@@ -124,7 +125,7 @@ def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
     flat = np.ascontiguousarray(ids, dtype=np.int32).reshape(-1)
     out = empty((*ids.shape, table.shape[1]), table.dtype)
     _gather(like(table), address(flat), address(table), address(out), flat.size, table.shape[1])
-    return out, EmbeddingCache(flat, table.shape)
+    return out, EmbeddingCache(flat, ids.shape, table.shape)
 
 
 def embedding_backward(
@@ -134,6 +135,8 @@ def embedding_backward(
     if accumulate and out is None:
         raise ValueError("embedding: accumulate=True adds onto out, so out must be given")
     vocabulary, width = cache.table_shape
+    check_shape("embedding_backward", "dout", dout, (*cache.ids_shape, width), "the output")
+    check_float("embedding_backward", dout=dout)
     dout = contiguous(dout)
     dtable, elsewhere = receiver(out, cache.table_shape, dout.dtype)
     if accumulate and elsewhere is not None:

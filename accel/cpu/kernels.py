@@ -22,6 +22,7 @@ from numba import prange
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from reference.checks import check_out
 
 Array = npt.NDArray[Any]
 
@@ -76,13 +77,12 @@ def receiver(out: Array | None, shape: tuple[int, ...], dtype: Any) -> tuple[Arr
     Raises
     ------
     ValueError
-        When ``out`` has another shape.
+        When ``out`` has another shape or dtype, or is read-only.
     """
     if out is None:
         return empty(shape, dtype), None
-    if out.shape != shape:
-        raise ValueError(f"out must have the gradient's shape {shape}, got {out.shape}")
-    if out.dtype == dtype and out.flags.c_contiguous:
+    check_out(out, shape, dtype)
+    if out.flags.c_contiguous:
         return out, None
     return empty(shape, dtype), out
 

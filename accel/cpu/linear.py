@@ -14,7 +14,9 @@ import numpy.typing as npt
 from accel.cpu.gemm import gemm
 from accel.cpu.kernels import as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.memory import empty
-from reference.checks import check_float, check_shape, given_again
+from reference.checks import check_dout, check_float, check_shape, given_again
+from reference.heads import check_parts, check_split
+from reference.linear import check_head, check_linear
 
 Array = npt.NDArray[Any]
 
@@ -30,15 +32,7 @@ def linear_forward(
     x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
-    check_float("linear", x=x, weight=weight, bias=bias)
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
-        raise ValueError(
-            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
-            f"{x.shape}, got {weight.shape}{hint}"
-        )
-    if bias is not None:
-        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
+    check_linear(x, weight, bias)
     rows, weight = as_rows(x), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     affine(rows, weight, bias, out)
@@ -55,7 +49,10 @@ def linear_backward(
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     kept, weight, x_shape, has_bias = cache
-    x, rows = as_rows(given_again("linear", kept, x, x_shape)), as_rows(dout)
+    x = given_again("linear", kept, x, x_shape)
+    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
+    check_float("linear_backward", x=x, weight=weight)
+    x, rows = as_rows(x), as_rows(dout)
     weight_out, bias_out = (None, None) if out is None else out
     dx = empty(x.shape, x.dtype)
     gemm(rows, weight, dx, tb=True)
@@ -81,13 +78,7 @@ def affine(
 
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
-    check_float("logits", x=x, head=head, bias=bias)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"logits: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
-    if bias is not None:
-        check_shape("logits", "bias", bias, head.shape[:1], f"head {head.shape}")
+    check_head("logits", x, head, bias)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     affine(rows, contiguous(head), bias, out, transposed=True)
@@ -99,37 +90,28 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
 
 class SplitHeadsCache(NamedTuple):
     heads: tuple[int, ...]
+    x_shape: tuple[int, ...]  # (B, T, H, d)
 
 
 class MergeHeadsCache(NamedTuple):
-    n_heads: int  # H
-    d_head: int  # d
+    x_shape: tuple[int, ...]  # (B, T, H, d)
 
 
 def split_heads_forward(
     x: Array, *, heads: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], SplitHeadsCache]:
     """Return views of x (B, T, H, d) with ``heads`` heads each, in order."""
-    if x.ndim != 4 or sum(heads) != x.shape[2]:
-        raise ValueError(
-            f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
-            f"got x {x.shape}"
-        )
-    ends = np.cumsum(heads)
-    return tuple(
-        x[:, :, end - n : end] for n, end in zip(heads, ends, strict=True)
-    ), SplitHeadsCache(tuple(heads))
+    heads = check_split(x, heads)
+    return tuple(np.split(x, np.cumsum(heads)[:-1], axis=2)), SplitHeadsCache(heads, x.shape)
 
 
 def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
     """Return dx (B, T, H, d) from the gradients of the parts."""
-    if tuple(part.shape[2] for part in dout) != cache.heads:
-        raise ValueError(f"split_heads: the gradients must have {cache.heads} heads, in order")
+    check_parts(dout, cache.heads, cache.x_shape)
     whole = _side_by_side(dout)
     if whole is not None:
         return whole
-    batch, length, _, d_head = dout[0].shape
-    dx = empty((batch, length, sum(cache.heads), d_head), dout[0].dtype)
+    dx = empty(cache.x_shape, dout[0].dtype)
     end = 0
     for part in dout:
         dx[:, :, end : end + part.shape[2]] = part
@@ -164,9 +146,11 @@ def merge_heads_forward(x: Array) -> tuple[Array, MergeHeadsCache]:
         raise ValueError(f"merge_heads: x must be (B, T, H, d), got {x.shape}")
     batch, length, n_heads, d_head = x.shape
     merged = contiguous(x).reshape(batch, length, n_heads * d_head)
-    return merged, MergeHeadsCache(n_heads, d_head)
+    return merged, MergeHeadsCache(x.shape)
 
 
 def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
     """Return dx (B, T, H, d)."""
-    return dout.reshape(*dout.shape[:-1], cache.n_heads, cache.d_head)
+    B, T, H, d = cache.x_shape
+    check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
+    return dout.reshape(cache.x_shape)

@@ -30,8 +30,9 @@ from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_shape
+from reference.checks import check_float, check_rows
 from reference.cross_entropy import check_targets
+from reference.linear import check_head
 from reference.types import Loss
 
 Array = npt.NDArray[Any]
@@ -156,6 +157,7 @@ def _cross_entropy(
 def softmax(x: Array) -> Array:
     """Return the softmax of x (..., n) over its last axis."""
     check_float("softmax", x=x)
+    check_rows("softmax", x)
     x = contiguous(x)
     out = empty(x.shape, x.dtype)
     width = x.shape[-1]
@@ -181,15 +183,9 @@ def linear_cross_entropy_forward(
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
     op = "linear_cross_entropy"
-    check_float(op, x=x, head=head, bias=bias)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
+    check_head(op, x, head, bias)
     vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
-    if bias is not None:
-        check_shape(op, "bias", bias, head.shape[:1], f"head {head.shape}")
     rows, head = as_rows(x), contiguous(head)
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)

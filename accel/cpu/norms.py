@@ -25,7 +25,7 @@ from accel.cpu.kernels import (
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_shape
+from reference.checks import check_dout, check_float, check_number, check_rows, check_shape
 
 Array = npt.NDArray[Any]
 
@@ -90,6 +90,8 @@ def _rmsnorm_backward(
 def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
     """Return x / √(mean(x²) + eps) · gain, shape (..., D)."""
     check_float("rmsnorm", x=x, gain=gain)
+    check_rows("rmsnorm", x)
+    check_number("rmsnorm", "eps", eps, at_least=0)
     check_shape("rmsnorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
     x, gain = contiguous(x), contiguous(gain)
     width = x.shape[-1]
@@ -108,6 +110,7 @@ def rmsnorm_backward(
 ) -> tuple[Array, Array]:
     """Return (dx, dgain)."""
     x, gain, rstd = cache
+    check_dout("rmsnorm", dout, x.shape, x)
     dout = contiguous(dout)
     rows, width = len(rstd), len(gain)
     dx = empty(x.shape, x.dtype)
@@ -208,6 +211,8 @@ def layernorm_forward(
 ) -> tuple[Array, LayerNormCache]:
     """Return (x - mean) / √(var + eps) · gain + bias, shape (..., D)."""
     check_float("layernorm", x=x, gain=gain, bias=bias)
+    check_rows("layernorm", x)
+    check_number("layernorm", "eps", eps, at_least=0)
     check_shape("layernorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
     check_shape("layernorm", "bias", bias, x.shape[-1:], f"x {x.shape}")
     x, gain, bias = contiguous(x), contiguous(gain), contiguous(bias)
@@ -230,6 +235,7 @@ def layernorm_backward(
 ) -> tuple[Array, Array, Array]:
     """Return (dx, dgain, dbias)."""
     x, gain, stats = cache
+    check_dout("layernorm", dout, x.shape, x)
     dout = contiguous(dout)
     rows, width = stats.shape[1], len(gain)
     dx = empty(x.shape, x.dtype)

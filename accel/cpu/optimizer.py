@@ -14,7 +14,8 @@ from numba import prange
 from accel.cpu.kernels import MAP, PIECE, SUM, address, contiguous, like, store
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_shape
+from reference.adamw import check_adamw
+from reference.checks import check_float, check_writable
 from reference.global_norm import SUM_BLOCK
 
 Array = npt.NDArray[Any]
@@ -71,13 +72,10 @@ def adamw(
     grad_scale: float = 1.0,
 ) -> None:
     """Take one step of AdamW on flat arrays (n,), in place; see ``reference/adamw.py``."""
-    check_float("adamw", master=master, m=m, v=v, grad=grad)
-    for name, array in (("m", m), ("v", v), ("grad", grad)):
-        check_shape("adamw", name, array, master.shape, "master")
-    if step < 1:
-        raise ValueError(f"adamw: step counts from 1, got {step}")
-    if not 0 <= n_decayed <= len(master):
-        raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
+    check_adamw(
+        master, m, v, grad, step, lr, beta1, beta2, eps, weight_decay, n_decayed, grad_scale
+    )
+    n_decayed = int(n_decayed)
     grad = contiguous(grad)
     given = (master, m, v)
     states = [contiguous(array) for array in given]
@@ -139,6 +137,7 @@ def accumulate(dst: Array, src: Array) -> None:
     check_float("accumulate", dst=dst, src=src)
     if dst.shape != src.shape:
         raise ValueError(f"accumulate: src must have dst's shape {dst.shape}, got {src.shape}")
+    check_writable("accumulate", dst=dst)
     src, target = contiguous(src), contiguous(dst)
     _accumulate(like(dst), address(target), address(src), dst.size)
     if target is not dst:

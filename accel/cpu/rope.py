@@ -16,7 +16,8 @@ from accel.cpu.kernels import MAP, ROW_PIECE, address, contiguous
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float
+from reference.checks import check_float, check_shape
+from reference.rope import check_rope
 
 Array = npt.NDArray[Any]
 
@@ -25,6 +26,7 @@ class RopeCache(NamedTuple):
     cos: Array  # (T, d/2), or (B, T, d/2) when rows start at positions of their own
     sin: Array  # the same
     rotate_heads: int  # the first so many heads turn
+    x_shape: tuple[int, ...]  # (B, T, H, d)
 
 
 @jit(**MAP)
@@ -73,26 +75,21 @@ def rope_forward(
     x: Array, *, base: float, start: int | Array = 0, rotate_heads: int | None = None
 ) -> tuple[Array, RopeCache]:
     """Return x (B, T, H, d) with the coordinate pairs of its first heads turned."""
-    check_float("rope", x=x)
-    if x.ndim != 4 or x.shape[3] % 2:
-        raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
-    batch, length, n_heads, d_head = x.shape
-    rotate_heads = n_heads if rotate_heads is None else int(rotate_heads)
-    if not 0 <= rotate_heads <= n_heads:
-        raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
+    rotate_heads = check_rope(x, base, start, rotate_heads)
+    _, length, _, d_head = x.shape
     if np.shape(start) == ():
         cos, sin = _table(float(base), d_head, int(start), length, x.dtype)
-    elif np.shape(start) == (batch,):
+    else:
         position = np.expand_dims(start, -1) + np.arange(length)
         cos, sin = _tables(float(base), d_head, position, x.dtype)
-    else:
-        raise ValueError(f"rope: start must be an int or ({batch},), got {np.shape(start)}")
-    cache = RopeCache(cos, sin, rotate_heads)
+    cache = RopeCache(cos, sin, rotate_heads, x.shape)
     return _rotate(x, cache, 1), cache
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
     """Return dx: the gradient turned back."""
+    check_shape("rope_backward", "dout", dout, cache.x_shape, "the output")
+    check_float("rope_backward", dout=dout, forward=cache.cos)
     return _rotate(dout, cache, -1)
 
 
