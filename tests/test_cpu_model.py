@@ -1,5 +1,6 @@
 """Whole models on the cpu backend: loss, every gradient, training and generation."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
 from reference.types import Array, DropoutKey
+from tests import needs
 from tests.models import MODELS, toy
 
 KEY = DropoutKey(seed=3, step=1, sample=5, site=0)
@@ -182,17 +184,61 @@ def test_a_nan_in_a_weight_reaches_the_loss() -> None:
     [
         ({"position": 12}, "position must lie in 0..11"),
         ({"token": np.array([0, 1, 99], np.int32)}, r"token\[2\] is 99"),
+        ({"position": 0.5}, "position must be an int"),
+        ({"position": np.array([1])}, r"\(3,\) ints, one for each row"),
         ({"token": np.array([0, 1], np.int32)}, "the cache has 3 rows, token has 2"),
+        ({"token": np.zeros((3, 1), np.int32)}, r"token must be \(B,\)"),
+        ({"k": (1, 3, 12, 2, 6)}, r"cache.k must have shape \(2, 3, 12, 2, 6\)"),
+        ({"k": (2, 3, 12, 1, 6)}, "cache.k must have shape"),
+        ({"v": (2, 3, 11, 2, 6)}, "cache.v must have shape"),
+        ({"v": (2, 3, 12, 2, 5)}, "cache.v must have shape"),
+        ({"k": (3, 12, 2, 6)}, r"the cache must be \(L, B, S, Hkv, d\)"),
+        ({"v": lambda array: array.astype(np.float64)}, "must share one dtype"),
+        ({"v": "read-only"}, "v is read-only"),
+        ({"v": "strided"}, "the cache must be contiguous"),
+        ({"d_ff": 23}, r"layers.0.ffn.w_gate_up must have shape \(16, 46\)"),
+        ({"vocab_size": 40}, r"embedding.weight must have shape \(40, 16\)"),
     ],
 )
-def test_decode_step_refuses_bad_input_in_a_sentence(change: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_decode_step_refuses_bad_input_in_a_sentence(
+    change: dict[str, Any], sentence: str, compute: str
+) -> None:
+    if compute == "bf16":
+        needs.bf16()
     config = toy(MYLLM_1B)
-    ops = accel.load("cpu")
-    params = decoder_layout(config).views(weights(config, np.float32))
+    ops = accel.load("cpu", compute=compute)
+    params = ops.parameters(decoder_layout(config).views(weights(config, np.float32)))
     given = {"token": np.array([0, 1, 2], np.int32), "position": 0} | change
     cache = ops.kv_cache(params, config, 3, 12)
+    for name in ("k", "v"):
+        array, wanted = getattr(cache, name), change.get(name)
+        if wanted == "read-only":
+            array.flags.writeable = False
+        elif wanted == "strided":
+            array = np.zeros((*array.shape[:-1], 7), np.float32)[..., :6]
+        elif wanted is not None:
+            array = np.zeros(wanted, np.float32) if isinstance(wanted, tuple) else wanted(array)
+        cache = cache._replace(**{name: array})
+    said = {name: n for name, n in change.items() if name in ("d_ff", "vocab_size")}
+    config = dataclasses.replace(config, **said)
     with pytest.raises(ValueError, match=sentence):
         ops.decode_step(params, config, given["token"], cache, given["position"])
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_decode_step_takes_matrices_that_no_task_divides(order: Any) -> None:
+    """Of more than one task each, and in an order that has to be copied first."""
+    config = toy(MYLLM_1B, d_model=331, d_ff=701, vocab_size=401, n_layers=3)
+    views = decoder_layout(config).views(weights(config, np.float64))
+    params = {name: np.array(array, order=order) for name, array in views.items()}
+    ops = accel.load("cpu")
+    ours, theirs = (o.kv_cache(params, config, 2, 4) for o in (ops, reference))
+    for position in range(3):
+        token = np.array([3 + position, 400], np.int32)
+        got = ops.decode_step(params, config, token, ours, position)
+        expected = reference.decode_step(params, config, token, theirs, position)
+        assert difference(got, expected) < 1e-12
 
 
 def test_write_kv_writes_what_the_reference_writes() -> None:

@@ -17,7 +17,7 @@ from accel.cpu.activations import TANH_2C, TANH_CUBIC
 from accel.cpu.decode_kernels import KEY_BLOCK, MAX_TASKS, decode_token
 from accel.cpu.kernels import address, contiguous
 from reference.alibi import alibi_slopes
-from reference.checks import check_ids
+from reference.checks import check_float, check_ids, check_position, check_shape, check_writable
 from reference.config import Config
 from reference.kv import check_write
 from reference.params import check_names, decoder_layout
@@ -98,18 +98,15 @@ def decode(
         The two-dimensional weights under their names, all of one type: that of the cache, or uint16
         for bfloat16. ``params`` has the other weights, and tables, in the cache's type.
     """
-    check_names(list(params), decoder_layout(config))
+    _check_fit(params, config, token, cache)
     batch, room = len(token), cache.k.shape[2]
+    check_position("decode_step", "position", position, batch)
     positions = np.ascontiguousarray(np.broadcast_to(np.asarray(position, np.int32), (batch,)))
     if positions.min() < 0 or positions.max() >= room:
         raise ValueError(
             f"decode_step: position must lie in 0..{room - 1}, the cache's room, got {position}"
         )
     check_ids("decode_step", "token", token, config.vocab_size)
-    if not (cache.k.flags.c_contiguous and cache.v.flags.c_contiguous):
-        raise ValueError("decode_step: the cache must be contiguous, as kv_cache makes it")
-    if cache.k.shape[1] != batch:
-        raise ValueError(f"decode_step: the cache has {cache.k.shape[1]} rows, token has {batch}")
     dtype = cache.k.dtype
     number = dtype.type
     head_name = "embedding.weight" if config.tied else "head.weight"
@@ -166,6 +163,35 @@ def decode(
     )
     decode_token(*arguments)
     return out
+
+
+_layout = functools.lru_cache(maxsize=8)(decoder_layout)
+
+
+def _check_fit(params: Mapping[str, Array], config: Config, token: Array, cache: KVCache) -> None:
+    """Raise unless parameters and cache are those of the config, and the cache has a row a token.
+
+    The kernel is given addresses: what does not fit would be read, or written, out of bounds.
+    """
+    layout = _layout(config)
+    check_names(list(params), layout)
+    for name, (_, spec) in layout.offsets.items():
+        if params[name].shape != spec.shape:
+            check_shape("decode_step", name, params[name], spec.shape, "the config")
+    if token.ndim != 1:
+        raise ValueError(f"decode_step: token must be (B,), one for each row, got {token.shape}")
+    if cache.k.ndim != 5:
+        raise ValueError(f"decode_step: the cache must be (L, B, S, Hkv, d), got {cache.k.shape}")
+    rows, room = cache.k.shape[1:3]
+    if rows != len(token):
+        raise ValueError(f"decode_step: the cache has {rows} rows, token has {len(token)}")
+    shape = (config.n_layers, rows, room, config.n_kv_heads, config.d_head)
+    for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
+        check_shape("decode_step", name, array, shape, "the config")
+        if not array.flags.c_contiguous:
+            raise ValueError("decode_step: the cache must be contiguous, as kv_cache makes it")
+    check_float("decode_step", k=cache.k, v=cache.v)
+    check_writable("decode_step", k=cache.k, v=cache.v)
 
 
 def _work_size(config: Config, batch: int, blocks: int) -> int:
