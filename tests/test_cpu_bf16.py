@@ -190,6 +190,37 @@ def test_a_part_of_a_prepared_weight_is_not_taken_for_the_whole(ops):
     np.testing.assert_array_equal(got, ops.linear_forward(x, np.array(w[:32]))[0])
 
 
+@pytest.mark.parametrize("part", [lambda w: w.T, lambda w: w[:, ::2], lambda w: w[:, 8:40]])
+def test_a_prepared_weight_may_be_seen_from_another_side(ops, part):
+    rng = np.random.default_rng(0)
+    w = ops.parameters({"w": rng.standard_normal((64, 96), dtype=np.float32)})["w"]
+    seen, same = part(w), np.array(part(w))
+    for size, product in (
+        (seen.shape[0], lambda x, w: ops.linear_forward(x, w)[0]),
+        (seen.shape[1], ops.logits),
+    ):
+        x = rng.standard_normal((3, size), dtype=np.float32)
+        np.testing.assert_array_equal(product(x, seen), product(x, same))
+
+
+def test_a_former_result_of_parameters_gives_the_present_weights(ops):
+    layout = decoder_layout(CONFIG)
+    master = layout.init(0)
+    params = ops.parameters(layout.views(master))
+    x, token = np.ones((3, CONFIG.d_model), np.float32), np.array([1], np.int32)
+
+    def results(params):
+        weight, cache = params["layers.0.attention.wqkv"], ops.kv_cache(params, CONFIG, 1, 4)
+        return ops.linear_forward(x, weight)[0], ops.decode_step(params, CONFIG, token, cache, 0)
+
+    before = results(params)
+    master *= 1.5
+    latest = ops.parameters(layout.views(master))
+    for old, was, now in zip(results(params), before, results(latest), strict=True):
+        np.testing.assert_array_equal(old, now)
+        assert not np.array_equal(was, now)
+
+
 def test_rounding_row_by_row_is_to_nearest_even():
     from accel.cpu.bf16 import round_to_bf16
 

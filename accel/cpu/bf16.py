@@ -27,9 +27,10 @@ from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_dout, check_float, check_rows, check_shape, given_again
+from reference.checks import check_dout, check_float, given_again
 from reference.config import Config
 from reference.cross_entropy import check_targets
+from reference.linear import check_head, check_linear
 from reference.types import DropoutKey, KVCache, Loss
 
 Array = npt.NDArray[Any]
@@ -82,7 +83,7 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
 
 def right_operand(weight: Array, *, transposed: bool) -> Array:
     """Return a weight, or its transpose, packed as the right operand of a product."""
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, PackedWeight) or not weight.flags.c_contiguous:
         return bf16_gemm.pack(contiguous(weight), B, transposed=transposed)
     if transposed not in weight.packed:
         memory = weight.outdated.pop(transposed, None)
@@ -128,14 +129,12 @@ def decode_step(
     return decode(params, matrices, config, token, cache, position)
 
 
-def _check_float32(op: str, **arrays: Array | None) -> None:
-    check_float(op, **arrays)
-    for name, array in arrays.items():
-        if array is not None and array.dtype != np.float32:
-            raise ValueError(
-                f"{op}: in the bf16 mode arrays are float32 (products round them), "
-                f"but {name} is {array.dtype}; load the backend with compute='float32'"
-            )
+def _check_float32(op: str, x: Array) -> None:
+    if x.dtype != np.float32:
+        raise ValueError(
+            f"{op}: in the bf16 mode arrays are float32 (products round them), "
+            f"got {x.dtype}; load the backend with compute='float32'"
+        )
 
 
 # --- linear --------------------------------------------------------------------------------------
@@ -152,16 +151,9 @@ def linear_forward(
     x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
-    _check_float32("linear", x=x, weight=weight, bias=bias)
-    check_rows("linear", x)
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
-        raise ValueError(
-            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
-            f"{x.shape}, got {weight.shape}{hint}"
-        )
+    check_linear(x, weight, bias)
+    _check_float32("linear", x)
     if bias is not None:
-        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
         bias = contiguous(bias)
     rows = as_rows(x)
     out = empty((len(rows), weight.shape[1]), x.dtype)
@@ -181,10 +173,11 @@ def linear_backward(
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     kept, weight, x_shape, has_bias = cache
     x = given_again("linear", kept, x, x_shape)
+    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
     packed = x
     if kept is None:
+        check_float("linear_backward", x=x, weight=weight)
         packed = bf16_gemm.pack(as_rows(x), A, transposed=True)
-    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
     rows = as_rows(dout)
     weight_out, bias_out = (None, None) if out is None else out
     dx = empty((len(rows), weight.shape[0]), dout.dtype)
@@ -222,7 +215,8 @@ def attention_forward(
     Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
     bfloat16 where they are multiplied.
     """
-    _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
+    check_float("attention", q=q, k=k, v=v, alibi=alibi)
+    _check_float32("attention", q)
     bf16_tiles.enable()
     return tiled_forward(
         bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
@@ -237,20 +231,10 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
 # --- the head ------------------------------------------------------------------------------------
 
 
-def _check_head(op: str, x: Array, head: Array, bias: Array | None) -> None:
-    _check_float32(op, x=x, head=head, bias=bias)
-    check_rows(op, x)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
-    if bias is not None:
-        check_shape(op, "bias", bias, head.shape[:1], f"head {head.shape}")
-
-
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
-    _check_head("logits", x, head, bias)
+    check_head("logits", x, head, bias)
+    _check_float32("logits", x)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     bias = None if bias is None else contiguous(bias)
@@ -273,7 +257,8 @@ def linear_cross_entropy_forward(
     turns logits into their gradient packs it for both products at once, 32 rows at a time.
     """
     op = "linear_cross_entropy"
-    _check_head(op, x, head, bias)
+    check_head(op, x, head, bias)
+    _check_float32(op, x)
     vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
     rows = as_rows(x)
