@@ -256,7 +256,9 @@ class Store:
 
     def _changed_since_import(self) -> bool:
         # The functions in memory would be compiled under the name of sources they do not come from.
-        return any(path.stat().st_mtime > self.born for path in self._files())
+        # A file that was put in another's place may be old; when it was put there is its ctime.
+        times = (path.stat() for path in self._files())
+        return any(max(time.st_mtime, time.st_ctime) > self.born for time in times)
 
 
 _stores: dict[Path, Store] = {}
@@ -426,10 +428,12 @@ _pool_started = False
 
 
 def available_cores() -> int:
-    """Return how many processor cores this process may run on."""
+    """Return how many processor cores this process may run on; NUMBA_NUM_THREADS may say fewer."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    # Numba has read it at import, and its pool is never larger.
+    return min(cores, int(os.environ.get("NUMBA_NUM_THREADS") or cores))
 
 
 def threads() -> int:
@@ -449,11 +453,14 @@ def threads() -> int:
     if cores < (os.cpu_count() or 1):
         return cores  # the launcher has bound this rank to cores of its own
     ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    return max(1, cores // int(ranks))
+    return max(1, cores // max(1, int(ranks)))
 
 
 def set_threads(n: int) -> None:
     """Let parallel kernels and pools of this process use ``n`` threads.
+
+    Numba keeps its number for each thread of Python: kernels that another thread than the caller's
+    starts use all cores, unless ``$NUMBA_NUM_THREADS`` says fewer.
 
     Raises
     ------

@@ -187,12 +187,20 @@ def test_a_damaged_file_is_compiled_again(pack: Path) -> None:
     assert run(pack) == (["12.0 52.0", "0"], "")
 
 
-def test_sources_edited_under_a_running_process_do_not_poison_the_cache(pack: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_sources_edited_under_a_running_process_do_not_poison_the_cache(
+    pack: Path, replaced: bool
+) -> None:
+    """Also not by a file as old as those that are unpacked or copied with their dates."""
     edit = f"""
-import pathlib, pack.kernels, time
+import os, pathlib, pack.kernels, time
 time.sleep(0.05)
 path = pathlib.Path({str(pack / "pack/helpers.py")!r})
-path.write_text(path.read_text().replace("2.0", "3.0"))
+edited = path.with_suffix(".new") if {replaced} else path
+edited.write_text(path.read_text().replace("2.0", "3.0"))
+if {replaced}:
+    os.utime(edited, (0, 0))
+    os.replace(edited, path)
 """
     out, err = run(pack, edit + REPORT)
     assert out[0] == "12.0 52.0" and "not kept" in err
@@ -227,6 +235,17 @@ jit.set_threads(jit.available_cores())
 print(jit.threads() == numba.get_num_threads() == jit.available_cores())
 """
     assert run(pack, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
+
+
+def test_numba_s_own_limit_is_kept_to(pack: Path) -> None:
+    code = """
+from accel import jit
+from pack import kernels
+import numpy as np
+kernels.total(np.arange(4.0))
+print(jit.threads())
+"""
+    assert run(pack, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
 
 
 def test_ranks_on_one_machine_share_its_cores(pack: Path) -> None:
