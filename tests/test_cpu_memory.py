@@ -208,3 +208,14 @@ def test_freed_neighbours_join() -> None:
 @pytest.mark.parametrize("nbytes", [memory.CHUNK - 64, memory.CHUNK + 1])
 def test_an_array_may_be_as_large_as_a_chunk_or_larger(nbytes: int) -> None:
     assert memory.Arena().take(nbytes).nbytes == nbytes
+
+
+def test_a_shape_of_numpy_s_integers_leaves_none_behind() -> None:
+    arena = memory.Arena()
+    first = arena.take(1000)
+    wide = arena.take((np.int64(30), np.int64(50)), np.dtype(np.float32))  # type: ignore[arg-type]
+    assert wide.shape == (30, 50)
+    del first, wide
+    assert arena.take(500).size == 500
+    assert arena.take((np.int64(7),)).size == 7  # type: ignore[arg-type]
+    assert all(type(n) is int for interval in arena._free._free for n in interval)

@@ -94,7 +94,7 @@ class Arena:
     def take(self, shape: int | Sequence[int], dtype: np.dtype[Any] = BYTE) -> Array:
         """Return an uninitialised C-contiguous array, aligned to a cache line."""
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        nbytes = math.prod(dims) * dtype.itemsize
+        nbytes = int(math.prod(dims)) * dtype.itemsize  # NumPy's integers would stay in the list
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
             while self._returned:
