@@ -1,7 +1,5 @@
 """AdamW: a step for each coordinate, as long as its gradient is steady."""
 
-import math
-
 import numpy as np
 
 from reference.checks import check_float, check_number, check_shape, check_writable
@@ -52,9 +50,10 @@ def adamw(
         When shapes or dtypes differ, an array to be written is read-only, or a number lies
         outside its range.
     """
-    check_adamw(
-        master, m, v, grad, step, lr, beta1, beta2, eps, weight_decay, n_decayed, grad_scale
-    )
+    check_float("adamw", master=master, m=m, v=v, grad=grad)
+    check_writable("adamw", master=master, m=m, v=v)
+    sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
     # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64
     lr, beta1, beta2, eps = float(lr), float(beta1), float(beta2), float(eps)
     g = grad * float(grad_scale)
@@ -73,29 +72,23 @@ def check_adamw(
     v: Array,
     grad: Array,
     step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
     n_decayed: int,
+    betas: tuple[float, float],
+    sizes: dict[str, float],
     grad_scale: float,
 ) -> None:
-    """Raise unless arrays and numbers are such that a step can be taken."""
-    check_float("adamw", master=master, m=m, v=v, grad=grad)
+    """Raise unless shapes and numbers are such that a step can be taken."""
     for name, array in (("m", m), ("v", v), ("grad", grad)):
         check_shape("adamw", name, array, master.shape, "master")
     if master.ndim != 1:
         raise ValueError(f"adamw: master must be flat, got shape {master.shape}")
     if step < 1 or step != int(step):
         raise ValueError(f"adamw: step counts from 1, got {step}")
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"adamw: {name} must be a finite number >= 0, got {value}")
-    check_number("adamw", "grad_scale", grad_scale)
     if not 0 <= n_decayed <= len(master) or n_decayed != int(n_decayed):
         raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
-    check_writable("adamw", master=master, m=m, v=v)
+    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+        if not 0 <= beta < 1:
+            raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
+    for name, size in sizes.items():
+        check_number("adamw", name, size, at_least=0)
+    check_number("adamw", "grad_scale", grad_scale)

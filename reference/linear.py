@@ -50,6 +50,7 @@ def linear_forward(
     ValueError
         When the widths do not fit or the dtypes differ.
     """
+    check_float("linear", x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
     out = x @ weight
     if bias is not None:
@@ -94,6 +95,7 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     head : (V, D)
     bias : (V,), optional
     """
+    check_float("logits", x=x, head=head, bias=bias)
     check_head("logits", x, head, bias)
     out = x @ head.T
     if bias is not None:
@@ -103,7 +105,6 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
 
 def check_linear(x: Array, weight: Array, bias: Array | None) -> None:
     """Raise unless x (..., I), weight (I, O) and bias (O,) fit together."""
-    check_float("linear", x=x, weight=weight, bias=bias)
     check_rows("linear", x)
     if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
         hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
@@ -117,7 +118,6 @@ def check_linear(x: Array, weight: Array, bias: Array | None) -> None:
 
 def check_head(op: str, x: Array, head: Array, bias: Array | None) -> None:
     """Raise unless x (..., D), head (V, D) and bias (V,) fit together."""
-    check_float(op, x=x, head=head, bias=bias)
     check_rows(op, x)
     if head.ndim != 2 or head.shape[1] != x.shape[-1]:
         raise ValueError(

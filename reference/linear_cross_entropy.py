@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import write_out
+from reference.checks import check_float, write_out
 from reference.cross_entropy import check_targets, dlogits, nll
 from reference.linear import check_head, logits
 from reference.types import Array, Loss
@@ -59,6 +59,7 @@ def linear_cross_entropy_forward(
         When shapes or dtypes do not fit or a valid target lies outside the vocabulary.
     """
     del need_backward
+    check_float("linear_cross_entropy", x=x, head=head, bias=bias)
     check_head("linear_cross_entropy", x, head, bias)
     mask = check_targets("linear_cross_entropy", targets, mask, x.shape[:-1], head.shape[0])
     cache = LinearCrossEntropyCache(

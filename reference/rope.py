@@ -48,6 +48,7 @@ def rope_forward(
     ValueError
         When d is odd, start does not fit the batch or rotate_heads exceeds H.
     """
+    check_float("rope", x=x)
     rotate_heads = check_rope(x, base, start, rotate_heads)
     _, length, _, d_head = x.shape
     omega = float(base) ** (-np.arange(0, d_head, 2) / d_head)  # (d/2,)
@@ -76,7 +77,6 @@ def _rotate(x: Array, cos: Array, sin: Array, rotate_heads: int) -> Array:
 
 def check_rope(x: Array, base: float, start: int | Array, rotate_heads: int | None) -> int:
     """Return how many heads turn, once all is seen to fit."""
-    check_float("rope", x=x)
     if x.ndim != 4 or x.shape[3] % 2:
         raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
     batch, _, n_heads, _ = x.shape

@@ -129,11 +129,13 @@ def decode_step(
     return decode(params, matrices, config, token, cache, position)
 
 
-def _check_float32(op: str, x: Array) -> None:
-    if x.dtype != np.float32:
+def _check_float32(op: str, **arrays: Array | None) -> None:
+    check_float(op, **arrays)
+    dtype = next(array.dtype for array in arrays.values() if array is not None)
+    if dtype != np.float32:
         raise ValueError(
             f"{op}: in the bf16 mode arrays are float32 (products round them), "
-            f"got {x.dtype}; load the backend with compute='float32'"
+            f"got {dtype}; load the backend with compute='float32'"
         )
 
 
@@ -151,8 +153,8 @@ def linear_forward(
     x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
+    _check_float32("linear", x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
-    _check_float32("linear", x)
     if bias is not None:
         bias = contiguous(bias)
     rows = as_rows(x)
@@ -215,8 +217,7 @@ def attention_forward(
     Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
     bfloat16 where they are multiplied.
     """
-    check_float("attention", q=q, k=k, v=v, alibi=alibi)
-    _check_float32("attention", q)
+    _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
     bf16_tiles.enable()
     return tiled_forward(
         bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
@@ -233,8 +234,8 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
 
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
+    _check_float32("logits", x=x, head=head, bias=bias)
     check_head("logits", x, head, bias)
-    _check_float32("logits", x)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     bias = None if bias is None else contiguous(bias)
@@ -257,8 +258,8 @@ def linear_cross_entropy_forward(
     turns logits into their gradient packs it for both products at once, 32 rows at a time.
     """
     op = "linear_cross_entropy"
+    _check_float32(op, x=x, head=head, bias=bias)
     check_head(op, x, head, bias)
-    _check_float32(op, x)
     vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
     rows = as_rows(x)

@@ -32,6 +32,7 @@ def linear_forward(
     x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
+    check_float("linear", x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
     rows, weight = as_rows(x), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
@@ -78,6 +79,7 @@ def affine(
 
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
+    check_float("logits", x=x, head=head, bias=bias)
     check_head("logits", x, head, bias)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)

@@ -183,6 +183,7 @@ def linear_cross_entropy_forward(
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
     op = "linear_cross_entropy"
+    check_float(op, x=x, head=head, bias=bias)
     check_head(op, x, head, bias)
     vocabulary = len(head)
     valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)

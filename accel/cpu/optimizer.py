@@ -72,9 +72,10 @@ def adamw(
     grad_scale: float = 1.0,
 ) -> None:
     """Take one step of AdamW on flat arrays (n,), in place; see ``reference/adamw.py``."""
-    check_adamw(
-        master, m, v, grad, step, lr, beta1, beta2, eps, weight_decay, n_decayed, grad_scale
-    )
+    check_float("adamw", master=master, m=m, v=v, grad=grad)
+    check_writable("adamw", master=master, m=m, v=v)
+    sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
     n_decayed = int(n_decayed)
     grad = contiguous(grad)
     given = (master, m, v)

@@ -75,6 +75,7 @@ def rope_forward(
     x: Array, *, base: float, start: int | Array = 0, rotate_heads: int | None = None
 ) -> tuple[Array, RopeCache]:
     """Return x (B, T, H, d) with the coordinate pairs of its first heads turned."""
+    check_float("rope", x=x)
     rotate_heads = check_rope(x, base, start, rotate_heads)
     _, length, _, d_head = x.shape
     if np.shape(start) == ():

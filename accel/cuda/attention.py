@@ -30,7 +30,7 @@ from accel.cuda.device import (
     zeros,
 )
 from accel.cuda.elementwise import dropout_words
-from reference.attention import check_heads
+from reference.attention import check_documents, check_heads
 from reference.checks import check_mask, check_number, check_shape
 from reference.dropout import check_dropout
 from reference.philox import check_counters
@@ -80,14 +80,9 @@ def attention_forward(
     if key_mask is not None:
         check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
     if documents is not None:
-        check_shape("attention", "documents", documents, (B, S), "the batch and keys")
+        check_documents(documents, B, T, S)
         if documents.dtype != np.int32:
             raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
-        if S < T:
-            raise ValueError(
-                "attention: documents need the queries to be the last T of the S positions, "
-                f"but T = {T} > S = {S}"
-            )
     scale = 1 / math.sqrt(d) if scale is None else scale
     check_number("attention", "scale", scale)
     dropping = dropout_p > 0 and dropout_key is not None

@@ -30,7 +30,9 @@ from accel.cuda.device import (
     is_contiguous,
     launch,
 )
-from reference.checks import check_rows, check_shape, given_again
+from reference.checks import check_shape, given_again
+from reference.heads import check_parts, check_split
+from reference.linear import check_head, check_linear
 from reference.types import Array
 
 
@@ -92,15 +94,7 @@ def linear_forward(
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
     check_weights("linear", x, weight=weight, bias=bias)
-    check_rows("linear", x)
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        hint = "; is it transposed?" if weight.ndim == 2 and weight.shape[1] == x.shape[-1] else ""
-        raise ValueError(
-            f"linear: weight must be (in, out) with in = {x.shape[-1]}, the last axis of x "
-            f"{x.shape}, got {weight.shape}{hint}"
-        )
-    if bias is not None:
-        check_shape("linear", "bias", bias, weight.shape[1:], f"weight {weight.shape}")
+    check_linear(x, weight, bias)
     weight = to_dtype(weight, x.dtype)
     rows = rows_of(x)
     out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype))
@@ -146,13 +140,7 @@ def add_bias(out: Array, bias: Array) -> None:
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
     check_weights("logits", x, head=head, bias=bias)
-    check_rows("logits", x)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"logits: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
-    if bias is not None:
-        check_shape("logits", "bias", bias, head.shape[:1], f"head {head.shape}")
+    check_head("logits", x, head, bias)
     rows = rows_of(x)
     out = empty((rows.shape[0], head.shape[0]), x.dtype)
     matmul(rows, to_dtype(head, x.dtype), out, transpose_b=True)
@@ -168,12 +156,7 @@ def split_heads_forward(
     x: Array, *, heads: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], SplitHeadsCache]:
     """Cut x (B, T, H, d) along its heads into views of ``heads`` heads each, in order."""
-    heads = tuple(heads)
-    if x.ndim != 4 or sum(heads) != x.shape[2] or min(heads, default=0) < 1:
-        raise ValueError(
-            f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
-            f"got x {x.shape}"
-        )
+    heads = check_split(x, heads)
     parts, first = [], 0
     for n in heads:
         parts.append(x[:, :, first : first + n])
@@ -183,11 +166,7 @@ def split_heads_forward(
 
 def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
     """Return dx (B, T, H, d). Neighbouring views of one array are not copied."""
-    B, T, _, d = cache.x_shape
-    if len(dout) != len(cache.heads):
-        raise ValueError(f"split_heads_backward: {len(cache.heads)} parts, got {len(dout)}")
-    for part, n_heads in zip(dout, cache.heads, strict=True):
-        check_shape("split_heads_backward", "dout", part, (B, T, n_heads, d), "its part")
+    check_parts(dout, cache.heads, cache.x_shape)
     whole = _whole(dout)
     if whole is not None:
         return whole

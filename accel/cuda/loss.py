@@ -35,7 +35,8 @@ from accel.cuda.device import (
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
-from reference.checks import check_mask, check_shape
+from reference.checks import check_mask, check_rows, check_shape
+from reference.linear import check_head
 from reference.types import Array, Loss
 
 # Logits of one chunk: 512 MiB in bf16, 4,096 tokens at V = 65,536, enough rows for cuBLAS to run at
@@ -62,17 +63,12 @@ def linear_cross_entropy_forward(
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
     op = "linear_cross_entropy"
     check_weights(op, x, head=head, bias=bias)
-    if head.ndim != 2 or head.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{op}: head must be (V, {x.shape[-1]}) to match x {x.shape}, got {head.shape}"
-        )
+    check_head(op, x, head, bias)
     check_shape(op, "targets", targets, x.shape[:-1], "the rows it scores")
     if mask is not None:
         check_mask(op, "mask", mask, x.shape[:-1], "targets")
         mask = contiguous(mask).reshape(-1)
     V = head.shape[0]
-    if bias is not None:
-        check_shape(op, "bias", bias, (V,), f"head {head.shape}")
     n_valid = count_ids(op, "targets", targets, mask, V)
 
     rows, head, targets = rows_of(x), to_dtype(head, x.dtype), contiguous(targets).reshape(-1)
@@ -149,6 +145,7 @@ def _scaled(gradient: Array, factor: float, out: Array | None) -> Array:
 def softmax(x: Array) -> Array:
     """Return the softmax of x (..., n) over its last axis."""
     check_activations("softmax", x=x)
+    check_rows("softmax", x)
     x = contiguous(x)
     out = empty(x.shape, x.dtype)
     V = x.shape[-1]

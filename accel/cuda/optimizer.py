@@ -12,7 +12,7 @@ import numpy as np
 from accel.cuda.arrays import THREADS, contiguous, copy
 from accel.cuda.device import ceil_div, current, empty, f32, i64, launch
 from accel.cuda.weights import copy_of, written
-from reference.checks import check_number, check_shape
+from reference.adamw import check_adamw
 from reference.global_norm import SUM_BLOCK
 from reference.types import Array
 
@@ -40,20 +40,8 @@ def adamw(
 ) -> None:
     """Take one step of AdamW: master, m and v (n,) are updated in place."""
     _check_flat("adamw", master=master, m=m, v=v, grad=grad)
-    for name, array in (("m", m), ("v", v), ("grad", grad)):
-        check_shape("adamw", name, array, master.shape, "master")
-    if master.ndim != 1:
-        raise ValueError(f"adamw: master must be flat, got shape {master.shape}")
-    if step < 1 or step != int(step):
-        raise ValueError(f"adamw: step counts from 1, got {step}")
-    if not 0 <= n_decayed <= len(master):
-        raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        check_number("adamw", name, value, at_least=0)
-    check_number("adamw", "grad_scale", grad_scale)
+    sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
     beta1, beta2 = float(beta1), float(beta2)
     flat = [contiguous(array) for array in (master, m, v, grad)]
     bf16 = copy_of(master) if flat[0] is master and master.size else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.cuda.arrays import check_activations, check_dout, contiguous
 from accel.cuda.device import Device, bf16_flag, current, empty, f32, i32, i64, launch
-from reference.checks import check_number, check_position
+from reference.rope import check_rope
 from reference.types import Array
 
 
@@ -27,17 +27,11 @@ def rope_forward(
 ) -> tuple[Array, RopeCache]:
     """Return x (B, T, H, d) with its coordinate pairs turned by their positions."""
     check_activations("rope", x=x)
-    if x.ndim != 4 or x.shape[3] % 2:
-        raise ValueError(f"rope: x must be (B, T, H, d) with d even, got {x.shape}")
-    batch, length, n_heads, d_head = x.shape
-    rotate_heads = n_heads if rotate_heads is None else rotate_heads
-    if rotate_heads != int(rotate_heads) or not 0 <= rotate_heads <= n_heads:
-        raise ValueError(f"rope: rotate_heads must lie in 0..{n_heads}, got {rotate_heads}")
-    check_number("rope", "base", base, above=0)
-    check_position("rope", "start", start, batch)
+    rotate_heads = check_rope(x, base, start, rotate_heads)
+    _, length, _, d_head = x.shape
     starts = tuple(int(s) for s in np.atleast_1d(start))
     table = _table(current(), float(base), starts, length, d_head)
-    cache = RopeCache(table, x.shape, x.dtype, int(rotate_heads))
+    cache = RopeCache(table, x.shape, x.dtype, rotate_heads)
     return _rotate(x, cache, 1.0), cache
 
 
