@@ -87,8 +87,14 @@ class Nccl(Carried):
     def __init__(self, control: Comm, device: Device, nccl: Any) -> None:
         super().__init__(control, device)
         self._nccl = nccl
-        identity = control.broadcast(nccl.get_unique_id() if control.rank == 0 else None)
-        self._ranks = nccl.NcclCommunicator(control.size, identity, control.rank)
+        try:
+            identity = control.broadcast(nccl.get_unique_id() if control.rank == 0 else None)
+            self._ranks = nccl.NcclCommunicator(control.size, identity, control.rank)
+        except nccl.NcclError as error:  # the others may wait within NCCL: nothing to agree on
+            raise ValueError(
+                f"NCCL could not start ({error}): NCCL_DEBUG=INFO in the environment makes it say "
+                "why; run.comm = 'mpi' goes without it"
+            ) from error
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Send each rank its slice, all to all; the own one stays where it is."""

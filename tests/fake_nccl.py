@@ -26,6 +26,10 @@ class Call(NamedTuple):
     peer: int
 
 
+class NcclError(RuntimeError):
+    """What the library raises."""
+
+
 Carry = Callable[[int, list[Call]], None]  # (rank, the calls of a group)
 
 
@@ -78,6 +82,7 @@ def module(device: ShimDevice, carry: Carry) -> Any:
     return SimpleNamespace(
         available=True,
         NCCL_FLOAT32=FLOAT32,
+        NcclError=NcclError,
         NcclCommunicator=Communicator,
         get_unique_id=lambda: identity,
         get_version=lambda: 23203,

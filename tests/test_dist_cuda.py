@@ -234,6 +234,20 @@ def test_nccl_is_not_replaced_by_something_slower(
     assert isinstance(two("nccl")[0], Nccl)
 
 
+def test_nccl_that_cannot_start_is_told_in_a_sentence(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = module(shim, Wires())
+
+    def fails(*arguments: Any) -> Any:
+        raise nccl.NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: nccl)
+    nccl.NcclCommunicator = fails
+    with pytest.raises(ValueError, match=r"NCCL could not start \(NCCL_ERR.*run\.comm = 'mpi'"):
+        two("auto")
+
+
 def test_cupy_s_binding_is_asked_whether_the_library_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
