@@ -338,7 +338,7 @@ PATCHES = [
         "out",
         "rope",
         "return _rotate(x, cache.cos, cache.sin, cache.rotate_heads), cache",
-        "return _rotate(x, cache.cos, cache.sin, n_heads), cache",
+        "return _rotate(x, cache.cos, cache.sin, x.shape[2]), cache",
     ),
     P(
         "gate and up swapped",
