@@ -149,6 +149,7 @@ class Store:
         self.born = time.time()
         self._root: Path | None = None
         self._name: str | None = None
+        self._apart = False
         self._lock: int | None = (
             None  # file descriptor of the lock file while this process holds it
         )
@@ -158,13 +159,8 @@ class Store:
     def root(self) -> Path:
         """The folder that holds the caches and the lock file."""
         if self._root is None:
-            if self._changed_since_import():
-                _say(
-                    f"{self.sources} changed while it was in use: kernels compiled now are not kept"
-                )
-                self._root = _private_folder()
-            else:
-                self._root = default_root() or _temporary_root("the user has no home folder")
+            self._root = default_root() or _temporary_root("the user has no home folder")
+            self._keep_apart_if_changed()
         return self._root
 
     @property
@@ -215,6 +211,7 @@ class Store:
         """Take the lock that lets one process at a time compile; waits while another one does."""
         if self._lock is not None:
             return
+        self._keep_apart_if_changed()
         try:
             self._lock = self._open_lock()
         except OSError as error:
@@ -250,6 +247,13 @@ class Store:
         if self._lock is not None:
             os.close(self._lock)  # closing gives the lock back
             self._lock = None
+
+    def _keep_apart_if_changed(self) -> None:
+        """Keep no kernels, from now on, where the present sources' are: ours may be older ones."""
+        if not self._apart and self._changed_since_import():
+            self._apart = True
+            _say(f"{self.sources} changed while it was in use: kernels compiled now are not kept")
+            self._root = _private_folder()
 
     def _files(self) -> list[Path]:
         return sorted(self.sources.glob("*.py"))

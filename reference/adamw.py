@@ -56,6 +56,7 @@ def adamw(
     check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
     # float(): NumPy float64 scalars would lift the arithmetic of float32 arrays to float64
     lr, beta1, beta2, eps = float(lr), float(beta1), float(beta2), float(eps)
+    n_decayed = int(n_decayed)
     g = grad * float(grad_scale)
     m[...] = beta1 * m + (1 - beta1) * g
     v[...] = beta2 * v + (1 - beta2) * g * g
@@ -87,7 +88,7 @@ def check_adamw(
     if not 0 <= n_decayed <= len(master) or n_decayed != int(n_decayed):
         raise ValueError(f"adamw: n_decayed must lie in 0..{len(master)}, got {n_decayed}")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-        if not 0 <= beta < 1:
+        if np.ndim(beta) != 0 or not 0 <= beta < 1:
             raise ValueError(f"adamw: {name} must lie in [0, 1), got {beta}")
     for name, size in sizes.items():
         check_number("adamw", name, size, at_least=0)

@@ -39,6 +39,7 @@ def add_backward(dout: Array, cache: AddCache) -> tuple[Array, Array]:
     """Return (da, db), each of its own array's shape."""
     shape = np.broadcast_shapes(cache.a_shape, cache.b_shape)
     check_shape("add_backward", "dout", dout, shape, "the output")
+    check_float("add_backward", dout=dout)
     return _sum_to(dout, cache.a_shape), _sum_to(dout, cache.b_shape)
 
 

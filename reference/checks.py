@@ -81,6 +81,12 @@ def check_number(
         raise ValueError(f"{op}: {name} must be a finite number{bound}, got {value!r}")
 
 
+def check_scalar(op: str, name: str, value: float) -> None:
+    """Raise unless ``value`` is one number, whatever its value: NaN has to travel."""
+    if np.ndim(value) != 0:
+        raise ValueError(f"{op}: {name} must be a number, got {value!r}")
+
+
 def check_position(op: str, name: str, position: int | Array, batch: int) -> None:
     """Raise unless ``position`` is an int or one int for each row of the batch."""
     integer = np.issubdtype(np.asarray(position).dtype, np.integer)
@@ -131,6 +137,7 @@ def write_out(out: Array | None, gradient: Array) -> None:
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raise unless ``out`` can receive a parameter gradient."""
+    check_array("the gradient", "out", out)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(
             f"out must have the gradient's shape {shape} and dtype {dtype}, "

@@ -22,7 +22,7 @@ class DropoutCache(NamedTuple):
 
 def check_dropout(p: float, key: DropoutKey | None) -> None:
     """Raise unless p is a probability below 1 with, if positive, a key to draw by."""
-    if not 0 <= p < 1:
+    if np.ndim(p) != 0 or not 0 <= p < 1:
         raise ValueError(f"dropout: p must lie in [0, 1), got {p}")
     if p > 0 and key is None:
         raise ValueError(f"dropout: p = {p} needs a key (seed, step, sample, site) to draw bits by")
@@ -52,4 +52,5 @@ def dropout_backward(dout: Array, cache: DropoutCache) -> Array:
     if cache.keep is None:
         return dout
     check_shape("dropout_backward", "dout", dout, cache.keep.shape, "the output")
+    check_float("dropout_backward", dout=dout)
     return np.where(cache.keep, dout / (1 - cache.p), 0)

@@ -50,6 +50,7 @@ def embedding_backward(
         raise ValueError("embedding: accumulate=True adds onto out, so out must be given")
     shape = (*cache.ids.shape, cache.table_shape[1])
     check_shape("embedding_backward", "dout", dout, shape, "the output")
+    check_float("embedding_backward", dout=dout)
     dtable = np.zeros(cache.table_shape, dout.dtype)
     # add.at, unlike dtable[ids] += dout, counts an id that occurs twice twice
     np.add.at(dtable, cache.ids.reshape(-1), dout.reshape(-1, cache.table_shape[1]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_shape
+from reference.checks import check_float, check_shape
 from reference.types import Array
 
 
@@ -54,13 +54,15 @@ def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
     """Return dx (B, T, H, d)."""
     B, T, H, d = cache.x_shape
     check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
+    check_float("merge_heads_backward", dout=dout)
     return dout.reshape(cache.x_shape)
 
 
 def check_split(x: Array, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the heads of each part as Python's integers, once they are seen to add up to x's."""
     heads = tuple(heads)
-    if x.ndim != 4 or sum(heads) != x.shape[2] or min(heads, default=0) < 1:
+    whole = all(n == int(n) >= 1 for n in heads)
+    if x.ndim != 4 or not whole or sum(heads) != x.shape[2]:
         raise ValueError(
             f"split_heads: heads {heads} must add up to the head axis of x (B, T, H, d), "
             f"got x {x.shape}"
@@ -76,3 +78,6 @@ def check_parts(dout: tuple[Array, ...], heads: tuple[int, ...], x_shape: tuple[
     for part, n_heads in zip(dout, heads, strict=True):
         shape = (batch, length, n_heads, d_head)
         check_shape("split_heads_backward", "dout", part, shape, "its part")
+    if len({part.dtype for part in dout}) > 1:
+        found = ", ".join(str(part.dtype) for part in dout)
+        raise ValueError(f"split_heads_backward: the parts must share one dtype, got {found}")

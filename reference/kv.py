@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from reference.checks import check_position, check_shape
+from reference.checks import check_float, check_position, check_shape
 from reference.config import Config
 from reference.types import Array, KVCache
 
@@ -45,7 +45,8 @@ def check_write(
     check_position("write_kv", "position", position, batch)
     for name, array in (("k", k), ("v", v)):
         check_shape("write_kv", name, array, (batch, k.shape[1], *heads), f"cache {cache.k.shape}")
-    columns = np.broadcast_to(position, (batch,))[:, None] + np.arange(k.shape[1])
+    start = np.asarray(position).astype(np.int64)
+    columns = np.broadcast_to(start, (batch,))[:, None] + np.arange(k.shape[1])
     if columns.size and (columns.min() < 0 or columns.max() >= room):
         raise ValueError(
             f"write_kv: positions {columns.min()}..{columns.max()} lie outside the cache, which "
@@ -62,6 +63,7 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     ValueError
         When they do not have the cache's batch, heads and width, or reach beyond it.
     """
+    check_float("write_kv", k=k, v=v, cache=cache.k)
     columns = check_write(cache, k, v, layer, position)
     rows = np.arange(len(columns))[:, None]
     cache.k[layer, rows, columns] = k

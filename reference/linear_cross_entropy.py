@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, write_out
+from reference.checks import check_float, check_scalar, write_out
 from reference.cross_entropy import check_targets, dlogits, nll
 from reference.linear import check_head, logits
 from reference.types import Array, Loss
@@ -80,6 +80,7 @@ def linear_cross_entropy_backward(
     out: tuple[Array | None, Array | None] | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dhead, dbias) of dloss · total; dbias is None when there was no bias."""
+    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
     x, head, targets, mask, bias, x_shape = cache
     dx = np.empty_like(x)
     dhead = np.zeros_like(head)

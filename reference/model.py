@@ -186,11 +186,12 @@ def decode_step(
     """
     B, capacity = token.shape[0], cache.k.shape[2]
     check_position("decode_step", "position", position, B)
-    positions = np.broadcast_to(np.asarray(position, dtype=np.int32), (B,))
+    positions = np.broadcast_to(np.asarray(position), (B,))
     if positions.min() < 0 or positions.max() >= capacity:
         raise ValueError(
             f"decode_step: position must lie in 0..{capacity - 1}, the cache's room, got {position}"
         )
+    positions = positions.astype(np.int32)
     run = start_pass(ops, params, config, decoder_layout(config))
     length = int(positions.max()) + 1
     key_mask = ops.from_numpy(np.arange(length)[None, :] <= positions[:, None])

@@ -42,18 +42,19 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
     return np.stack(words, axis=-1).astype(np.uint32)
 
 
-def check_counters(batch: int, size: int, key: DropoutKey) -> None:
-    """Raise unless the key's numbers, and ``batch`` samples of ``size`` elements, fit counters."""
+def check_counters(batch: int, size: int, key: DropoutKey) -> DropoutKey:
+    """Return the key in Python's integers, once it and the samples are seen to fit the counters."""
     limits = {"seed": 64, "step": 32, "sample": 32, "site": 32}
     for name, bits in limits.items():
         value = getattr(key, name)
-        if not 0 <= value < 2**bits:
+        if np.ndim(value) != 0 or value != int(value) or not 0 <= value < 2**bits:
             raise ValueError(f"dropout: {name} must lie in 0..2^{bits} - 1, got {value}")
     if key.sample + batch > 2**32 or size > 2**34:
         raise ValueError(
             f"dropout: a batch of {batch} from sample {key.sample} with {size} elements each "
             "overflows the counters (2^32 samples, 2^34 elements)"
         )
+    return DropoutKey(*(int(number) for number in key))
 
 
 def keep_mask(shape: tuple[int, ...], p: float, key: DropoutKey) -> npt.NDArray[np.bool_]:
@@ -69,7 +70,7 @@ def keep_mask(shape: tuple[int, ...], p: float, key: DropoutKey) -> npt.NDArray[
         When a number of the key, or the size of a sample, does not fit its counter.
     """
     batch, size = shape[0], int(np.prod(shape[1:], dtype=np.int64))
-    check_counters(batch, size, key)
+    key = check_counters(batch, size, key)
     block = np.arange(-(-size // 4))[None, :]
     sample = key.sample + np.arange(batch)[:, None]
     words = philox(

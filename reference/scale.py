@@ -39,4 +39,5 @@ def scale_forward(x: Array, *, factor: float, out: Array | None = None) -> tuple
 def scale_backward(dout: Array, cache: ScaleCache) -> Array:
     """Return dx."""
     check_shape("scale_backward", "dout", dout, cache.shape, "the output")
+    check_float("scale_backward", dout=dout)
     return dout * cache.factor

@@ -262,9 +262,10 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         view.flags.writeable = False
         return view
 
-    def adamw(rows: int = 0, read_only: bool = False, **options: Any) -> None:
+    def adamw(rows: int = 0, read_only: str = "", **options: Any) -> None:
         state = [ones(rows, 3) if rows else ones(3) for _ in range(4)]
-        state[0].flags.writeable = not read_only
+        for array, name in zip(state, ("master", "m", "v"), strict=False):
+            array.flags.writeable = name != read_only
         usual = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "n_decayed": 2}
         ops.adamw(*state, **(usual | {"weight_decay": 0.1} | options))
 
@@ -406,7 +407,34 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         (lambda: adamw(eps=-1.0), "eps must be a finite number"),
         (lambda: adamw(grad_scale=np.inf), "grad_scale must be a finite number"),
         (lambda: adamw(rows=2), "master must be flat"),
-        (lambda: adamw(read_only=True), "adamw: master is read-only"),
+        *(
+            (lambda name=name: adamw(read_only=name), f"adamw: {name} is read-only")
+            for name in ("master", "m", "v")
+        ),
+        (lambda: adamw(beta1=np.array([0.9])), "beta1 must lie in"),
+        (lambda: ops.dropout_forward(F, p=np.array([0.5]), key=KEY), "p must lie in"),
+        (
+            lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(step=np.array([2]))),
+            "step must lie in",
+        ),
+        (
+            lambda: ops.linear_cross_entropy_backward(
+                np.array([0.5]), ops.linear_cross_entropy_forward(F, zeros(5, 6), I)[1]
+            ),
+            "dloss must be a number",
+        ),
+        (lambda: ops.split_heads_forward(Q, heads=(1.5, 2.5)), "must add up"),
+        (
+            lambda: ops.split_heads_backward(
+                (Q[:, :, :2].astype(other), Q[:, :, 2:]),
+                ops.split_heads_forward(Q, heads=(2, 2))[1],
+            ),
+            "the parts must share one dtype",
+        ),
+        (
+            lambda: ops.write_kv(SLOTS, KEYS.astype(other), KEYS, layer=0, position=0),
+            "must share one dtype",
+        ),
         (lambda: ops.accumulate(read_only(F), F), "accumulate: dst is read-only"),
         (lambda: ops.scale_forward(F, factor=2.0, out=read_only(F)), "scale: out is read-only"),
         (
@@ -453,6 +481,18 @@ def test_a_cotangent_of_another_shape_is_refused(op: str, backend: str, dtype: A
 
 
 DTYPED = ["linear", "rmsnorm", "layernorm", "rope", "attention", "swiglu", "gelu", "gelu_tanh"]
+
+
+@EACH
+@pytest.mark.parametrize(
+    "op", [op for op in DIFFERENTIABLE if op not in ("split_heads", "linear_cross_entropy")]
+)
+def test_a_cotangent_of_integers_is_refused(op: str, backend: str, dtype: Any) -> None:
+    ops = load(backend)
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    with pytest.raises(ValueError, match="must share one dtype"):
+        getattr(ops, f"{op}_backward")(out.astype(np.int32), cache)
 
 
 @EACH

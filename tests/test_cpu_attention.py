@@ -394,3 +394,12 @@ def test_long_contexts_are_exact_to_rounding(magnitude):
     got64 = run(fast, cast(arrays, np.float64), dout, {}, np.float64)
     for x, e in zip(got64, exact, strict=True):
         assert np.linalg.norm(x - e) <= 1e-12 * np.linalg.norm(e)
+
+
+def test_documents_are_told_apart_by_all_their_bits() -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 1, 6, 2, 8))
+    documents = np.array([[5, 5, 5 + 2**32, 5 + 2**32, 5 - 2**32, 5]])
+    got, _ = fast.attention_forward(q, k, k, None, None, documents)
+    expected, _ = plain.attention_forward(q, k, k, None, None, documents)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)

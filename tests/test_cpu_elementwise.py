@@ -141,8 +141,31 @@ def test_split_heads_joins_parts_in_the_order_given(ops: Any) -> None:
         np.testing.assert_array_equal(given, np.concatenate(parts, axis=2))
 
 
-def test_a_linear_layer_refuses_another_x_in_its_backward(ops: Any) -> None:
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_a_linear_layer_refuses_another_x_in_its_backward(compute: str) -> None:
+    if compute == "bf16":
+        needs.bf16()
+    ops = accel.load("cpu", compute=compute)
     x, weight = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     out, cache = ops.linear_forward(x, weight, keep_x=False)
     with pytest.raises(ValueError, match="must share one dtype"):
         ops.linear_backward(out, cache, x=x.astype(np.float64))
+
+
+def test_adamw_takes_numpy_s_scalars_for_numbers(ops: Any) -> None:
+    rng = np.random.default_rng(0)
+    ours = [rng.random(7) for _ in range(4)]
+    theirs = [array.copy() for array in ours]
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    short = {name: np.float16(number) for name, number in numbers.items()}
+    ops.adamw(*ours, step=3, n_decayed=4, **short)
+    plain.adamw(*theirs, step=3, n_decayed=4, **short)
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-13)
+
+
+def test_accumulate_reads_what_it_writes_before_it_does(ops: Any) -> None:
+    x = np.arange(40_000, dtype=np.float64)
+    expected = x[1:] + x[:-1]
+    ops.accumulate(x[1:], x[:-1])
+    np.testing.assert_array_equal(x[1:], expected)

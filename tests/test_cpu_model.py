@@ -185,6 +185,11 @@ def test_a_nan_in_a_weight_reaches_the_loss() -> None:
         ({"position": 12}, "position must lie in 0..11"),
         ({"token": np.array([0, 1, 99], np.int32)}, r"token\[2\] is 99"),
         ({"position": 0.5}, "position must be an int"),
+        (
+            {"position": 2**32 + 3},
+            r"position must lie in 0\.\.11, the cache's room, got 4294967299",
+        ),
+        ({"token": [0, 1, 2]}, "token must be an array, got list"),
         ({"position": np.array([1])}, r"\(3,\) ints, one for each row"),
         ({"token": np.array([0, 1], np.int32)}, "the cache has 3 rows, token has 2"),
         ({"token": np.zeros((3, 1), np.int32)}, r"token must be \(B,\)"),

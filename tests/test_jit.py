@@ -207,6 +207,27 @@ if {replaced}:
     assert run(pack)[0] == ["13.0 58.0", "2"]
 
 
+def test_a_module_edited_before_it_is_imported_does_not_poison_the_cache(pack: Path) -> None:
+    late = pack / "pack/late.py"
+    late.write_text("from accel.jit import jit\nTWO = 2.0\n@jit\ndef f(x):\n    return TWO * x\n")
+    os.utime(late, (1, 1))
+    time.sleep(0.05)
+    edit = f"""
+import pathlib, pack.kernels, time
+pack.kernels.scaled(1.0)  # from now on the folder's name is known
+time.sleep(0.05)
+path = pathlib.Path({str(late)!r})
+clean = path.read_text()
+path.write_text(clean.replace("2.0", "3.0"))
+from pack import late
+path.write_text(clean)
+print(late.f(1.0))
+"""
+    out, err = run(pack, edit)
+    assert out == ["3.0"] and "not kept" in err
+    assert run(pack, "from pack import late\nprint(late.f(1.0))")[0] == ["2.0"]
+
+
 def test_a_kernel_that_calls_one_of_another_folder_is_refused(pack: Path) -> None:
     other = pack / "other"
     other.mkdir()

@@ -242,22 +242,24 @@ def gather_extras(
         check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
     if documents is not None:
         check_documents(documents, B, T, S)
+        if not np.can_cast(documents.dtype, np.int32):  # only which are equal matters
+            documents = np.unique(documents, return_inverse=True)[1].reshape(B, S)
     mask = Mask(
         bool(causal), keep(alibi, q.dtype.type), keep(key_mask, np.uint8), keep(documents, np.int32)
     )
     check_dropout(p, key)
     dropout = Dropout(False, 0, 1.0, 0, 0, 0, 0, 0)
     if p > 0 and key is not None:
-        check_counters(B, Hq * T * S, key)
+        key = check_counters(B, Hq * T * S, key)
         dropout = Dropout(
             True,
             int(p * 2**32),
             1 / (1 - float(p)),
-            int(key.seed) & 0xFFFFFFFF,
-            int(key.seed) >> 32,
-            int(key.step),
-            int(key.sample),
-            int(key.site),
+            key.seed & 0xFFFFFFFF,
+            key.seed >> 32,
+            key.step,
+            key.sample,
+            key.site,
         )
     return Extras(mask, dropout, tuple(owners))
 

@@ -17,7 +17,14 @@ from accel.cpu.activations import TANH_2C, TANH_CUBIC
 from accel.cpu.decode_kernels import KEY_BLOCK, MAX_TASKS, decode_token
 from accel.cpu.kernels import address, contiguous
 from reference.alibi import alibi_slopes
-from reference.checks import check_float, check_ids, check_position, check_shape, check_writable
+from reference.checks import (
+    check_array,
+    check_float,
+    check_ids,
+    check_position,
+    check_shape,
+    check_writable,
+)
 from reference.config import Config
 from reference.kv import check_write
 from reference.params import check_names, decoder_layout
@@ -62,6 +69,7 @@ def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: in
 
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
     """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row."""
+    check_float("write_kv", k=k, v=v, cache=cache.k)
     columns = check_write(cache, k, v, layer, position)
     rows = np.arange(len(columns))[:, None]
     cache.k[layer, rows, columns] = k
@@ -101,11 +109,12 @@ def decode(
     _check_fit(params, config, token, cache)
     batch, room = len(token), cache.k.shape[2]
     check_position("decode_step", "position", position, batch)
-    positions = np.ascontiguousarray(np.broadcast_to(np.asarray(position, np.int32), (batch,)))
+    positions = np.broadcast_to(np.asarray(position), (batch,))
     if positions.min() < 0 or positions.max() >= room:
         raise ValueError(
             f"decode_step: position must lie in 0..{room - 1}, the cache's room, got {position}"
         )
+    positions = np.ascontiguousarray(positions, np.int32)
     check_ids("decode_step", "token", token, config.vocab_size)
     dtype = cache.k.dtype
     number = dtype.type
@@ -176,8 +185,9 @@ def _check_fit(params: Mapping[str, Array], config: Config, token: Array, cache:
     layout = _layout(config)
     check_names(list(params), layout)
     for name, (_, spec) in layout.offsets.items():
-        if params[name].shape != spec.shape:
+        if getattr(params[name], "shape", None) != spec.shape:
             check_shape("decode_step", name, params[name], spec.shape, "the config")
+    check_array("decode_step", "token", token)
     if token.ndim != 1:
         raise ValueError(f"decode_step: token must be (B,), one for each row, got {token.shape}")
     if cache.k.ndim != 5:

@@ -274,7 +274,7 @@ def dropout_forward(
     check_dropout(p, key)
     if p == 0 or key is None:
         return x, DropoutCache(None, 1.0)
-    check_counters(batch, size, key)
+    key = check_counters(batch, size, key)
     x = contiguous(x)
     out, keep = empty(x.shape, x.dtype), empty(x.shape, np.uint8)
     factor = 1 / (1 - float(p))

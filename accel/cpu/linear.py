@@ -155,4 +155,5 @@ def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
     """Return dx (B, T, H, d)."""
     B, T, H, d = cache.x_shape
     check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
+    check_float("merge_heads_backward", dout=dout)
     return dout.reshape(cache.x_shape)

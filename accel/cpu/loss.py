@@ -30,7 +30,7 @@ from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_rows
+from reference.checks import check_float, check_rows, check_scalar
 from reference.cross_entropy import check_targets
 from reference.linear import check_head
 from reference.types import Loss
@@ -233,6 +233,7 @@ def linear_cross_entropy_backward(
             "linear_cross_entropy: the forward was told need_backward=False, so it kept no "
             "gradients; leave that option out"
         )
+    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
     head_out, bias_out = (None, None) if out is None else out
     dx = cache.dx if dloss == 1 else scaled(cache.dx, dloss)
     dhead = _scaled_into(cache.dhead, dloss, head_out)

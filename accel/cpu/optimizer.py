@@ -76,7 +76,9 @@ def adamw(
     check_writable("adamw", master=master, m=m, v=v)
     sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
     check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
-    n_decayed = int(n_decayed)
+    # float(): NumPy's scalars of few bits would keep the corrections to their precision
+    lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
+    weight_decay, n_decayed = float(weight_decay), int(n_decayed)
     grad = contiguous(grad)
     given = (master, m, v)
     states = [contiguous(array) for array in given]
@@ -139,6 +141,8 @@ def accumulate(dst: Array, src: Array) -> None:
     if dst.shape != src.shape:
         raise ValueError(f"accumulate: src must have dst's shape {dst.shape}, got {src.shape}")
     check_writable("accumulate", dst=dst)
+    if np.may_share_memory(src, dst):
+        src = src.copy()
     src, target = contiguous(src), contiguous(dst)
     _accumulate(like(dst), address(target), address(src), dst.size)
     if target is not dst:

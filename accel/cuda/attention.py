@@ -89,7 +89,7 @@ def attention_forward(
     p, key = (float(dropout_p), dropout_key) if dropping else (0.0, DropoutKey(0, 0, 0, 0))
     assert key is not None
     if dropping:
-        check_counters(B, Hq * T * S, key)
+        key = check_counters(B, Hq * T * S, key)
 
     q, k, v = (_with_rows(x) for x in (q, k, v))
     tensor_cores = _tensor_cores(q, k, v)

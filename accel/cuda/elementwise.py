@@ -249,7 +249,7 @@ def _drop(x: Array, cache: DropoutCache) -> Array:
     x = contiguous(x)
     batch = x.shape[0]
     size = x.size // max(batch, 1)
-    check_counters(batch, size, key)
+    key = check_counters(batch, size, key)
     if batch > MAX_GRID_Y:
         raise ValueError(f"dropout: a batch has {MAX_GRID_Y} samples at most here, got {batch}")
     out = empty(x.shape, x.dtype)

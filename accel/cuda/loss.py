@@ -35,7 +35,7 @@ from accel.cuda.device import (
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
-from reference.checks import check_mask, check_rows, check_shape
+from reference.checks import check_mask, check_rows, check_scalar, check_shape
 from reference.linear import check_head
 from reference.types import Array, Loss
 
@@ -127,6 +127,7 @@ def linear_cross_entropy_backward(
             "linear_cross_entropy: the forward ran with need_backward=False, so there is nothing "
             "to go back through"
         )
+    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
     factor = float(dloss)
     to_head, to_bias = out or (None, None)
     dx = cache.dx if factor == 1 else scale_forward(cache.dx, factor=factor)[0]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from accel.cuda.arrays import copy, to_numpy, upload
+from accel.cuda.arrays import check_activations, copy, to_numpy, upload
 from accel.cuda.attention import attention_backward, attention_forward
 from accel.cuda.device import F32, current, zeros
 from accel.cuda.elementwise import (
@@ -146,6 +146,7 @@ def new_kv_cache(
 
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
     """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row."""
+    check_activations("write_kv", k=k, v=v, cache=cache.k)
     n_layers, batch, room, *heads = cache.k.shape
     if not 0 <= layer < n_layers:
         raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
