@@ -308,6 +308,13 @@ class _DiskCache(FunctionCache):  # type: ignore[misc]
     _impl_class = _DiskImpl
 
 
+# What reading a damaged file may raise: pickle says so, and LLVM raises RuntimeError.
+_DAMAGE = (
+    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError),
+    *(TypeError, RuntimeError),
+)
+
+
 class _LazyCache(_Cache):  # type: ignore[misc]
     """Numba's cache of one function, made when first asked, locked around what is missing."""
 
@@ -367,8 +374,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
             return self._files().load_overload(sig, target_context)
         except OSError:
             return None  # no such folder, or not ours to read: taking the lock tells which, and why
-        except (EOFError, pickle.UnpicklingError) as error:
-            # A full disk or a power cut left half a file. Forget it; it is written anew.
+        except _DAMAGE as error:
+            # A full disk, a power cut, a bad block. Forget the file; it is written anew.
             _say(f"a damaged kernel in {self.cache_path} is compiled again ({error})")
             self._store.lock()
             self._files().flush()

@@ -187,6 +187,17 @@ def test_a_damaged_file_is_compiled_again(pack: Path) -> None:
     assert run(pack) == (["12.0 52.0", "0"], "")
 
 
+@pytest.mark.parametrize("where", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_an_index_with_a_wrong_byte_is_written_anew(pack: Path, where: float) -> None:
+    run(pack)
+    for path in (pack / "cache").rglob("*.nbi"):
+        data = bytearray(path.read_bytes())
+        data[int(where * len(data))] ^= 0xFF
+        path.write_bytes(data)
+    assert run(pack)[0][0] == "12.0 52.0"
+    assert run(pack) == (["12.0 52.0", "0"], "")
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_sources_edited_under_a_running_process_do_not_poison_the_cache(
     pack: Path, replaced: bool
