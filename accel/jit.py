@@ -443,8 +443,9 @@ def available_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    # Numba has read it at import, and its pool is never larger.
-    return min(cores, int(os.environ.get("NUMBA_NUM_THREADS") or cores))
+    if "NUMBA_NUM_THREADS" in os.environ:  # Numba's pool is never larger than what it read there
+        cores = min(cores, int(config.NUMBA_NUM_THREADS))
+    return cores
 
 
 def threads() -> int:

@@ -278,6 +278,8 @@ kernels.total(np.arange(4.0))
 print(jit.threads())
 """
     assert run(pack, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
+    everything = run(pack, code)[0]
+    assert run(pack, code, NUMBA_NUM_THREADS="one")[0] == everything  # Numba warns, and takes all
 
 
 def test_ranks_on_one_machine_share_its_cores(pack: Path) -> None:
