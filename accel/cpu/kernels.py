@@ -22,7 +22,6 @@ from numba import prange
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_out
 
 Array = npt.NDArray[Any]
 
@@ -72,16 +71,9 @@ def like(x: Array) -> Any:
 
 
 def receiver(out: Array | None, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array | None]:
-    """Return the contiguous array that a kernel shall fill, and where to copy it after, if needed.
-
-    Raises
-    ------
-    ValueError
-        When ``out`` has another shape or dtype, or is read-only.
-    """
+    """Return the contiguous array that a kernel shall fill, and where to copy it after, if needed."""
     if out is None:
         return empty(shape, dtype), None
-    check_out(out, shape, dtype)
     if out.flags.c_contiguous:
         return out, None
     return empty(shape, dtype), out
