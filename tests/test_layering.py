@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers import ROOT
 
 
 def imports_of(path: Path) -> set[str]:
