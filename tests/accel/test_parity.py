@@ -5,7 +5,7 @@ heads) and holds results and gradients to the rule in ``accel/tolerance.py``.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,26 +16,11 @@ import accel
 from accel.cpu import memory
 from accel.verify import check_op
 from reference import ops as reference
-from reference.ops import Ops
-from tests.reference import test_contract
+from tests.helpers.contract import NAMES
 
-NAMES = [name for name in vars(Ops) if not name.startswith("_")]
 CHECKED = sorted({name.removesuffix("_forward").removesuffix("_backward") for name in NAMES})
 # Not numbers, or held to the reference in test_cpu_model.py.
 OTHERWISE = {"from_numpy", "to_numpy", "parameters", "step", "kv_cache", "write_kv", "decode_step"}
-
-
-def signature(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    return [
-        (p.name, p.kind, p.default)
-        for p in inspect.signature(function).parameters.values()
-        if p.name != "self"
-    ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_cpu_offers_every_op_with_the_contract_s_signature(name: str) -> None:
-    assert signature(getattr(accel.load("cpu"), name)) == signature(getattr(Ops, name))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -107,7 +92,3 @@ def test_no_op_calls_its_reference_op(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
         state = flat, np.zeros_like(flat), np.zeros_like(flat), flat.copy()
         ops.adamw(*state, step=1, n_decayed=50, **settings)
-
-
-def test_scale_may_write_where_it_reads() -> None:
-    test_contract.test_scale_may_write_where_it_reads(accel.load("cpu"))

@@ -20,8 +20,8 @@ from reference import ops as plain
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import DropoutKey
-from tests.cpu.test_attention import KEY, Case, cases, cast, on_absolute_values, run
 from tests.helpers import needs
+from tests.helpers.attention_cases import KEY, Case, cases, cast, on_absolute_values, run
 
 U32 = 2.0**-24  # unit roundoff of float32
 U16 = 2.0**-9  # of bfloat16

@@ -10,47 +10,12 @@ import accel
 from accel.jit import available_cores, set_threads
 from accel.tolerance import UNIT_ROUNDOFF
 from reference import ops as reference
-from reference.config import Config
 from reference.generate import generate
-from reference.model import loss_backward, loss_forward
-from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
-from reference.types import Array, DropoutKey
+from reference.types import Array
 from tests.helpers import needs
-from tests.helpers.models import MODELS, toy
-
-KEY = DropoutKey(seed=3, step=1, sample=5, site=0)
-B, T = 3, 11
-
-
-def inputs(config: Config) -> dict[str, Array]:
-    rng = np.random.default_rng(1)
-    ids, targets = (rng.integers(0, config.vocab_size, (B, T)).astype(np.int32) for _ in range(2))
-    return {
-        "ids": ids,
-        "targets": targets,
-        "mask": rng.random((B, T)) < 0.8,
-        "documents": np.cumsum(rng.random((B, T)) < 0.2, axis=1).astype(np.int32),
-    }
-
-
-def weights(config: Config, dtype: Any) -> Array:
-    flat = decoder_layout(config).init(0)
-    rng = np.random.default_rng(2)  # gains away from one, biases away from zero
-    return np.asarray(flat + 0.1 * rng.standard_normal(flat.shape), np.float32).astype(dtype)
-
-
-def gradient(ops: Ops, config: Config, flat: Array) -> tuple[float, Array]:
-    """Return the loss and its flat gradient, NaN where nothing was written."""
-    layout = decoder_layout(config)
-    grads = np.full_like(flat, np.nan)
-    with ops.step():
-        loss, cache = loss_forward(
-            *(ops, ops.parameters(layout.views(flat)), config), **inputs(config), dropout_key=KEY
-        )
-        loss_backward(1.0, cache, layout.views(grads))
-    return loss.total, grads
+from tests.helpers.models import MODELS, B, gradient, toy, weights
 
 
 def difference(a: Array, b: Array) -> float:

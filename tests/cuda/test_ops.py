@@ -16,6 +16,7 @@ from reference import ops as reference
 from reference.presets import TINY
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice, from_bf16, to_bf16
+from tests.helpers import contract
 from tests.helpers.cuda_cases import (
     attention_cases,
     cases,
@@ -24,7 +25,6 @@ from tests.helpers.cuda_cases import (
     run_backend,
     run_reference,
 )
-from tests.reference import test_contract
 
 require.shim()
 
@@ -63,23 +63,23 @@ def test_float32_equals_the_reference(case: Any, shims: dict[str, ShimDevice]) -
 
 
 def test_every_differentiable_op_has_a_case() -> None:
-    assert {op for op, *_ in CASES} == set(test_contract.DIFFERENTIABLE)
+    assert {op for op, *_ in CASES} == set(contract.DIFFERENTIABLE)
 
 
 @pytest.mark.parametrize("module", [ops, ops_bf16])
-@pytest.mark.parametrize("name", test_contract.NAMES)
+@pytest.mark.parametrize("name", contract.NAMES)
 def test_the_backend_offers_every_op_with_the_contract_s_signature(module: Any, name: str) -> None:
-    expected = test_contract.parameters_of(getattr(reference.Ops, name))
-    assert test_contract.parameters_of(getattr(module, name)) == expected
+    expected = contract.parameters_of(getattr(reference.Ops, name))
+    assert contract.parameters_of(getattr(module, name)) == expected
     assert name in module.__all__
 
 
 # ---- parameter gradients -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", test_contract.WITH_PARAMETERS)
+@pytest.mark.parametrize("op", contract.WITH_PARAMETERS)
 def test_out_receives_the_parameter_gradients(op: str) -> None:
-    arrays, options = test_contract.cases(np.float32)[op]
+    arrays, options = contract.cases(np.float32)[op]
     given = [None if a is None else ops.from_numpy(a) for a in arrays]
     backward = getattr(ops, f"{op}_backward")
     result, cache = getattr(ops, f"{op}_forward")(*given, **options)
@@ -123,7 +123,7 @@ def test_the_embedding_gradient_adds_onto_another() -> None:
 def test_the_loss_is_the_same_in_any_chunks(
     chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays, options = test_contract.cases(np.float32)["linear_cross_entropy"]
+    arrays, options = contract.cases(np.float32)["linear_cross_entropy"]
     exact = run_reference("linear_cross_entropy", arrays, options, np.float64)
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 5 * chunk_rows)
     got = run_backend(ops, "linear_cross_entropy", arrays, options)
@@ -132,7 +132,7 @@ def test_the_loss_is_the_same_in_any_chunks(
 
 
 def test_evaluation_makes_no_gradients(device: ShimDevice) -> None:
-    arrays, _ = test_contract.cases(np.float32)["linear_cross_entropy"]
+    arrays, _ = contract.cases(np.float32)["linear_cross_entropy"]
     given = [None if a is None else ops.from_numpy(a) for a in arrays]
     device.launches.clear()
     value, cache = ops.linear_cross_entropy_forward(*given, need_backward=False)
@@ -234,7 +234,7 @@ def test_row_major_products_map_to_cublas(transpose_a: bool, transpose_b: bool) 
 
 
 def test_scale_may_write_where_it_reads() -> None:
-    test_contract.check_scale_in_place(ops)
+    contract.check_scale_in_place(ops)
 
 
 def test_ops_take_views() -> None:
@@ -309,25 +309,25 @@ def test_bf16_arrays_come_back_as_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "i", [i for i, said in enumerate(test_contract.MESSAGES) if "read-only" not in said]
+    "i", [i for i, said in enumerate(contract.MESSAGES) if "read-only" not in said]
 )
 def test_bad_input_is_refused_in_the_reference_s_words(i: int) -> None:
-    call, message = test_contract.bad(ops, np.float32)[i]
+    call, message = contract.bad(ops, np.float32)[i]
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize(
-    "op", [op for op in test_contract.DIFFERENTIABLE if op != "linear_cross_entropy"]
+    "op", [op for op in contract.DIFFERENTIABLE if op != "linear_cross_entropy"]
 )
 def test_a_gradient_of_another_shape_or_type_is_refused(op: str) -> None:
-    arrays, options = test_contract.cases(np.float32)[op]
+    arrays, options = contract.cases(np.float32)[op]
     given = [None if a is None else ops.from_numpy(a) for a in arrays]
     out, cache = getattr(ops, f"{op}_forward")(*given, **options)
     backward = getattr(ops, f"{op}_backward")
     with pytest.raises(ValueError, match="dout must have shape"):
-        backward(test_contract.wrong_shape(cotangent(out)), cache)
-    if op in (*test_contract.DTYPED, "relu"):
+        backward(contract.wrong_shape(cotangent(out)), cache)
+    if op in (*contract.DTYPED, "relu"):
         with pytest.raises(ValueError, match="must share one dtype"):
             backward(cotangent(out).astype(np.float64), cache)
 

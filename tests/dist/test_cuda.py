@@ -23,9 +23,8 @@ from reference.types import Array
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
 from tests.cuda_shim.myllm import install
-from tests.dist.test_train import digest, losses, train
 from tests.helpers.fake_nccl import Wires, module
-from tests.helpers.runs import prepare, with_run
+from tests.helpers.runs import digest, losses, prepare, train, with_run
 
 require.shim()
 

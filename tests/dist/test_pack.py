@@ -16,14 +16,8 @@ from dist import cli, pack
 from dist.documents import Part, chat, document_of
 from dist.shards import Dataset, check_crcs, read_manifest
 from reference.types import Array
+from tests.helpers.runs import text
 from tokenizer import Tokenizer, train_from_iterator
-
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards pack boxes".split()
-
-
-def text(number: int) -> str:
-    rng = np.random.default_rng(number)
-    return " ".join(rng.choice(WORDS, int(rng.integers(5, 40)))) + f" {number}\n"
 
 
 @pytest.fixture(scope="module")

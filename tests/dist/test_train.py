@@ -1,6 +1,5 @@
 """Training from the command, on one rank: resuming, guards, signals, what it says and writes."""
 
-import hashlib
 import json
 import os
 import signal
@@ -17,30 +16,7 @@ from dist.step import Stepper
 from dist.train import StopRequest, Trainer
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
-from tests.helpers.runs import prepare, tables, with_run
-
-
-def save_run_file(config: RunFile, path: Path) -> Path:
-    path.write_text(config.to_toml(), encoding="utf-8")
-    return path
-
-
-def train(config: RunFile, *arguments: str) -> int:
-    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
-    return cli.main(["train", str(path), *arguments])
-
-
-def digest(config: RunFile) -> str:
-    """Return a hash of everything that the newest checkpoint of a run holds."""
-    path = checkpoint.pointed(Path(config.run.out) / "checkpoints")
-    assert path is not None
-    arrays = b"".join((path / f"{name}.bin").read_bytes() for name in checkpoint.ARRAYS)
-    state = checkpoint.read_state(path)._replace(config={})
-    return hashlib.sha256(arrays + repr(state).encode()).hexdigest()
-
-
-def losses(config: RunFile) -> list[float]:
-    return [r["loss"] for r in monitor.read_metrics(Path(config.run.out)) if "loss" in r]
+from tests.helpers.runs import digest, losses, prepare, save_run_file, tables, train, with_run
 
 
 def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,7 @@ import pytest
 from dist import checkpoint, cli, use
 from dist.config import from_tables
 from dist.evaluate import Evaluation, load_tokenizer, token_lengths
-from tests.dist.test_pack import text
-from tests.dist.test_train import save_run_file
-from tests.helpers.runs import tables
+from tests.helpers.runs import save_run_file, tables, text
 from tokenizer import train_from_iterator
 
 

@@ -12,9 +12,8 @@ from accel.cuda import device as devices
 from dist.comm import Solo
 from dist.config import RunFile
 from dist.train import StopRequest, Trainer
-from tests.dist.test_train import digest, losses, save_run_file, train
 from tests.helpers import ROOT
-from tests.helpers.runs import prepare, with_run
+from tests.helpers.runs import digest, losses, prepare, save_run_file, train, with_run
 
 try:
     accel.load("cuda")

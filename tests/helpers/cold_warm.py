@@ -12,8 +12,7 @@ import numpy as np
 import accel
 from reference.generate import generate
 from reference.params import decoder_layout
-from tests.cpu.test_model import gradient, weights
-from tests.helpers.models import MODELS, toy
+from tests.helpers.models import MODELS, gradient, toy, weights
 
 WIDE = {"d_model": 150, "d_ff": 333, "d_head": 38, "vocab_size": 331}
 

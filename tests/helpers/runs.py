@@ -1,17 +1,21 @@
-"""Small datasets and run files, for tests of training."""
+"""Small datasets and run files, for tests of training, and what a run left behind."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dist import checkpoint, cli, monitor
 from dist.config import RunFile, from_tables
 from dist.writer import ShardWriter
 from reference.types import Array
 
 VOCAB = 40
 EOS = 2
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards pack boxes".split()
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MYLLM_THREADS": "1"}
 
 
 def write_dataset(
@@ -68,3 +72,31 @@ def prepare(folder: Path, **overrides: Any) -> RunFile:
 def with_run(config: RunFile, **changes: Any) -> RunFile:
     """Return the run file with other values in [run]."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
+
+
+def text(number: int) -> str:
+    rng = np.random.default_rng(number)
+    return " ".join(rng.choice(WORDS, int(rng.integers(5, 40)))) + f" {number}\n"
+
+
+def save_run_file(config: RunFile, path: Path) -> Path:
+    path.write_text(config.to_toml(), encoding="utf-8")
+    return path
+
+
+def train(config: RunFile, *arguments: str) -> int:
+    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
+    return cli.main(["train", str(path), *arguments])
+
+
+def digest(config: RunFile) -> str:
+    """Return a hash of everything that the newest checkpoint of a run holds."""
+    path = checkpoint.pointed(Path(config.run.out) / "checkpoints")
+    assert path is not None
+    arrays = b"".join((path / f"{name}.bin").read_bytes() for name in checkpoint.ARRAYS)
+    state = checkpoint.read_state(path)._replace(config={})
+    return hashlib.sha256(arrays + repr(state).encode()).hexdigest()
+
+
+def losses(config: RunFile) -> list[float]:
+    return [r["loss"] for r in monitor.read_metrics(Path(config.run.out)) if "loss" in r]

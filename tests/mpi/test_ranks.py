@@ -14,11 +14,8 @@ import pytest
 
 from dist import launch
 from dist.config import RunFile
-from tests.dist.test_train import digest, losses, save_run_file
 from tests.helpers import ROOT, needs
-from tests.helpers.runs import prepare, with_run
-
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MYLLM_THREADS": "1"}
+from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 
 def start(
