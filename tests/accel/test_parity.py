@@ -15,20 +15,27 @@ import pytest
 import accel
 from accel.cpu import memory
 from accel.verify import check_op
+from accel.verify.contract import DTYPES, SPECS
+from accel.verify.subject import applies
 from reference import ops as reference
+from tests.helpers import needs
 from tests.helpers.contract import NAMES
 
 CHECKED = sorted({name.removesuffix("_forward").removesuffix("_backward") for name in NAMES})
-# Not numbers, or held to the reference in test_cpu_model.py.
-OTHERWISE = {"from_numpy", "to_numpy", "parameters", "step", "kv_cache", "write_kv", "decode_step"}
+UNCHECKED = {"from_numpy", "to_numpy", "parameters", "step"}  # what every check uses
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("op", [op for op in CHECKED if op not in OTHERWISE])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(o, d) for o in CHECKED for d in DTYPES if o not in UNCHECKED and applies(SPECS[o], d)],
+)
 def test_cpu_is_as_close_as_plain_code(op: str, dtype: str) -> None:
+    if dtype == "bf16":
+        needs.bf16()
+    ops = accel.load("cpu", compute="bf16" if dtype == "bf16" else "float32")
     # NaN in fresh memory shows any element that a kernel forgets to write
     with memory.poisoned():
-        check_op(op, accel.load("cpu"), dtypes=[dtype], examples=25)
+        check_op(op, ops, dtypes=[dtype], examples=25)
 
 
 @contextmanager
