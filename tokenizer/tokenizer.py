@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import regex
 
-from accel.jit import threads
+from accel.threads import threads
 from tokenizer import fileformat, reference
 from tokenizer.arrays import Array
 from tokenizer.kernels import decode as decoding
@@ -160,7 +160,7 @@ class Tokenizer:
         allowed_special, disallowed_special : names or "all"
             As for ``encode``.
         num_threads : int, optional
-            How many threads work; ``accel.jit.threads()`` if not given. It changes nothing else.
+            How many threads work; ``accel.threads.threads()`` if not given. The result is the same.
         """
         groups = self._encode_groups(texts, allowed_special, disallowed_special, num_threads)
         return [self._ints[part].tolist() for group in groups for part in group]
