@@ -173,10 +173,3 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
     if _poison and dtype.kind == "f":
         array.fill(np.nan)
     return array
-
-
-def zeros(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Return an array of zeros from the same place."""
-    array = empty(shape, dtype)
-    array.fill(0)
-    return array
