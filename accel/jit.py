@@ -1,21 +1,21 @@
 """The kernel cache: how every Numba kernel of this project is compiled, kept and found again.
 
 ``@jit`` is ``numba.njit`` with another cache behind it. Numba's own looks at the file of the
-function being compiled and at nothing else: change a helper, a constant or an intrinsic in the file
-next door, and the old machine code is served as if nothing had happened. Here all compiled code of
+function being compiled and at nothing else: after a change of a helper, a constant or an intrinsic
+in another file, it still serves the old machine code. Here all compiled code of
 a folder of sources lives in one cache folder whose **name** is a hash of
 
 - the text of every ``*.py`` file in the folder of the kernel, and of this file;
 - the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
 - the name and the features of the processor.
 
-Whatever changes, the name changes, and the kernels are compiled again. The rule this asks for:
+Whatever changes, the name changes, and the kernels are compiled again. This asks for one rule:
 **a kernel and everything it freezes (helpers, constants, intrinsics) lie in one folder.** A kernel
 that calls a kernel of another folder is refused.
 
-Where: ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the user's cache folder, in all of them
-under ``kernels/``. A folder that can be read but not written still serves what it holds. Nothing is
-looked up, created or compiled before a kernel is first called.
+The cache lies in ``kernels/`` under ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the
+user's cache folder. A folder that can be read but not written still serves what it holds. Nothing
+is looked up, created or compiled before a kernel is first called.
 
 Several processes that start together on a cold cache take turns through a lock file: each kernel is
 compiled by one of them, and the others load what it wrote.
@@ -117,9 +117,9 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     def _compile_and_load(self, args: Any, return_type: Any) -> Any:
         """Compile, store, and return what every later process will load.
 
-        What runs where it was compiled is not what is stored: there the body of a ``prange`` or a
-        called kernel is machine code already, to which calls are bound, while the stored code holds
-        a copy that was optimised once more together with its caller, and may add in another order.
+        Freshly compiled code calls the body of a ``prange``, or another kernel, as machine code
+        that exists already. The stored code holds a copy of it that was optimised again together
+        with its caller, and may add in another order. So the process that compiled loads, too.
         """
         compiled = self._compile_here(args, return_type)
         self._cache.store(args, compiled)
@@ -371,8 +371,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         return self._disk
 
     def _read(self, sig: Any, target_context: Any) -> Any:
-        # In an engine of its own: in a common one, a kernel's calls are bound to the first copy of
-        # their callee that was loaded, optimised as it may be for another caller.
+        # Each in its own engine: a common one would bind a kernel's calls to the first copy of
+        # the callee that was loaded, which may have been optimised for another caller.
         common = target_context._internal_codegen
         target_context._internal_codegen = codegen.JITCPUCodegen("myllm.stored")
         try:

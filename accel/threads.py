@@ -1,7 +1,7 @@
 """The threads: one number governs all of the project's own parallelism.
 
 It comes from ``set_threads``, else ``$MYLLM_THREADS``, else the processor cores this process may
-use, shared out between the ranks that MPI started on this machine.
+use, divided among the ranks that MPI started on this machine.
 """
 
 import os

@@ -454,7 +454,7 @@ def _id_array(ids: Sequence[int] | Array) -> Array:
 
 
 def decode_utf8(data: bytes, errors: str = "replace") -> str:
-    """Decode UTF-8 with lone surrogates; what is no character goes by ``errors``.
+    """Decode UTF-8 with lone surrogates; ``errors`` says what becomes of other bytes.
 
     Raises
     ------

@@ -125,7 +125,7 @@ class Arena:
 
 
 _arena = Arena()
-if hasattr(os, "register_at_fork"):  # else a child of a moment when a thread takes waits for ever
+if hasattr(os, "register_at_fork"):  # else a child may inherit the lock held, and wait for ever
     os.register_at_fork(
         before=_arena._lock.acquire,
         after_in_parent=_arena._lock.release,
