@@ -28,8 +28,8 @@ from accel.jit import jit
 
 Array = npt.NDArray[Any]
 
-# A task makes a piece of the rows, such that rows and positions together are shared out evenly, and
-# a piece of the columns: an id that stands at most positions still leaves work for several threads.
+# A task makes some rows and some columns. Rows are cut so that rows and positions together are
+# divided evenly; columns, so that one id at most positions still leaves work for several threads.
 PIECES = 64
 COLUMNS = 1024
 

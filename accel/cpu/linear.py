@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # (N, I); None when the backward is to be given it again
+    x: Array | None  # (N, I); None when the backward is to be given x
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool

@@ -35,11 +35,11 @@ from reference.types import Loss
 Array = npt.NDArray[Any]
 
 CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
-CHUNK_ROWS = 96  # chunks are a multiple of it, the rows of one task of a product
+CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a product
 
 
 def _turned(bits: Any) -> Any:
-    """Turn the bits of negative numbers round: integers then order as the floats do."""
+    """Invert the bits of negative numbers but the sign: integers then order as the floats do."""
     raise NotImplementedError
 
 
@@ -60,7 +60,7 @@ def _turned_overload(bits: Any) -> Callable[..., Any]:
 
 @intrinsic
 def _bits(typingctx: Any, x: Any) -> Any:
-    """Return the bits of a float as an integer, and the other way round."""
+    """Return the bits of a float as an integer, and of such an integer as a float."""
     other = {
         types.float32: types.int32,
         types.float64: types.int64,
@@ -76,10 +76,10 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 @jit(**SERIAL)
 def _row_max(x: Any, n: int) -> Any:
-    """Return the largest element, by way of integers.
+    """Return the largest element, compared as an integer.
 
-    The maximum of floats does not vectorise unless the compiler may forget about NaN. As integers,
-    with the bits of negative numbers turned round, NaN is just above or below everything else.
+    The maximum of floats does not vectorise unless the compiler may assume that there is no NaN. Of
+    integers (see ``_turned``) it does, and NaN is above or below every number.
     """
     top = _turned(_bits(x[0]))
     for j in range(n):
@@ -190,7 +190,7 @@ def linear_cross_entropy_forward(
         dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
         if bias is not None:
             dbias = np.zeros_like(bias)
-    # The logits come last: what dies first shall not lie below what lives on.
+    # The logits are allocated last: what is freed first should not lie below what stays.
     z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
     for start in range(0, len(rows), chunk):
         stop = min(start + chunk, len(rows))

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm; the mathematics is in ``reference/rmsnorm.py`` and ``layernorm.py``.
 
 A row is read once from memory and once or twice more from the nearest cache. The caches keep the
-input and one or two numbers a row; the normalised rows are made again in the backward. Gradients of
+input and one or two numbers a row; the backward recomputes the normalised rows. Gradients of
 gain and shift are sums over all rows: each task adds up SUM_PIECE rows, and the tasks' sums are
 added in order.
 """

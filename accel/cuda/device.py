@@ -197,8 +197,3 @@ def ceil_div(a: int, b: int) -> int:
 def is_contiguous(array: Array) -> bool:
     """Return whether the elements lie one after the other in C order."""
     return bool(array.flags.c_contiguous)
-
-
-def is_f32(array: Any) -> bool:
-    """Return whether an array is float32."""
-    return bool(array.dtype == F32)

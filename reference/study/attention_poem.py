@@ -41,7 +41,7 @@ def attention_layout(vocab_size: int, width: int = 48) -> Layout:
 
 
 class Knows(NamedTuple):
-    """What a position is told beside its own word."""
+    """What a position knows beside its own word."""
 
     place: bool = True  # PE_t is added to the word
     prefix: bool = True  # attention sees the words before; without, the word itself only

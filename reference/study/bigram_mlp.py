@@ -9,7 +9,7 @@ current word goes in as a one-hot row x (V,)::
     z = y Eᵀ                  (V,)  the score of each next word; the decoder is tied to the encoder
 
 and the loss is cross-entropy against the word that came next. The backward reads these lines from
-the last to the first. E is met twice, so its gradient is the sum of two.
+the last to the first. E is used twice, so its gradient is the sum of two.
 
 All occurrences of a word look the same to this model: after each it must predict the same
 distribution. The best one is how often each word followed, and the loss there is the entropy of the

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel import jit
+from accel import jit, threads
 from tests.helpers import ROOT
 
 HELPERS = """
@@ -258,23 +258,23 @@ def test_a_function_without_a_file_compiles_without_a_cache(pack: Path) -> None:
 def test_one_number_governs_the_threads_of_parallel_kernels(pack: Path) -> None:
     code = """
 import numba, numpy as np
-from accel import jit
+from accel import threads
 from pack import kernels
 kernels.total(np.arange(4.0))
-print(jit.threads(), numba.get_num_threads())
-jit.set_threads(jit.available_cores())
-print(jit.threads() == numba.get_num_threads() == jit.available_cores())
+print(threads.threads(), numba.get_num_threads())
+threads.set_threads(threads.available_cores())
+print(threads.threads() == numba.get_num_threads() == threads.available_cores())
 """
     assert run(pack, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
 
 
 def test_numba_s_own_limit_is_kept_to(pack: Path) -> None:
     code = """
-from accel import jit
+from accel.threads import threads
 from pack import kernels
 import numpy as np
 kernels.total(np.arange(4.0))
-print(jit.threads())
+print(threads())
 """
     assert run(pack, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
     everything = run(pack, code)[0]
@@ -284,12 +284,12 @@ print(jit.threads())
 def test_ranks_on_one_machine_share_its_cores(pack: Path) -> None:
     code = """
 import os
-from accel import jit
+from accel.threads import threads
 os.cpu_count = lambda: 8
 os.sched_getaffinity = lambda pid: set(range(8))
-print(jit.threads())
+print(threads())
 os.sched_getaffinity = lambda pid: {0, 1, 2}
-print(jit.threads())
+print(threads())
 """
     assert run(pack, code, MPI_LOCALNRANKS="4")[0] == ["2", "3"]
     assert run(pack, code, OMPI_COMM_WORLD_LOCAL_SIZE="16")[0] == ["1", "3"]
@@ -297,12 +297,12 @@ print(jit.threads())
 
 @pytest.mark.parametrize("text", ["0", "two", "-1", "1000000"])
 def test_a_wrong_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_threads", None)
+    monkeypatch.setattr(threads, "_threads", None)
     monkeypatch.setenv("MYLLM_THREADS", text)
     with pytest.raises(ValueError, match="MYLLM_THREADS must be a number from 1 to"):
-        jit.threads()
+        threads.threads()
     with pytest.raises(ValueError, match="threads must be a number from 1 to"):
-        jit.set_threads(jit.available_cores() + 1)
+        threads.set_threads(threads.available_cores() + 1)
 
 
 def test_cache_is_no_option() -> None:

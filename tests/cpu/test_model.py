@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import accel
-from accel.jit import available_cores, set_threads
+from accel.threads import available_cores, set_threads
 from accel.tolerance import UNIT_ROUNDOFF
 from reference import ops as reference
 from reference.generate import generate
