@@ -190,7 +190,7 @@ class Boundary:
         if array.dtype != dtype:
             wanted, found = self.rules.name(dtype), self.rules.name(array.dtype)
             raise ValueError(
-                f"{op}: {name} and {what} must share one dtype, {wanted}, but {name} is {found}; "
+                f"{op}: {name} must be {wanted}, the dtype of {what}, got {found}; "
                 f"{self.rules.hint}"
             )
 

@@ -8,7 +8,7 @@ import pytest
 
 import accel
 from reference import ops as reference
-from reference.ops import Ops
+from reference.ops import NAMES
 from reference.presets import TINY
 from reference.types import Array, KVCache
 from tests.helpers import needs
@@ -16,7 +16,6 @@ from tests.helpers.contract import (
     DIFFERENTIABLE,
     DTYPED,
     MESSAGES,
-    NAMES,
     WITH_PARAMETERS,
     bad,
     cases,
@@ -53,7 +52,7 @@ EACH = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_is_offered_with_the_contract_s_signature(ops: Any, name: str) -> None:
-    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(Ops, name))
+    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(reference, name))
     assert name in ops.__all__
 
 
@@ -111,7 +110,7 @@ def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any)
     shapes = [np.zeros((1, 1, 1), dtype) for _ in expected]
     types = [gradient.astype(other_than(dtype)) for gradient in expected]
     for wrong in (shapes, types):
-        with pytest.raises(ValueError, match="out must have the gradient's shape"):
+        with pytest.raises(ValueError, match="out must (have shape|be).*the gradient"):
             backward(dout, cache, out=wrong[0] if single else tuple(wrong))
     for gradient in out:
         gradient.flags.writeable = False
@@ -160,7 +159,9 @@ def test_accumulate_adds_in_place(ops: Any) -> None:
     dst, src = np.arange(4.0), np.ones(4)
     ops.accumulate(dst, src)
     np.testing.assert_array_equal(dst, [1, 2, 3, 4])
-    with pytest.raises(ValueError, match=r"src must have dst's shape \(4,\), got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"src must have shape \(4,\) to match dst \(4,\), got \(3,\)"
+    ):
         ops.accumulate(dst, src[:3])
 
 
@@ -216,7 +217,7 @@ def test_a_cotangent_of_another_shape_is_refused(op: str, backend: str, dtype: A
 @EACH
 @pytest.mark.parametrize("op", [*DTYPED, "relu"])
 def test_a_cotangent_of_another_dtype_is_refused(op: str, backend: str, dtype: Any) -> None:
-    refuses(op, backend, dtype, in_other_dtype, "must share one dtype")
+    refuses(op, backend, dtype, in_other_dtype, "the dtype of the output")
 
 
 @EACH
@@ -224,4 +225,4 @@ def test_a_cotangent_of_another_dtype_is_refused(op: str, backend: str, dtype: A
     "op", [op for op in DIFFERENTIABLE if op not in ("split_heads", "linear_cross_entropy")]
 )
 def test_a_cotangent_of_integers_is_refused(op: str, backend: str, dtype: Any) -> None:
-    refuses(op, backend, dtype, lambda dout: dout.astype(np.int32), "must share one dtype")
+    refuses(op, backend, dtype, lambda dout: dout.astype(np.int32), "the dtype of the output")
