@@ -175,15 +175,15 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "const Rules rules = ATTENTION_RULES(b, h);\n    const float scale2 = scale * LOG2E;\n"
         "    const int last = first + OWN < T ? first + OWN - 1 : T - 1;\n"
         "    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;\n"
-        "    const elem* keys = k + b * kb + hk * kh;\n"
-        "    const elem* values = v + b * vb + hk * vh;\n\n"
-        "    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);\n    int least",
+        "    const elem* keys = k + b * k_b + hk * k_h;\n"
+        "    const elem* values = v + b * v_b + hk * v_h;\n\n"
+        "    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);\n    int least",
         "const Rules rules = ATTENTION_RULES(b, h);\n    const float scale2 = scale * LOG2E;\n"
         "    const int last = first + OWN < T ? first + OWN - 1 : T - 1;\n"
         "    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;\n"
-        "    const elem* keys = k + b * kb + h % Hkv * kh;\n"
-        "    const elem* values = v + b * vb + h % Hkv * vh;\n\n"
-        "    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);\n    int least",
+        "    const elem* keys = k + b * k_b + h % Hkv * k_h;\n"
+        "    const elem* values = v + b * v_b + h % Hkv * v_h;\n\n"
+        "    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);\n    int least",
         "everything",
     ),
     "a group's last head forgotten": (

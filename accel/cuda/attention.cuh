@@ -1,7 +1,8 @@
 // What the attention kernels share: who may see whom, the bias, the dropout, and their parameters.
 //
-// Arrays are (B, T, H, d) with any strides but one along d; strides count elements. lse is
-// (B, Hq, T) float: log Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
+// Arrays are (B, T, H, d) with any strides but one along d; strides count elements: q_b, q_t, q_h are
+// those of q along B, T and H. The launcher finds parameters by their names. lse is (B, Hq, T) float:
+// the natural logarithm of Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
 // its probabilities exp(s - lse) zero. delta is (B, Hq, T) float: Σ dout·out.
 
 // What a variant is compiled for; what is off costs nothing.
@@ -19,10 +20,11 @@ constexpr int RANGE = 32;  // positions whose documents are summed up in a pair 
 
 // The parameters that the forward, dq and dk/dv kernels begin with.
 #define ATTENTION_PARAMETERS                                                                    \
-    const elem *q, i64 qb, i64 qt, i64 qh, const elem *k, i64 kb, i64 kt, i64 kh, const elem *v, \
-        i64 vb, i64 vt, i64 vh, const float *alibi, const bool *key_mask, const int *documents,  \
-        const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv, int causal, float scale, int dropping,     \
-        float keep_scale, u32 threshold, u32 sample, u32 step, u32 site, u32 k0, u32 k1
+    const elem *q, i64 q_b, i64 q_t, i64 q_h, const elem *k, i64 k_b, i64 k_t, i64 k_h,         \
+        const elem *v, i64 v_b, i64 v_t, i64 v_h, const float *alibi, const bool *key_mask,     \
+        const int *documents, const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv,  \
+        int causal, float scale, int dropping, float keep_scale, u32 threshold, u32 sample,     \
+        u32 step, u32 site, u32 k0, u32 k1
 
 // The rules of one (batch, query head).
 struct Rules {

@@ -132,16 +132,16 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
     const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
-    const elem* keys = k + b * kb + hk * kh;
-    const elem* values = v + b * vb + hk * vh;
+    const elem* keys = k + b * k_b + hk * k_h;
+    const elem* values = v + b * v_b + hk * v_h;
 
-    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
+    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
     int j = rules.next_tile(0, tiles, KEYS, least, greatest);
     if (j < tiles) {
-        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
+        fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
     }
     copy_commit();
     float o[GROUPS][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};
@@ -151,8 +151,8 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
         after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
-            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
-            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
+            fetch<KEYS>(other, keys, k_t, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, v_t, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -219,8 +219,8 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
 
 // Grid: (query tiles, Hq, B).
 KERNEL __launch_bounds__(THREADS)
-    attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
-                 const float* delta, elem* dq, i64 dqb, i64 dqt, i64 dqh) {
+    attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, stages = tdo + OWN * PITCH;
     const u32 stage_bytes = 2 * KEYS * PITCH;
@@ -231,17 +231,17 @@ KERNEL __launch_bounds__(THREADS)
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
     const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
-    const elem* keys = k + b * kb + hk * kh;
-    const elem* values = v + b * vb + hk * vh;
+    const elem* keys = k + b * k_b + hk * k_h;
+    const elem* values = v + b * v_b + hk * v_h;
 
-    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
-    fetch<OWN>(tdo, dout + b * db + h * dh, dt, first, T, dv);
+    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
+    fetch<OWN>(tdo, dout + b * dout_b + h * dout_h, dout_t, first, T, dv);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
     int j = rules.next_tile(0, tiles, KEYS, least, greatest);
     if (j < tiles) {
-        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
+        fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
     }
     copy_commit();
     float row_lse[2], row_delta[2];
@@ -259,8 +259,8 @@ KERNEL __launch_bounds__(THREADS)
         after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
-            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
-            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
+            fetch<KEYS>(other, keys, k_t, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, v_t, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -289,15 +289,15 @@ KERNEL __launch_bounds__(THREADS)
     copy_wait<0>();
     sync_block();  // with no tiles: all of the queries have landed
     const float factor[2] = {scale, scale};
-    store_rows(acc, factor, memory, row, dq + b * dqb + h * dqh, dqt, first, T, d);
+    store_rows(acc, factor, memory, row, dq + b * dq_b + h * dq_h, dq_t, first, T, d);
 }
 
 // Grid: (key tiles, Hkv, B). The queries of all heads of the group are walked over one after the
 // other, so a gradient is summed in one place and in one order.
 KERNEL __launch_bounds__(THREADS)
-    attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
-                  const float* delta, elem* dk, i64 dkb, i64 dkt, i64 dkh, elem* dvalue, i64 dvb,
-                  i64 dvt, i64 dvh) {
+    attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                  const float* lse, const float* delta, elem* dk, i64 dk_b, i64 dk_t, i64 dk_h,
+                  elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h) {
     SHARED(memory);
     const u32 tk = shared_address(memory), tv = tk + OWN * PITCH, stages = tv + OWN * PITCH;
     const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs
@@ -326,8 +326,8 @@ KERNEL __launch_bounds__(THREADS)
     auto fetch_queries = [&](int j, int turn) {
         const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
         const u32 stage = stages + turn * stage_bytes;
-        fetch<QUERIES>(stage, q + b * qb + h * qh, qt, t0, T, d);
-        fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * db + h * dh, dt, t0, T, dv);
+        fetch<QUERIES>(stage, q + b * q_b + h * q_h, q_t, t0, T, d);
+        fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * dout_b + h * dout_h, dout_t, t0, T, dv);
         if (threadIdx.x < QUERIES) {
             const int t = t0 + threadIdx.x;
             const i64 at = ((i64)b * Hq + h) * T + t;
@@ -337,8 +337,8 @@ KERNEL __launch_bounds__(THREADS)
         }
     };
 
-    fetch<OWN>(tk, k + b * kb + hk * kh, kt, first, S, d);
-    fetch<OWN>(tv, v + b * vb + hk * vh, vt, first, S, dv);
+    fetch<OWN>(tk, k + b * k_b + hk * k_h, k_t, first, S, d);
+    fetch<OWN>(tv, v + b * v_b + hk * v_h, v_t, first, S, dv);
     int j = next(0);
     if (j < tiles) fetch_queries(j, 0);
     copy_commit();
@@ -381,6 +381,7 @@ KERNEL __launch_bounds__(THREADS)
     copy_wait<0>();
     sync_block();  // with no tiles: all of the keys and values have landed
     const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
-    store_rows(acc_k, factor, memory, row, dk + b * dkb + hk * dkh, dkt, first, S, d);
-    store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvb + hk * dvh, dvt, first, S, dv);
+    store_rows(acc_k, factor, memory, row, dk + b * dk_b + hk * dk_h, dk_t, first, S, d);
+    store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvalue_b + hk * dvalue_h,
+               dvalue_t, first, S, dv);
 }
