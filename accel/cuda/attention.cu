@@ -44,9 +44,8 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
         l[r] = 0.0f;
         for (int c = lane; c < dv; c += 32) to[(row0 + r) * dv + c] = 0.0f;
     }
-    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
-    const int end = key_end(last, T, S, causal);
-    for (int u0 = 0; u0 < end; u0 += KEYS) {
+    const int end = rules.key_end(first + QUERIES < T ? first + QUERIES : T);
+    for (int u0 = rules.key_begin(first) / KEYS * KEYS; u0 < end; u0 += KEYS) {
         sync_block();  // the tiles have been read
         load_rows(tk, d + 1, k + b * k_b + h / group * k_h, k_t, u0, KEYS, S, d);
         load_rows(tv, dv, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
@@ -145,9 +144,8 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
     load_rows(tdo, dv, dout + b * dout_b + h * dout_h, dout_t, first, QUERIES, T, dv);
     for (int i = threadIdx.x; i < QUERIES * d; i += blockDim.x) tdq[i] = 0.0f;
-    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
-    const int end = key_end(last, T, S, causal);
-    for (int u0 = 0; u0 < end; u0 += KEYS) {
+    const int end = rules.key_end(first + QUERIES < T ? first + QUERIES : T);
+    for (int u0 = rules.key_begin(first) / KEYS * KEYS; u0 < end; u0 += KEYS) {
         sync_block();  // the tiles have been read
         load_rows(tk, d + 1, k + b * k_b + h / group * k_h, k_t, u0, KEYS, S, d);
         load_rows(tv, dv + 1, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
@@ -200,10 +198,10 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dou
     load_rows(tv, dv + 1, v + b * v_b + hk * v_h, v_t, first, KEYS, S, dv);
     for (int i = threadIdx.x; i < KEYS * d; i += blockDim.x) tdk[i] = 0.0f;
     for (int i = threadIdx.x; i < KEYS * dv; i += blockDim.x) tdv[i] = 0.0f;
-    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
     for (int h = hk * group; h < (hk + 1) * group; ++h) {
         const Rules rules = ATTENTION_RULES(b, h);
-        for (int t0 = begin; t0 < T; t0 += QUERIES) {
+        const int end = rules.query_end(first + KEYS < S ? first + KEYS : S);
+        for (int t0 = rules.query_begin(first) / QUERIES * QUERIES; t0 < end; t0 += QUERIES) {
             sync_block();  // the tiles have been read
             load_rows(tq, d, q + b * q_b + h * q_h, q_t, t0, QUERIES, T, d);
             load_rows(tdo, dv, dout + b * dout_b + h * dout_h, dout_t, t0, QUERIES, T, dv);
@@ -229,6 +227,7 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dou
             }
         }
     }
+    sync_block();  // with no tiles: the gradients have been cleared
     for (int j = key0; j < key0 + KEYS / WARPS && first + j < S; ++j) {
         const i64 u = first + j;
         for (int c = lane; c < d; c += 32)

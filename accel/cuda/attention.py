@@ -23,6 +23,7 @@ from reference.checks import check_mask, check_number, check_shape
 from reference.dropout import check_dropout
 from reference.philox import check_counters
 from reference.types import Array, DropoutKey
+from reference.visibility import Visibility
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
 OWN, MMA_KEYS, MMA_QUERIES = 128, 64, 32  # rows of attention_mma.cu: of a block, of its tiles
@@ -48,6 +49,7 @@ def attention_forward(
     documents: Array | None = None,
     *,
     causal: bool = True,
+    window: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
@@ -68,6 +70,8 @@ def attention_forward(
         check_documents(documents, B, T, S)
         if documents.dtype != np.int32:
             raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
+    if window != int(window) or window < 0:
+        raise ValueError(f"attention: window must be an integer >= 0 (0: no limit), got {window!r}")
     scale = 1 / math.sqrt(d) if scale is None else scale
     check_number("attention", "scale", scale)
     dropping = dropout_p > 0 and dropout_key is not None
@@ -75,18 +79,12 @@ def attention_forward(
     assert key is not None
     if dropping:
         key = check_counters(B, Hq * T * S, key)
+    who = Visibility(T, S, causal, int(window), alibi, key_mask, documents)
 
     q, k, v = (_with_rows(x) for x in (q, k, v))
-    alibi, key_mask, documents = (
-        None if x is None else contiguous(x) for x in (alibi, key_mask, documents)
-    )
     fast = _tensor_cores(q, k, v)
-    rules = {
-        **{"T": T, "S": S, "Hq": Hq, "Hkv": Hkv, "d": d, "dv": dv, "causal": causal},
-        **{"alibi": alibi, "key_mask": key_mask, "documents": documents},
-        "ranges": _ranges(documents) if fast and documents is not None else None,
-        **{"scale": scale, "dropping": dropping, **drawn_by(p, key)},
-    }
+    rules = {"Hq": Hq, "Hkv": Hkv, "d": d, "dv": dv, "scale": scale, "dropping": dropping}
+    rules |= _visible(who, fast) | drawn_by(p, key)
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
     given = _strided(q=q, k=k, v=v) | rules | {"out": out, "lse": lse}
     if fast:
@@ -132,6 +130,17 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
         floats = KEYS * (2 * d + 2 * dv + 2) + QUERIES * (d + dv + 2 * (KEYS + 1))
         _launch("attention_dkv", ceil_div(S, KEYS), Hkv, floats, for_keys)
     return dq, dk, dvalue
+
+
+def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
+    """Return who may see whom as the kernels are told."""
+    T, S, window = who.queries, who.keys, who.window
+    behind = min(window - 1, T + S) if window else T + S  # no distance is T + S
+    arrays = {"alibi": who.alibi, "key_mask": who.key_mask, "documents": who.documents}
+    given = {name: x if x is None else contiguous(x) for name, x in arrays.items()}
+    documents = given["documents"]
+    given["ranges"] = _ranges(documents) if fast and documents is not None else None
+    return {"T": T, "S": S, "behind": behind, "ahead": 0 if who.causal else behind, **given}
 
 
 def _launch(kernel: str, blocks: int, heads: int, floats: int, given: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@
 // are walked over come by cp.async into two stages, one filling while the other is used. Shared
 // memory at HEAD = 128: forward 96 KiB, dq 128 KiB, dk/dv 97 KiB.
 //
-// Tiles that causality empties are not walked over, nor those whose range of documents does not meet
-// the block's own: what they would add is exactly nothing.
+// Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
+// those whose range of documents does not meet the block's own: what they would add is exactly nothing.
 //
 // A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
 // 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
@@ -112,7 +112,7 @@ DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], 
 }
 
 // The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
-// forbid. `inside`: causality and the ends of the arrays forbid nothing in this tile.
+// forbid. `inside`: positions forbid nothing in this tile.
 DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool inside) {
     float x = s * scale2;
     if (ALIBI) x += rules.bias(t, u) * LOG2E;
@@ -131,14 +131,14 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
-    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
+    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;
     const elem* keys = k + b * k_b + hk * k_h;
     const elem* values = v + b * v_b + hk * v_h;
 
     fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
+    int j = rules.next_tile(rules.key_begin(first) / KEYS, tiles, KEYS, least, greatest);
     if (j < tiles) {
         fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
         fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
@@ -161,8 +161,7 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
         clear(s);
         multiply_rows(s, tq, row, tk);
         const int u0 = j * KEYS;
-        const bool inside =
-            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+        const bool inside = rules.inside(first + row, 16, u0, KEYS);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int t = first + row + g + 8 * half;
@@ -230,7 +229,7 @@ KERNEL __launch_bounds__(THREADS)
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
-    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
+    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;
     const elem* keys = k + b * k_b + hk * k_h;
     const elem* values = v + b * v_b + hk * v_h;
 
@@ -238,7 +237,7 @@ KERNEL __launch_bounds__(THREADS)
     fetch<OWN>(tdo, dout + b * dout_b + h * dout_h, dout_t, first, T, dv);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
+    int j = rules.next_tile(rules.key_begin(first) / KEYS, tiles, KEYS, least, greatest);
     if (j < tiles) {
         fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
         fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
@@ -271,8 +270,7 @@ KERNEL __launch_bounds__(THREADS)
         multiply_rows(s, tq, row, tk);
         multiply_rows(dp, tdo, row, tv);
         const int u0 = j * KEYS;
-        const bool inside =
-            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+        const bool inside = rules.inside(first + row, 16, u0, KEYS);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -305,19 +303,20 @@ KERNEL __launch_bounds__(THREADS)
     const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const float scale2 = scale * LOG2E;
-    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
-    const int each = begin < T ? (T - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
+    const int last = first + OWN < S ? first + OWN - 1 : S - 1;
+    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
+    const int begin = shared_rules.query_begin(first) / QUERIES * QUERIES;
+    const int end = shared_rules.query_end(last + 1);
+    const int each = begin < end ? (end - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
     const int tiles = group * each;
 
     int least = 0, greatest = 0;  // documents of the block's keys
-    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
-    if (MASKED && ranges)
-        shared_rules.span(first, (first + OWN < S ? first + OWN : S) - 1, least, greatest);
+    if (MASKED && ranges) shared_rules.span(first, last, least, greatest);
     // The first tile of queries from j on that has one of them.
     auto next = [&](int j) {
         for (; j < tiles; ++j) {
-            const int t0 = begin + j % each * QUERIES, end = t0 + QUERIES < T ? t0 + QUERIES : T;
-            if (!shared_rules.apart(least, greatest, t0 + S - T, end - 1 + S - T)) break;
+            const int t0 = begin + j % each * QUERIES, t1 = t0 + QUERIES < T ? t0 + QUERIES : T;
+            if (!shared_rules.apart(least, greatest, t0 + S - T, t1 - 1 + S - T)) break;
         }
         return j;
     };
@@ -360,8 +359,7 @@ KERNEL __launch_bounds__(THREADS)
         clear(dp);
         multiply_rows(s, tk, row, tq);
         multiply_rows(dp, tv, row, tdo);
-        const bool inside = first + OWN <= S && t0 + QUERIES <= T &&
-                            (!causal || first + row + 15 <= t0 + S - T);
+        const bool inside = rules.inside(t0, QUERIES, first + row, 16);
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
