@@ -7,7 +7,8 @@ atomics are needed: one whose blocks own queries (dq), one whose blocks own keys
 query heads that read them (dk, dv).
 
 A causal T × T head of width d takes 2·T²·d operations forward and 5·T²·d backward (half the full
-square), of which the two kernels do 7·T²·d, since both make the scores again.
+square), of which the two kernels do 7·T²·d, since both make the scores again. Tiles that causality
+or a window hides from a whole block are not walked over.
 """
 
 import math
