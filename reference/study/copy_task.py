@@ -81,9 +81,9 @@ def loss_and_grads(params: Params, grads: Grads, batch: CopyBatch) -> float:
 def learn(batches: Sequence[CopyBatch], *, seed: int = 0) -> tuple[Params, list[float]]:
     """Train on each of ``batches`` once; return the parameters and the loss by step.
 
-    The layout starts matrices at 0.02, which suits a width of a thousand or more. Beside sines and
-    cosines of size one, an embedding 32 wide would hardly be seen, so all matrices are raised to
-    1/√D here; Vaswani et al. multiply the embedding by √D for the same reason.
+    The layout draws matrices with a standard deviation of 0.02, which suits a width of a thousand
+    or more. Beside sines and cosines of size one, such an embedding would hardly matter, so all
+    matrices are scaled to 1/√D here; Vaswani et al. multiply the embedding by √D instead.
     """
     layout = encoder_decoder_layout(CONFIG)
     flat = layout.init(seed)
