@@ -12,9 +12,9 @@ from accel.cuda import ops, ops_bf16, sources
 from accel.cuda.attention import _visible
 from reference.types import Array
 from reference.visibility import Visibility
-from tests.cuda_cases import relative_error, run_backend, run_reference
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice
+from tests.helpers.cuda_cases import relative_error, run_backend, run_reference
 
 require.shim()
 
