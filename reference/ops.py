@@ -55,6 +55,7 @@ from reference.linear_cross_entropy import (
     linear_cross_entropy_backward,
     linear_cross_entropy_forward,
 )
+from reference.memory import memory
 from reference.relu import relu_backward, relu_forward
 from reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from reference.rope import rope_backward, rope_forward
@@ -98,6 +99,7 @@ __all__ = [
     "linear_cross_entropy_forward",
     "linear_forward",
     "logits",
+    "memory",
     "merge_heads_backward",
     "merge_heads_forward",
     "parameters",
@@ -150,6 +152,9 @@ class Ops(Protocol):
 
     def step(self) -> AbstractContextManager[None]:
         """Open a scope in which the backend may reuse memory for activations and gradients."""
+
+    def memory(self) -> int:
+        """Return the most bytes that this process has held where the backend's arrays lie."""
 
     # ---- differentiable ops ------------------------------------------------------------------
 

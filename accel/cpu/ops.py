@@ -41,7 +41,7 @@ from accel.cpu.loss import (
     linear_cross_entropy_forward,
     softmax,
 )
-from accel.cpu.memory import step
+from accel.cpu.memory import memory, step
 from accel.cpu.norms import (
     layernorm_backward,
     layernorm_forward,
@@ -79,6 +79,7 @@ __all__ = [
     "linear_cross_entropy_forward",
     "linear_forward",
     "logits",
+    "memory",
     "merge_heads_backward",
     "merge_heads_forward",
     "parameters",
