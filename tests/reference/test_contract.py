@@ -110,7 +110,7 @@ def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any)
     shapes = [np.zeros((1, 1, 1), dtype) for _ in expected]
     types = [gradient.astype(other_than(dtype)) for gradient in expected]
     for wrong in (shapes, types):
-        with pytest.raises(ValueError, match="out must (have shape|be).*the gradient"):
+        with pytest.raises(ValueError, match=r"out must (have shape|be).*the gradient"):
             backward(dout, cache, out=wrong[0] if single else tuple(wrong))
     for gradient in out:
         gradient.flags.writeable = False
