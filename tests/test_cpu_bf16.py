@@ -26,9 +26,6 @@ from tests.test_cpu_attention import KEY, Case, cases, cast, on_absolute_values,
 U32 = 2.0**-24  # unit roundoff of float32
 U16 = 2.0**-9  # of bfloat16
 
-
-pytestmark = pytest.mark.skipif(not needs.HAS_BF16, reason="the processor has no AVX512-BF16")
-
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 95, 129]))
 
 
@@ -45,14 +42,16 @@ def block_kernel(emit):
     return kernel
 
 
-@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors"])
+@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors", "emit_portable"])
 @pytest.mark.parametrize("steps", [1, 3, 40])
 @pytest.mark.parametrize("c_row", [32, 45])
 def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
-    """Both ways, where the processor has both: the vectors, and the tiles if it has them."""
+    """All ways that the processor has; where it has neither instruction, the portable one."""
     if way == "emit_tiles":
         needs.tiles()
         bf16_tiles.enable()
+    if way == "emit_vectors" and not needs.HAS_BF16:
+        pytest.skip("the processor has no AVX512-BF16 (asked of /proc/cpuinfo)")
     kernel = block_kernel(getattr(bf16_tiles, way))
     rng = np.random.default_rng(steps)
     a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))
@@ -470,6 +469,7 @@ def test_dropout_counters_are_checked(ops):
 
 
 def test_a_processor_without_either_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.delenv("MYLLM_BF16", raising=False)
     monkeypatch.setattr(bf16_tiles, "_features", lambda: {"+avx2"})
     bf16_tiles.enable.cache_clear()
     try:
@@ -499,7 +499,7 @@ def test_a_system_that_keeps_the_tiles_to_itself_is_refused_in_a_sentence(monkey
 )
 def test_what_numba_compiles_for_decides(setting):
     code = "import accel\naccel.load('cpu', compute='bf16')"
-    env = os.environ | setting
+    env = os.environ | setting | {"MYLLM_BF16": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "use compute='float32'" in done.stderr
 

@@ -27,6 +27,7 @@ from accel.cpu.bf16_tiles import (
     declare,
     load_floats,
     pairs_of,
+    portable,
     round_pair,
 )
 from accel.cpu.simd import Builder, Context, Value
@@ -44,6 +45,8 @@ def _splat(x: float) -> Value:
 
 def _exp2(builder: Builder, x: Value) -> Value:
     """Return 2ˣ of a vector."""
+    if portable():
+        return _exp2_portably(builder, x)
     int16, int32 = ir.IntType(16), ir.IntType(32)
     every, rounding = ir.Constant(int16, -1), ir.Constant(int32, _CURRENT_ROUNDING)
     reduce = declare(
@@ -58,12 +61,30 @@ def _exp2(builder: Builder, x: Value) -> Value:
         [FLOATS, FLOATS, FLOATS, int16, int32],
         FLOATS,
     )
-    fma = declare(builder, "llvm.fma.v16f32", [FLOATS] * 3, FLOATS)
     f = builder.call(reduce, [x, ir.Constant(int32, _FLOOR), _splat(0.0), every, rounding])
+    p = _polynomial(builder, f)
+    return builder.call(scale, [p, x, _splat(0.0), every, rounding])
+
+
+def _exp2_portably(builder: Builder, x: Value) -> Value:
+    """Return 2ˣ by way of the exponent field; NaN falls through both comparisons."""
+    for sign, end in (("<", -127.0), (">", 128.0)):
+        x = builder.select(builder.fcmp_ordered(sign, x, _splat(end)), _splat(end), x)
+    floor = builder.call(declare(builder, "llvm.floor.v16f32", [FLOATS], FLOATS), [x])
+    to_int = declare(builder, "llvm.fptosi.sat.v16i32.v16f32", [FLOATS], PAIRS)
+    exponent = builder.add(builder.call(to_int, [floor]), ir.Constant(PAIRS, [127] * _LANES))
+    power = builder.shl(exponent, ir.Constant(PAIRS, [23] * _LANES))
+    p = _polynomial(builder, builder.fsub(x, floor))
+    return builder.fmul(p, builder.bitcast(power, FLOATS))
+
+
+def _polynomial(builder: Builder, f: Value) -> Value:
+    """Return p(f) by Horner's rule."""
+    fma = declare(builder, "llvm.fma.v16f32", [FLOATS] * 3, FLOATS)
     p = _splat(_COEFFICIENTS[-1])
     for c in reversed(_COEFFICIENTS[:-1]):
         p = builder.call(fma, [p, f, _splat(c)])
-    return builder.call(scale, [p, x, _splat(0.0), every, rounding])
+    return p
 
 
 def _store_pairs(builder: Builder, value: Value, p: Value) -> None:

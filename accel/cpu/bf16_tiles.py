@@ -1,6 +1,6 @@
 """Blocks of bfloat16 products as Numba intrinsics, on AMX tiles or AVX-512, and their operands.
 
-``block`` adds up a 32 × 32 block of C, in one of two ways:
+``block`` adds up a 32 × 32 block of C, in one of two ways for users and a third for tests:
 
 - AMX-BF16 (Intel from Sapphire Rapids on) has eight tile registers of 16 rows of 64 bytes.
   ``TDPBF16PS`` takes a tile of A (16 × 32 bfloat16), a tile of B (32 × 16, stored as 16 rows of
@@ -12,8 +12,11 @@
   block is four bands of 8 rows, each of 16 vectors in registers; a row of a tile of B is a vector
   as it lies there, and a pair of A is read into all lanes.
 
-Both multiply exactly, add in float32, round to nearest and take denormal numbers for zero. They add
-in another order, so that their results are close and not equal.
+- ``MYLLM_BF16=portable`` widens the pairs to float32 by shifts and multiplies these, on any
+  processor and slowly, so that the whole mode can be tested where neither is.
+
+All multiply exactly, add in float32 and round to nearest; the first two take denormal numbers for
+zero. They add in another order, so that their results are close and not equal.
 
 Operands are packed so that all a block reads is one run of memory::
 
@@ -31,6 +34,7 @@ quarter of that when tiles cross cache lines, so packed memory starts at multipl
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -59,9 +63,14 @@ def _features() -> set[str]:
     return set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
 
 
+def portable() -> bool:
+    """Whether the mode is compiled for any processor, for tests."""
+    return os.environ.get("MYLLM_BF16") == "portable"
+
+
 def has_tiles() -> bool:
-    """Whether ``block`` is compiled for AMX; else for AVX512-BF16."""
-    return {"+amx-tile", "+amx-bf16"} <= _features()
+    """Whether ``block`` is compiled for AMX; else for AVX512-BF16, unless it is ``portable``."""
+    return not portable() and {"+amx-tile", "+amx-bf16"} <= _features()
 
 
 @functools.cache
@@ -73,7 +82,7 @@ def enable() -> None:
     ImportError
         When the processor has no AVX512-BF16, or AMX-BF16 that the system does not hand out.
     """
-    if "+avx512bf16" not in _features():
+    if not portable() and "+avx512bf16" not in _features():
         raise ImportError(
             "the backend 'cpu' computes in bf16 on processors with AMX-BF16 (Intel Xeon from "
             "Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on), and this one has neither; "
@@ -266,8 +275,46 @@ def emit_vectors(
                 builder.store(builder.load(total), target, align=4)
 
 
+def emit_portable(
+    builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
+) -> None:
+    """Emit the block in float32, row by row."""
+    multiply = declare(builder, "llvm.fmuladd.v16f32", [FLOATS] * 3, FLOATS)
+    zero, high = ir.Constant(FLOATS, [0.0] * 16), ir.Constant(PAIRS, [0xFFFF0000] * 16)
+    lanes, undefined = ir.Constant(PAIRS, [0] * 16), ir.Constant(PAIRS, ir.Undefined)
+    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
+
+    def widened(pairs: Value) -> list[Value]:
+        """Return the first and the second number of each pair."""
+        low = builder.shl(pairs, ir.Constant(PAIRS, [16] * 16))
+        return [builder.bitcast(x, FLOATS) for x in (low, builder.and_(pairs, high))]
+
+    with cgutils.for_range(builder, constant(SIDE)) as row:
+        a_row = builder.gep(a, [builder.mul(row.index, constant(16))])
+        c_line = builder.gep(c, [builder.mul(row.index, c_row)])
+        for half, total in enumerate(sums):
+            before = load_floats(builder, _offset(builder, c_line, 16 * half))
+            builder.store(builder.select(add, before, zero), total)
+        with (
+            cgutils.for_range(builder, steps) as step,
+            cgutils.for_range(builder, constant(16)) as k,
+        ):
+            first = builder.mul(step.index, constant(STEP))
+            one = builder.load(builder.gep(a_row, [builder.add(first, k.index)]), align=4)
+            one = builder.insert_element(undefined, one, ir.Constant(_INT32, 0))
+            left = widened(builder.shuffle_vector(one, undefined, lanes))
+            here = builder.gep(b, [builder.add(first, builder.mul(k.index, constant(16)))])
+            for half, total in enumerate(sums):
+                p = builder.bitcast(_offset(builder, here, TILE * half), ir.PointerType(PAIRS))
+                for x, y in zip(left, widened(builder.load(p, align=4)), strict=True):
+                    builder.store(builder.call(multiply, [x, y, builder.load(total)]), total)
+        for half, total in enumerate(sums):
+            p = builder.bitcast(_offset(builder, c_line, 16 * half), ir.PointerType(FLOATS))
+            builder.store(builder.load(total), p, align=4)
+
+
 def block_by(emit: Callable[..., None] | None = None) -> Any:
-    """Make the intrinsic ``block`` of one of the two ways, or of the one that the processor has."""
+    """Make the intrinsic ``block`` of one of the ways, or of the one that is compiled for here."""
 
     @intrinsic
     def block(typingctx: Context, a: Any, b: Any, c: Any, c_row: Any, steps: Any, add: Any) -> Any:
@@ -288,7 +335,8 @@ def block_by(emit: Callable[..., None] | None = None) -> Any:
         """
 
         def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-            (emit or (emit_tiles if has_tiles() else emit_vectors))(builder, *args)
+            compiled_for = emit_tiles if has_tiles() else emit_vectors
+            (emit or (emit_portable if portable() else compiled_for))(builder, *args)
             return context.get_dummy_value()
 
         if not all(isinstance(p, types.CPointer) for p in (a, b, c)):
@@ -310,8 +358,25 @@ def load_floats(builder: Builder, p: Value) -> Value:
 
 def round_pair(builder: Builder, low: Value, high: Value) -> Value:
     """Return 32 bfloat16, those of ``low`` first; round to nearest even."""
+    if portable():
+        rounded = [_round_portably(builder, x) for x in (low, high)]
+        order = ir.Constant(ir.VectorType(_INT32, 32), list(range(32)))
+        return builder.shuffle_vector(*rounded, order)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     return builder.call(declare(builder, name, [FLOATS] * 2, _BFLOATS), [high, low])
+
+
+def _round_portably(builder: Builder, x: Value) -> Value:
+    """Return the upper halves of 16 float32, rounded to nearest even; NaN stays."""
+
+    def every(n: int) -> Value:
+        return ir.Constant(PAIRS, [n] * 16)
+
+    bits = builder.bitcast(x, PAIRS)
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
+    rounded = builder.select(builder.fcmp_unordered("uno", x, x), every(0x7FC0), rounded)
+    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), 16))
 
 
 def pairs_of(builder: Builder, even: Value, odd: Value) -> Value:
@@ -320,7 +385,7 @@ def pairs_of(builder: Builder, even: Value, odd: Value) -> Value:
     order = [i for pair in zip(range(16), range(16, 32), strict=True) for i in pair]
     mask = ir.Constant(ir.VectorType(_INT32, 32), order)
     return builder.bitcast(
-        builder.shuffle_vector(rounded, ir.Constant(_BFLOATS, ir.Undefined), mask), PAIRS
+        builder.shuffle_vector(rounded, ir.Constant(rounded.type, ir.Undefined), mask), PAIRS
     )
 
 

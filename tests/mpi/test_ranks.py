@@ -14,7 +14,6 @@ import pytest
 
 from dist import launch
 from dist.config import RunFile
-from tests import needs
 from tests.runs import prepare, with_run
 from tests.test_dist_train import digest, losses, save_run_file
 
@@ -58,8 +57,6 @@ def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
 def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
     tmp_path: Path, compute: str
 ) -> None:
-    if compute == "bf16":
-        needs.bf16()
     config = prepare(
         tmp_path,
         run__backend="cpu",
