@@ -4,7 +4,7 @@ import os
 
 from hypothesis import settings
 
-from tests import needs  # lets the mode bf16 run on every processor
+from tests.helpers import needs  # lets the mode bf16 run on every processor
 
 assert needs
 
