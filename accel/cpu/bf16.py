@@ -18,9 +18,16 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu import bf16_attention, bf16_gemm, bf16_tiles
-from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
+from accel.cpu.attention import (
+    AttentionCache,
+    check_attention,
+    dropout_of,
+    tiled_backward,
+    tiled_forward,
+)
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
-from accel.cpu.bf16_tiles import SIDE, STEP, pack_columns, pack_rows
+from accel.cpu.bf16_portable import SIDE, STEP
+from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
@@ -32,6 +39,7 @@ from reference.config import Config
 from reference.cross_entropy import check_targets
 from reference.linear import check_head, check_linear
 from reference.types import DropoutKey, KVCache, Loss
+from reference.visibility import Visibility
 
 Array = npt.NDArray[Any]
 
@@ -208,6 +216,7 @@ def attention_forward(
     documents: Array | None = None,
     *,
     causal: bool = True,
+    window: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
@@ -218,10 +227,11 @@ def attention_forward(
     bfloat16 where they are multiplied.
     """
     _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
+    check_attention(q, k, v, alibi, key_mask, documents, window, scale)
+    who = Visibility(q.shape[1], k.shape[1], bool(causal), int(window), alibi, key_mask, documents)
+    dropout = dropout_of(q, k, dropout_p, dropout_key)
     bf16_tiles.enable()
-    return tiled_forward(
-        bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
-    )
+    return tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:

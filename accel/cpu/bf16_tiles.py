@@ -34,7 +34,6 @@ quarter of that when tiles cross cache lines, so packed memory starts at multipl
 
 import ctypes
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +45,24 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from accel.cpu.bf16_portable import (
+    FLOATS,
+    INT32,
+    INT64,
+    PAIRS,
+    SIDE,
+    STEP,
+    TILE,
+    constant,
+    declare,
+    emit_portable,
+    load_floats,
+    offset,
+    portable,
+    round_portably,
+)
 from accel.cpu.simd import Builder, Context, Value, at
 from accel.jit import jit
-
-SIDE = 32  # rows and columns of a block of C, and the step along k
-TILE = 256  # elements of a packed tile: 16 rows of 16 pairs
-STEP = 2 * TILE  # of the two tiles of one step along k
 
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
@@ -61,11 +72,6 @@ _SYS_ARCH_PRCTL = 158
 def _features() -> set[str]:
     """Return what the processor that Numba compiles for has, as "+name"."""
     return set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-
-
-def portable() -> bool:
-    """Whether the mode is compiled for any processor, for tests."""
-    return os.environ.get("MYLLM_BF16") == "portable"
 
 
 def has_tiles() -> bool:
@@ -108,11 +114,7 @@ def _request_tiles() -> int:
 # --- instructions --------------------------------------------------------------------------------
 
 _INT8 = ir.IntType(8)
-_INT32 = ir.IntType(32)
-_INT64 = ir.IntType(64)
 _BYTES = ir.PointerType(_INT8)
-FLOATS = ir.VectorType(ir.FloatType(), 16)
-PAIRS = ir.VectorType(_INT32, 16)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -131,15 +133,6 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
 
 
 _BFLOATS = ir.VectorType(_BFloat(), 32)
-
-
-def declare(builder: Builder, name: str, arguments: list[Any], result: Any = None) -> Any:
-    signature = ir.FunctionType(ir.VoidType() if result is None else result, arguments)
-    return cgutils.get_or_insert_function(builder.module, signature, name)
-
-
-def constant(n: int) -> Value:
-    return ir.Constant(_INT64, n)
 
 
 # The configuration of the tile registers: palette 1, each of 16 rows of 64 bytes.
@@ -174,17 +167,13 @@ def release(typingctx: Context) -> Any:
     return types.none(), codegen
 
 
-def _offset(builder: Builder, p: Value, *elements: int) -> Value:
-    return builder.gep(p, [constant(sum(elements))])
-
-
 def emit_tiles(
     builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
 ) -> None:
     """Emit the block on AMX tiles."""
     zero = declare(builder, "llvm.x86.tilezero", [_INT8])
-    load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, _INT64])
-    store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, _INT64])
+    load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, INT64])
+    store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, INT64])
     multiply = declare(builder, "llvm.x86.tdpbf16ps", [_INT8, _INT8, _INT8])
 
     def tile(n: int) -> Value:
@@ -239,7 +228,7 @@ def emit_vectors(
 
     def pair(p: Value) -> Value:
         """Return the pair at p in all lanes."""
-        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(_INT32, 0))
+        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(INT32, 0))
         return builder.bitcast(builder.shuffle_vector(one, undefined, lanes), _BFLOATS)
 
     with cgutils.for_range(builder, constant(SIDE // BAND)) as band:
@@ -252,65 +241,27 @@ def emit_vectors(
             for half, total in enumerate(row):
                 with builder.if_else(add) as (then, otherwise):
                     with then:
-                        builder.store(load_floats(builder, _offset(builder, p, 16 * half)), total)
+                        builder.store(load_floats(builder, offset(builder, p, 16 * half)), total)
                     with otherwise:
                         builder.store(ir.Constant(FLOATS, [0.0] * 16), total)
         with cgutils.for_range(builder, steps) as loop:
             first = builder.mul(loop.index, constant(STEP))
             a_step, b_step = builder.gep(a_band, [first]), builder.gep(b, [first])
             for k in range(16):
-                halves = [_offset(builder, b_step, TILE * half, 16 * k) for half in range(2)]
+                halves = [offset(builder, b_step, TILE * half, 16 * k) for half in range(2)]
                 columns = [
                     builder.load(builder.bitcast(p, ir.PointerType(_BFLOATS)), align=4)
                     for p in halves
                 ]
                 for i, row in enumerate(sums):
-                    left = pair(_offset(builder, a_step, 16 * i, k))
+                    left = pair(offset(builder, a_step, 16 * i, k))
                     for right, total in zip(columns, row, strict=True):
                         made = builder.call(multiply, [builder.load(total), left, right])
                         builder.store(made, total)
         for row, p in zip(sums, c_rows, strict=True):
             for half, total in enumerate(row):
-                target = builder.bitcast(_offset(builder, p, 16 * half), ir.PointerType(FLOATS))
+                target = builder.bitcast(offset(builder, p, 16 * half), ir.PointerType(FLOATS))
                 builder.store(builder.load(total), target, align=4)
-
-
-def emit_portable(
-    builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
-) -> None:
-    """Emit the block in float32, row by row."""
-    multiply = declare(builder, "llvm.fmuladd.v16f32", [FLOATS] * 3, FLOATS)
-    zero, high = ir.Constant(FLOATS, [0.0] * 16), ir.Constant(PAIRS, [0xFFFF0000] * 16)
-    lanes, undefined = ir.Constant(PAIRS, [0] * 16), ir.Constant(PAIRS, ir.Undefined)
-    sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
-
-    def widened(pairs: Value) -> list[Value]:
-        """Return the first and the second number of each pair."""
-        low = builder.shl(pairs, ir.Constant(PAIRS, [16] * 16))
-        return [builder.bitcast(x, FLOATS) for x in (low, builder.and_(pairs, high))]
-
-    with cgutils.for_range(builder, constant(SIDE)) as row:
-        a_row = builder.gep(a, [builder.mul(row.index, constant(16))])
-        c_line = builder.gep(c, [builder.mul(row.index, c_row)])
-        for half, total in enumerate(sums):
-            before = load_floats(builder, _offset(builder, c_line, 16 * half))
-            builder.store(builder.select(add, before, zero), total)
-        with (
-            cgutils.for_range(builder, steps) as step,
-            cgutils.for_range(builder, constant(16)) as k,
-        ):
-            first = builder.mul(step.index, constant(STEP))
-            one = builder.load(builder.gep(a_row, [builder.add(first, k.index)]), align=4)
-            one = builder.insert_element(undefined, one, ir.Constant(_INT32, 0))
-            left = widened(builder.shuffle_vector(one, undefined, lanes))
-            here = builder.gep(b, [builder.add(first, builder.mul(k.index, constant(16)))])
-            for half, total in enumerate(sums):
-                p = builder.bitcast(_offset(builder, here, TILE * half), ir.PointerType(PAIRS))
-                for x, y in zip(left, widened(builder.load(p, align=4)), strict=True):
-                    builder.store(builder.call(multiply, [x, y, builder.load(total)]), total)
-        for half, total in enumerate(sums):
-            p = builder.bitcast(_offset(builder, c_line, 16 * half), ir.PointerType(FLOATS))
-            builder.store(builder.load(total), p, align=4)
 
 
 def block_by(emit: Callable[..., None] | None = None) -> Any:
@@ -352,38 +303,19 @@ block = block_by()
 # --- packing -------------------------------------------------------------------------------------
 
 
-def load_floats(builder: Builder, p: Value) -> Value:
-    return builder.load(builder.bitcast(p, ir.PointerType(FLOATS)), align=4)
-
-
 def round_pair(builder: Builder, low: Value, high: Value) -> Value:
     """Return 32 bfloat16, those of ``low`` first; round to nearest even."""
     if portable():
-        rounded = [_round_portably(builder, x) for x in (low, high)]
-        order = ir.Constant(ir.VectorType(_INT32, 32), list(range(32)))
-        return builder.shuffle_vector(*rounded, order)
+        return round_portably(builder, low, high)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     return builder.call(declare(builder, name, [FLOATS] * 2, _BFLOATS), [high, low])
-
-
-def _round_portably(builder: Builder, x: Value) -> Value:
-    """Return the upper halves of 16 float32, rounded to nearest even; NaN stays."""
-
-    def every(n: int) -> Value:
-        return ir.Constant(PAIRS, [n] * 16)
-
-    bits = builder.bitcast(x, PAIRS)
-    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, every(0x7FFF)), odd), every(16))
-    rounded = builder.select(builder.fcmp_unordered("uno", x, x), every(0x7FC0), rounded)
-    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), 16))
 
 
 def pairs_of(builder: Builder, even: Value, odd: Value) -> Value:
     """Return 16 pairs (even[i], odd[i]) of bfloat16."""
     rounded = round_pair(builder, even, odd)
     order = [i for pair in zip(range(16), range(16, 32), strict=True) for i in pair]
-    mask = ir.Constant(ir.VectorType(_INT32, 32), order)
+    mask = ir.Constant(ir.VectorType(INT32, 32), order)
     return builder.bitcast(
         builder.shuffle_vector(rounded, ir.Constant(rounded.type, ir.Undefined), mask), PAIRS
     )
@@ -399,7 +331,7 @@ def _transpose(builder: Builder, rows: list[Value]) -> list[Value]:
             if not i & distance:
                 x, y = rows[i], rows[i | distance]
                 for j, order in ((i, low), (i | distance, high)):
-                    mask = ir.Constant(ir.VectorType(_INT32, 16), order)
+                    mask = ir.Constant(ir.VectorType(INT32, 16), order)
                     rows[j] = builder.shuffle_vector(x, y, mask)
         distance //= 2
     return rows
