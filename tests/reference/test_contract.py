@@ -11,7 +11,6 @@ from reference import ops as reference
 from reference.ops import NAMES
 from reference.presets import TINY
 from reference.types import Array, KVCache
-from tests.helpers import needs
 from tests.helpers.contract import (
     DIFFERENTIABLE,
     DTYPED,
@@ -36,8 +35,6 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 def load(backend: str) -> Any:
     name, _, compute = backend.partition(" ")
-    if compute:
-        needs.bf16()
     return reference if name == "reference" else accel.load(name, compute=compute or "float32")
 
 
