@@ -15,7 +15,7 @@ from accel.cpu.activations import (
     swiglu_forward,
 )
 from accel.cpu.attention import attention_backward, attention_forward
-from accel.cpu.decode import decode_step, kv_cache, write_kv
+from accel.cpu.decode import decode_step
 from accel.cpu.elementwise import (
     add_backward,
     add_forward,
@@ -50,6 +50,7 @@ from accel.cpu.norms import (
 )
 from accel.cpu.optimizer import accumulate, adamw, global_norm, square_sums
 from accel.cpu.rope import rope_backward, rope_forward
+from reference.kv import kv_cache, write_kv
 
 Array = npt.NDArray[Any]
 

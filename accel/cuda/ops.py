@@ -7,8 +7,7 @@ The functions look at the dtype of what they are given, so the same ones serve b
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-
-import numpy as np
+from functools import partial
 
 from accel.cuda.arrays import check_activations, copy, to_numpy, upload
 from accel.cuda.attention import attention_backward, attention_forward
@@ -52,8 +51,8 @@ from accel.cuda.norm import (
 )
 from accel.cuda.optimizer import accumulate, adamw, global_norm, square_sums
 from accel.cuda.rope import rope_backward, rope_forward
-from reference.checks import check_position, check_shape
 from reference.config import Config
+from reference.kv import empty_cache, writes
 from reference.model import decode_step as compose_decode_step
 from reference.types import Array, KVCache
 
@@ -125,47 +124,14 @@ def step() -> AbstractContextManager[None]:
 def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
     """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows."""
     del params
-    return new_kv_cache(config, batch, length, F32)
-
-
-def new_kv_cache(
-    config: Config,
-    batch: int,
-    length: int,
-    dtype: np.dtype,
-) -> KVCache:
-    """Return an empty cache of a dtype, zeros."""
-    if not 1 <= length <= config.context_length:
-        raise ValueError(
-            f"kv_cache: length must lie in 1..{config.context_length}, the model's context, "
-            f"got {length}"
-        )
-    shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
-    return KVCache(zeros(shape, dtype), zeros(shape, dtype))
+    return empty_cache(config, batch, length, partial(zeros, dtype=F32))
 
 
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
-    """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row."""
-    check_activations("write_kv", k=k, v=v, cache=cache.k)
-    n_layers, batch, room, *heads = cache.k.shape
-    if not 0 <= layer < n_layers:
-        raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
-    check_position("write_kv", "position", position, batch)
-    length = k.shape[1]
-    for name, array in (("k", k), ("v", v)):
-        check_shape("write_kv", name, array, (batch, length, *heads), f"cache {cache.k.shape}")
-    starts = np.broadcast_to(np.asarray(position), (batch,))
-    if batch and length and (starts.min() < 0 or starts.max() + length > room):
-        raise ValueError(
-            f"write_kv: positions {starts.min()}..{starts.max() + length - 1} lie outside the "
-            f"cache, which has room for {room} tokens"
-        )
-    together = bool(batch) and bool((starts == starts[0]).all())
-    rows = [slice(0, batch)] if together else [slice(b, b + 1) for b in range(batch)]
-    for where in rows:
-        at = slice(int(starts[where.start]), int(starts[where.start]) + length)
-        copy(cache.k[layer, where, at], k[where])
-        copy(cache.v[layer, where, at], v[where])
+    """Write k and v (B, T, Hkv, d) of one layer into slots position, position + 1, … of a row."""
+    check_activations("write_kv", k=k, v=v, cache=cache.k[0])
+    for where, what in writes(cache, k, v, layer, position):
+        copy(where, what)
 
 
 def decode_step(

@@ -7,9 +7,10 @@ parameters are float32.
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 from accel.cuda.arrays import check_activations, to_dtype, upload
-from accel.cuda.device import BF16
+from accel.cuda.device import BF16, zeros
 from accel.cuda.embedding import EmbeddingCache
 from accel.cuda.embedding import embedding_forward as lookup
 from accel.cuda.ops import (
@@ -36,7 +37,6 @@ from accel.cuda.ops import (
     logits,
     merge_heads_backward,
     merge_heads_forward,
-    new_kv_cache,
     relu_backward,
     relu_forward,
     rmsnorm_backward,
@@ -57,6 +57,7 @@ from accel.cuda.ops import (
 )
 from accel.cuda.weights import parameters
 from reference.config import Config
+from reference.kv import empty_cache
 from reference.model import decode_step as compose_decode_step
 from reference.types import Array, KVCache
 
@@ -117,7 +118,7 @@ def from_numpy(array: Array, *, activation: bool = False) -> Array:
 def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
     """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows."""
     del params
-    return new_kv_cache(config, batch, length, BF16)
+    return empty_cache(config, batch, length, partial(zeros, dtype=BF16))
 
 
 def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
