@@ -10,24 +10,15 @@ from typing import Any
 from accel.verify.contract import DTYPES, SPECS, Case, Spec
 from accel.verify.files import case_command, save_failure
 from accel.verify.hints import hints_for
+from accel.verify.ops import room
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
-from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
+from accel.verify.subject import KernelError, Subject, SubjectError, as_subject
 from accel.verify.trial import run_case
 
-EXAMPLES = 100  # cases of an op in one precision, times the op's weight
+EXAMPLES = 100  # cases of an op in one precision, times the WEIGHT of its room
 MAX_HINTS = 4
 THOROUGH = 10  # as many times more with thorough
-# Ops with more ways to go wrong get more cases.
-_WEIGHT = {
-    "attention": 3,
-    "linear_cross_entropy": 2,
-    "rope": 2,
-    "linear": 1.5,
-    "adamw": 1.5,
-    "decode_step": 0.5,
-    "kv_cache": 0.1,
-}
 
 
 class VerificationError(AssertionError):
@@ -45,7 +36,7 @@ class Options:
     ops: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     seed: int = 0
-    examples: int | None = None  # cases of every op in one precision; by the op's weight when None
+    examples: int | None = None  # cases of every op in one precision; by the op's WEIGHT when None
     thorough: bool = False
     shrink: bool = True
     save: Path | None = None  # the folder for .npz files of failures; None writes none
@@ -195,14 +186,16 @@ def planned(subject: Subject, options: Options) -> list[tuple[Spec, str, int]]:
         specs = [SPECS[op] for op in options.ops]
     try:
         dtypes = options.dtypes or subject.dtypes()
+        return [
+            (spec, dtype, cases_of(spec.name, options))
+            for spec in specs
+            for dtype in dtypes
+            if dtype != "bf16" or not spec.master
+        ]
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
-    return [
-        (spec, dtype, cases_of(spec.name, options))
-        for spec in specs
-        for dtype in dtypes
-        if applies(spec, dtype)
-    ]
+    except NotImplementedError as error:  # an op without a room
+        raise SubjectError(str(error)) from None
 
 
 def check_subject(
@@ -259,7 +252,7 @@ def cases_of(op: str, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
     if options.examples is not None:
         return max(1, options.examples)
-    return int(EXAMPLES * _WEIGHT.get(op, 1) * (THOROUGH if options.thorough else 1))
+    return int(EXAMPLES * room(op).WEIGHT * (THOROUGH if options.thorough else 1))
 
 
 def _leave_out(found: OpReport) -> None:

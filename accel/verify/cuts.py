@@ -1,41 +1,14 @@
 """Smaller cases out of a failing one: fewer rows, tokens, heads or widths, the rest as it was."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from accel.verify.contract import Case
+from accel.verify.ops import room
 from reference.types import Array
-
-_HEADS, _CACHE = "BTHd", "LBSHd"
-# The axes of what may be cut, arrays and options alike. Of attention's query heads H each key/value
-# head K has its group.
-_AXES: dict[str, dict[str, str]] = {
-    "attention": {
-        "q": "BTHd",
-        "k": "BSKd",
-        "v": "BSKe",
-        "alibi": "H",
-        "key_mask": "BS",
-        "documents": "BS",
-        "dout": "BTHe",
-    },
-    "rope": {"x": _HEADS, "start": "B", "dout": _HEADS},
-    "write_kv": {"cache.k": _CACHE, "cache.v": _CACHE, "k": _HEADS, "v": _HEADS, "position": "B"},
-    "decode_step": {"token": "B", "cache.k": "LBSHd", "cache.v": "LBSHd", "position": "B"},
-    "merge_heads": {"x": _HEADS},
-    "linear_cross_entropy": {"x": "ND", "head": "VD", "targets": "N", "mask": "N", "bias": "V"},
-}
-_MAY_GO = {
-    "attention": "BTSKGde",
-    "rope": "BTH",
-    "write_kv": "LBSTHd",
-    "decode_step": "BS",
-    "merge_heads": "BTHd",
-    "linear_cross_entropy": "NDV",
-}
 
 
 def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Case:
@@ -57,19 +30,22 @@ def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Cas
 
 
 def cuts(case: Case) -> Iterator[Case]:
-    """Yield cases with one axis cut, the boldest cuts first."""
-    axes = _AXES.get(case.op, {})
-    if case.op == "linear_cross_entropy" and np.ndim(case.arrays["x"]) != 2:
-        axes = {}
+    """Yield cases with one axis cut, the boldest cuts first.
+
+    Axes with one letter are cut together. Of query heads H each key/value head K has its group G.
+    """
+    axes, may_go = room(case.op).CUTS
     sizes: dict[str, int] = {}
     for name, letters in axes.items():
         value = _value(case, name)
-        if isinstance(value, np.ndarray) and value.ndim == len(letters):
+        if isinstance(value, np.ndarray):
+            if value.ndim != len(letters):
+                return
             sizes |= dict(zip(letters, value.shape, strict=True))
-    if case.op == "attention":
+    if "K" in sizes:
         sizes["G"] = sizes["H"] // sizes["K"]
     for bold in (True, False):
-        for letter in _MAY_GO.get(case.op, ""):
+        for letter in may_go:
             n = sizes.get(letter, 1)
             whole = np.arange(n)
             parts = [whole[:1], whole[-1:], whole[: n // 2], whole[n // 2 :]]
@@ -94,11 +70,11 @@ def _value(case: Case, name: str) -> Any:
     return case.arrays.get(name, case.options.get(name))
 
 
-def _with(case: Case, axes: dict[str, str], stays: dict[str, Array]) -> Case:
+def _with(case: Case, axes: Mapping[str, str], stays: dict[str, Array]) -> Case:
     arrays, options, cotangent = dict(case.arrays), dict(case.options), case.cotangent
     for name, letters in axes.items():
         value = _value(case, name)
-        if not isinstance(value, np.ndarray) or value.ndim != len(letters):
+        if not isinstance(value, np.ndarray):
             continue
         for axis, letter in enumerate(letters):
             if letter in stays:

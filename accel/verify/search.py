@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.cases import Draw, Pick
 from accel.verify.contract import Case, Spec, contract_parameters, draw_case
 from accel.verify.cuts import cut_while
+from accel.verify.draw import Draw, Pick
 from accel.verify.subject import Subject
 from accel.verify.trial import Judged, run_case
 

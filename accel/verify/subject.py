@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import DTYPES, MASTER_OPS, SPECS, Spec, contract_parameters
+from accel.verify.contract import DTYPES, SPECS, Spec, contract_parameters
+from accel.verify.ops import room
 from reference.ops import Ops
 from reference.types import Array
 
@@ -36,10 +37,6 @@ class Placed(NamedTuple):
     view: Any  # what is passed
     base: Any  # the buffer that view is cut from
     before: Array  # the buffer's content, to see whether anything was written
-
-
-# How a caller saves memory; no case makes use of them.
-UNTRIED = {("scale_forward", "out"), ("linear_forward", "keep_x"), ("linear_backward", "x")}
 
 
 class Subject:
@@ -143,7 +140,7 @@ class Subject:
                     p.name
                     for p in contract_parameters(function)
                     if p.default is not p.empty
-                    and (function, p.name) not in UNTRIED
+                    and p.name not in room(spec.name).UNTRIED
                     and not offers(p.name)
                 ]
         return lacking
@@ -309,11 +306,6 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
             f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "")
         )
     return subject
-
-
-def applies(spec: Spec, dtype: str) -> bool:
-    """Say whether an op has cases of its own in a precision."""
-    return dtype != "bf16" or spec.name not in MASTER_OPS
 
 
 def _names(function: Callable[..., Any]) -> list[str] | None:

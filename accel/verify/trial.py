@@ -16,10 +16,10 @@ from accel.verify.contract import (
     floats,
     gathered,
     gradient_names,
-    log_sum_exp,
     other_case,
     shape_of,
 )
+from accel.verify.ops import room
 from accel.verify.subject import KernelError, Placed, Subject, _positional
 from reference.types import Array, Loss
 
@@ -70,7 +70,9 @@ class _Run:
                 self.placed[name] = placed
         return views
 
-    def call_forward(self, views: dict[str, Any], case: Case) -> tuple[Any, Any, bool]:
+    def call_forward(
+        self, views: dict[str, Any], case: Case, exact: dict[str, Array]
+    ) -> tuple[Any, Any, bool]:
         """Return (out, cache, whether there is a cache)."""
         name = self.spec.forward
         given = gathered(views)
@@ -81,7 +83,7 @@ class _Run:
         result = self.subject.call(name, getattr(self.subject.module, name), *args, **kwargs)
         if not self.spec.gradients:
             return result, None, False
-        return split_result(self.spec.name, result, case)
+        return split_result(result, exact)
 
     def take(self, name: str, value: Any) -> Array | None:
         """Bring a result over; a problem with it is noted."""
@@ -129,7 +131,7 @@ def _perform(run: _Run, want: Expected) -> None:
     cache: Any = None
     inputs: Any = None
     if subject.has(spec.forward):
-        out, cache, cached = run.call_forward(views, case)
+        out, cache, cached = run.call_forward(views, case, want.exact)
         got = _take_out(run, out, views, want.exact)
         if case.cotangent is not None and not cached:
             inputs = inputs_tuple(subject, case, views, out)
@@ -182,12 +184,12 @@ def _signature(subject: Subject, function: str) -> Any:
         return None
 
 
-def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
+def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
     """Tell (out, cache) from an out alone.
 
     An out of several parts is a tuple itself, as is a loss; then the first part decides.
     """
-    if op == "linear_cross_entropy":
+    if "total" in exact:
         if hasattr(result, "total"):
             return result, None, False
         if isinstance(result, tuple) and len(result) == 2:
@@ -199,7 +201,7 @@ def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
             if np.ndim(first) == 0 and isinstance(second, (int, np.integer)):
                 return Loss(first, int(second)), None, False
         return result, None, False
-    if op == "split_heads":
+    if "out[0]" in exact:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list)):
             return tuple(result[0]), result[1], True
         return (tuple(result) if isinstance(result, list) else result), None, False
@@ -211,24 +213,24 @@ def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
 def _take_out(
     run: _Run, out: Any, views: dict[str, Any], exact: dict[str, Array]
 ) -> dict[str, Array | None]:
-    op, parts = run.case.op, [n for n in exact if n not in gradient_names(run.case)]
     if run.spec.in_place:
         got = {"out": run.take("out", out)} if "out" in exact else {}
         return got | {name: run.take(name, views[name]) for name in run.spec.in_place}
-    if op == "kv_cache":
+    if "out.k" in exact:
         if not hasattr(out, "k") or not hasattr(out, "v"):
-            run.problem("out.k", "missing", "kv_cache should give a KVCache, with k and v")
+            run.problem("out.k", "missing", f"{run.case.op} should give a KVCache, with k and v")
             return {}
         both = isinstance(out.k, np.ndarray) and isinstance(out.v, np.ndarray)
         if out.k is out.v or (both and np.shares_memory(out.k, out.v)):
             run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
         return {"out.k": run.take("out.k", out.k), "out.v": run.take("out.v", out.v)}
-    if op == "linear_cross_entropy":
+    if "total" in exact:
         if not hasattr(out, "total") or not hasattr(out, "n_valid"):
             run.problem("total", "missing", "the forward should give a loss with total and n_valid")
             return {}
         return {"total": run.take("total", out.total), "n_valid": run.take("n_valid", out.n_valid)}
-    if op == "split_heads":
+    if "out[0]" in exact:
+        parts = [n for n in exact if n.startswith("out[")]
         if not isinstance(out, tuple) or len(out) != len(parts):
             found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
             run.problem(
@@ -249,8 +251,8 @@ def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) 
         for p in parameters
     }
     fields["out"] = out
-    if case.op == "attention":
-        fields["lse"] = subject.from_numpy(log_sum_exp(case))
+    saved = room(case.op).saved(case)
+    fields |= {name: subject.from_numpy(array) for name, array in saved.items()}
     kind = collections.namedtuple(f"{case.op}_inputs", list(fields))  # type: ignore[misc]
     return kind(**fields)
 
@@ -299,12 +301,12 @@ def _backward(run: _Run, want: Expected, state: Any) -> None:
     gradients = _gradients(run, result, owed)
     got = {name: run.take(name, value) for name, value in gradients.items()}
 
-    base: Array | float = 0.0
     if case.out == "accumulate":
-        base = accumulated_onto(case).astype(np.float64)
-    judge(run, got, _shifted(want, base) if case.out == "accumulate" else want)
+        (name,) = buffers
+        want = _shifted(want, name, accumulated_onto(case).astype(np.float64))
+    judge(run, got, want)
     for name, buffer in buffers.items():
-        _judge_buffer(run, name, buffer, _shifted(want, base))
+        _judge_buffer(run, name, buffer, want)
     if not case.out:
         _again(run, state, function)
 
@@ -342,18 +344,14 @@ def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
     return Placed(base[GUARD : GUARD + size].reshape(shape), base, before)
 
 
-def _shifted(want: Expected, base: Any) -> Expected:
+def _shifted(want: Expected, name: str, base: Array) -> Expected:
     """Return the expectation of a gradient that was added onto something."""
-    if not np.any(base):
-        return want
-    magnitude = want.magnitudes["dtable"]
+    magnitude = want.magnitudes[name]
+    grown = Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms)
     return want._replace(
-        exact={**want.exact, "dtable": want.exact["dtable"] + base},
-        plain={**want.plain, "dtable": (want.plain["dtable"] + base).astype(np.float32)},
-        magnitudes={
-            **want.magnitudes,
-            "dtable": Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms),
-        },
+        exact={**want.exact, name: want.exact[name] + base},
+        plain={**want.plain, name: (want.plain[name] + base).astype(np.float32)},
+        magnitudes={**want.magnitudes, name: grown},
     )
 
 
@@ -424,9 +422,9 @@ def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
 def _interleave(run: _Run) -> None:
     """Make another call, as a model does between a forward and its backward."""
     other = other_case(run.case)
-    views = run.place(other, hold=False)
-    out, _, _ = run.call_forward(views, other)
     second = expected(other)
+    views = run.place(other, hold=False)
+    out, _, _ = run.call_forward(views, other, second.exact)
     held = run.returned
     run.returned = {}
     got = _take_out(run, out, views, second.exact)
