@@ -7,10 +7,9 @@ one query head h that reads key/value head h // G::
     P_tu = exp(s_tu) / Σ_(u' allowed) exp(s_tu')   where allowed, else 0
     o_t  = Σ_u P_tu κ_tu v_u                       κ = keep/(1 - p), the dropout; 1 without
 
-A key is allowed when it passes every test asked for: causal (u ≤ t'), key_mask, and documents
-(query and key of one document). The queries are taken to be the last T of the S positions, which is
-what a decoder with a cache has; with T = S it is the ordinary triangle. A query that may attend to
-nothing gives zeros, and passes no gradient.
+Which keys are allowed is said in ``visibility.py``. The queries are taken to be the last T of the S
+positions, which is what a decoder with a cache has; with T = S it is the ordinary triangle. A query
+that may attend to nothing gives zeros, and passes no gradient.
 
 Backward, from the last line up, for the gradient do of one head::
 
@@ -27,13 +26,13 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from reference.checks import check_dout, check_float, check_mask, check_number, check_shape
 from reference.dropout import check_dropout
 from reference.philox import keep_mask
 from reference.softmax import softmax_backward
 from reference.types import Array, DropoutKey
+from reference.visibility import Visibility
 
 
 class AttentionCache(NamedTuple):
@@ -54,6 +53,7 @@ def attention_forward(
     documents: Array | None = None,
     *,
     causal: bool = True,
+    window: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_key: DropoutKey | None = None,
@@ -73,6 +73,8 @@ def attention_forward(
         Keys are seen by queries of the same document only; query t is position t + (S - T).
     causal : bool
         A query sees no later position.
+    window : int
+        A query sees positions less than this many away, its own included; 0: no limit.
     scale : float, optional
         1/√d when None.
     dropout_p, dropout_key
@@ -91,6 +93,13 @@ def attention_forward(
     G = Hq // Hkv
     scale = 1 / math.sqrt(d) if scale is None else float(scale)
     check_number("attention", "scale", scale)
+    if key_mask is not None:
+        check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
+    if documents is not None:
+        check_documents(documents, B, T, S)
+    if window != int(window) or window < 0:
+        raise ValueError(f"attention: window must be an integer >= 0 (0: no limit), got {window!r}")
+    who = Visibility(T, S, causal, int(window), alibi, key_mask, documents)
 
     # heads before tokens, so that @ multiplies per head; a key/value head meets its G query heads
     q = q.reshape(B, T, Hkv, G, d).transpose(0, 2, 3, 1, 4)
@@ -100,10 +109,8 @@ def attention_forward(
     s = scale * (q @ k.swapaxes(-1, -2))  # (B, Hkv, G, T, S)
     if alibi is not None:
         check_shape("attention", "alibi", alibi, (Hq,), f"the query heads of q {(B, T, Hq, d)}")
-        s = s - alibi.reshape(Hkv, G, 1, 1) * _distance(T, S).astype(s.dtype)
-    allowed = _allowed(B, T, S, causal, key_mask, documents)
-    if allowed is not None:
-        s = np.where(allowed, s, -np.inf)
+        s = s - alibi.reshape(Hkv, G, 1, 1) * who.distance.astype(s.dtype)
+    s = np.where(who.allowed()[:, None, None], s, -np.inf)
     top = np.max(s, axis=-1, keepdims=True)
     e = np.exp(s - np.where(top == -np.inf, 0, top))  # a row with nothing allowed: exp(-inf) = 0
     total = np.sum(e, axis=-1, keepdims=True)
@@ -138,32 +145,6 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
         dk.transpose(0, 2, 1, 3),
         dv.transpose(0, 2, 1, 3),
     )
-
-
-def _distance(T: int, S: int) -> Array:
-    """Return t' - u as (T, S), the queries being the last T of the S positions."""
-    return np.arange(S - T, S)[:, None] - np.arange(S)[None, :]
-
-
-def _allowed(
-    B: int, T: int, S: int, causal: bool, key_mask: Array | None, documents: Array | None
-) -> npt.NDArray[np.bool_] | None:
-    """Return who may see whom, broadcastable to (B, Hkv, G, T, S); None when everybody may."""
-    tests = []
-    if causal:
-        tests.append((_distance(T, S) >= 0)[None])  # (1, T, S)
-    if key_mask is not None:
-        check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
-        tests.append(key_mask[:, None, :])  # (B, 1, S)
-    if documents is not None:
-        check_documents(documents, B, T, S)
-        tests.append(documents[:, S - T :, None] == documents[:, None, :])  # (B, T, S)
-    if not tests:
-        return None
-    allowed = tests[0]
-    for test in tests[1:]:
-        allowed = allowed & test
-    return np.asarray(allowed[:, None, None])
 
 
 def check_documents(documents: Array, B: int, T: int, S: int) -> None:

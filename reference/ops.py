@@ -254,6 +254,7 @@ class Ops(Protocol):
         documents: Array | None = None,
         *,
         causal: bool = True,
+        window: int = 0,
         scale: float | None = None,
         dropout_p: float = 0.0,
         dropout_key: DropoutKey | None = None,
