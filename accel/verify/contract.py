@@ -217,7 +217,7 @@ def other_case(case: Case) -> Case:
         return np.asarray(around * a.dtype.type(0.5)) if a.dtype.kind == "f" else around
 
     changed: dict[str, Any] = dict(case.options)
-    steps = {"start": 2, "eps": 0.25, "factor": 0.5, "scale": 0.25, "base": 50.0}
+    steps = {"start": 2, "window": 3, "eps": 0.25, "factor": 0.5, "scale": 0.25, "base": 50.0}
     for name, by in steps.items():
         if changed.get(name) is not None:
             changed[name] = changed[name] + by

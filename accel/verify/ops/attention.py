@@ -18,7 +18,9 @@ from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Value
 from accel.verify.rounding import SMALLEST_P, bend
 from reference import ops
 from reference.alibi import alibi_slopes
+from reference.philox import keep_mask
 from reference.types import Array
+from reference.visibility import Visibility
 
 WEIGHT = 3
 CUTS = (
@@ -41,13 +43,14 @@ def generate(draw: Draw) -> Draft:
     A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
     where they are below zero and values are above, so that a key of zeros draws all attention.
     """
-    T = draw.pick(LENGTHS)
+    lengths = (*LENGTHS, 257)  # a window leaves whole tiles of the longest unseen
+    T = draw.pick(lengths)
     relation = draw.pick(("S = T", "S > T", "any"))
     S = T
     if relation == "S > T":
         S = T + draw.pick((1, 2, 7, 16, 33, 64))
     elif relation == "any":
-        S = draw.pick(LENGTHS)
+        S = draw.pick(lengths)
     heads = [
         (B, Hkv, G)
         for B in (1, 2, 3)
@@ -87,6 +90,8 @@ def generate(draw: Draw) -> Draft:
     if draw.offers("dropout_key") and draw.wants("dropout_p"):
         options["dropout_p"] = draw.pick((0.5, 0.1))
         options["dropout_key"] = draw.key()
+    if draw.wants("window"):
+        options["window"] = draw.pick((1, 2, 3, 7, 16, 33, 64, 65, S, S + 1))
     return Draft(arrays, options)
 
 
@@ -117,8 +122,9 @@ class _Table(NamedTuple):
     score: Array
     size: Array  # what the terms of a score add up to in magnitude
     seen: Array  # which keys may be seen
+    lse: Array  # log Σ exp(score) of what is seen; +inf where that is nothing
     p: Array
-    kept: Array  # κ of the dropout, where seen
+    kept: Array  # κ of the dropout
 
 
 def _by_head(x: Array, Hkv: int) -> Array:
@@ -126,32 +132,33 @@ def _by_head(x: Array, Hkv: int) -> Array:
     return x.reshape(B, T, Hkv, Hq // Hkv, width).transpose(0, 2, 3, 1, 4)
 
 
+def _visibility(v: Values) -> Visibility:
+    rules = {name: v[name] for name in ("causal", "window", "key_mask", "documents") if name in v}
+    return Visibility(v["q"].shape[1], v["k"].shape[1], **rules)
+
+
 def _table(v: Values) -> _Table:
-    B, S, Hkv, d = v["k"].shape
-    q, k = _by_head(v["q"], Hkv), _by_head(v["k"], Hkv)
-    T = q.shape[3]
-    # values that name their key, so that the result is P κ
-    names = np.broadcast_to(np.eye(S)[:, None], (B, S, Hkv, S))
-    no_dropout: dict[str, Any] = {"dropout_p": 0.0, "dropout_key": None}
-
-    def probabilities(**changed: Any) -> Array:
-        return _by_head(ops.attention_forward(**{**v, "v": names, **changed})[0], Hkv)
-
-    # with equal scores, whoever may be seen has a probability
-    even = probabilities(q=0 * v["q"], alibi=None, **no_dropout)
-    kept = probabilities(q=0 * v["q"], alibi=None) / np.where(even > 0, even, 1)
+    Hkv, d = v["k"].shape[2:]
+    q, k, who = _by_head(v["q"], Hkv), _by_head(v["k"], Hkv), _visibility(v)
     scale = v.get("scale") or 1 / math.sqrt(d)
     score = scale * (q @ k.swapaxes(-1, -2))
     size = abs(scale) * (np.abs(q) @ np.abs(k).swapaxes(-1, -2))
     if v.get("alibi") is not None:
-        lower = v["alibi"].reshape(Hkv, -1, 1, 1) * _distance(T, S)
+        lower = v["alibi"].reshape(Hkv, -1, 1, 1) * who.distance
         score, size = score - lower, size + np.abs(lower)
-    return _Table(abs(scale), score, size, even > 0, probabilities(**no_dropout), kept)
 
-
-def _distance(T: int, S: int) -> Array:
-    """Return t' - u as (T, S), the queries being the last T of the S positions."""
-    return np.arange(S - T, S)[:, None] - np.arange(S)
+    seen = who.allowed()[:, None, None]
+    masked = np.where(seen, score, -np.inf)
+    top = np.max(masked, axis=-1, keepdims=True)
+    top = np.where(top == -np.inf, 0, top)
+    total = np.sum(np.exp(masked - top), axis=-1, keepdims=True)
+    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top, np.inf)
+    kept: Array = np.ones(1)
+    if v.get("dropout_p"):
+        B, T, Hq, _ = v["q"].shape
+        keep = keep_mask((B, Hq, T, len(k[0, 0, 0])), v["dropout_p"], v["dropout_key"])
+        kept = keep.reshape(score.shape) / (1 - v["dropout_p"])
+    return _Table(abs(scale), score, size, seen, lse[..., 0], np.exp(masked - lse), kept)
 
 
 def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
@@ -243,12 +250,7 @@ def saved(case: Case) -> dict[str, Array]:
 
     It is +inf for a query that may attend to nothing, so that exp(score - lse) is zero there.
     """
-    a = _table(case.values())
-    score = np.where(a.seen, a.score, -np.inf)
-    top = np.max(score, axis=-1, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0)
-    total = np.sum(np.exp(score - top), axis=-1)
-    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top[..., 0], np.inf)
+    lse = _table(case.values()).lse
     B, Hkv, G, T = lse.shape
     dtype = np.float32 if case.dtype == "bf16" else case.dtype
     return {"lse": np.asarray(lse.reshape(B, Hkv * G, T), dtype)}
@@ -293,13 +295,29 @@ def mistakes(case: Case) -> Mistakes:
         yield text, lambda: _otherwise_mapped(case, np.arange(Hq).reshape(-1, Hkv).T.reshape(-1))
     if o.get("dropout_p"):
         yield "is dropout left out?", case.but(dropout_p=0.0)
-    past = _distance(T, S)
-    if o.get("causal", True):
+    window = o.get("window", 0)
+    if window:
+        text = "window off by one? each query sees one position too"
+        yield "is window ignored?", case.but(window=0)
+        yield f"{text} many.", case.but(window=window + 1)
+        if window > 1:
+            yield f"{text} few.", case.but(window=window - 1)
+    who = _visibility(o | {"q": a["q"], "k": a["k"]})
+    past, allowed = who.distance, who.allowed()[0]
+    if who.causal:
         text = "mask off by one? each query sees one key too"
-        yield f"{text} many.", _seeing(case, past >= -1)
-        yield f"{text} few.", _seeing(case, past >= 1)
+        near = abs(past) < window if window else True
+        yield f"{text} many.", _seeing(case, (past >= -1) & near)
+        yield f"{text} few.", _seeing(case, (past >= 1) & near)
         text = "causal mask from the top left? with S ≠ T key u is seen when u ≤ t + (S - T)."
-        yield text, _seeing(case, past >= S - T)
+        yield text, _seeing(case, (past >= S - T) & near)
+    if window:
+        unlimited = who._replace(window=0).allowed()[0]
+        text = "window counted from the wrong end? it goes back from t' = t + (S - T), not from"
+        yield f"{text} t.", _seeing(case, unlimited & (abs(past - (S - T)) < window))
+        yield f"{text} the first key.", _seeing(case, unlimited & (np.arange(S) < window))
+        text = "does window limit one side only? without causal it limits later keys as well."
+        yield text, _seeing(case, allowed | (past < 0) & unlimited)
 
 
 def _otherwise_mapped(case: Case, order: Array) -> dict[str, Array]:
@@ -329,7 +347,7 @@ def _seeing(case: Case, seen: Array) -> Callable[[], dict[str, Array]]:
             if a["key_mask"] is not None:
                 mask = mask & a["key_mask"]
             if mask.any():
-                q, options = a["q"][:, t : t + 1], {**case.options, "causal": False}
+                q, options = a["q"][:, t : t + 1], {**case.options, "causal": False, "window": 0}
                 one, _ = ops.attention_forward(q, a["k"], a["v"], None, mask, **options)
                 out[:, t : t + 1] = one
         return {"out": out}
