@@ -91,11 +91,6 @@ class Config:
             elif not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
 
-    @property
-    def group_size(self) -> int:
-        """G = Hq/Hkv, the query heads that share one key/value head."""
-        return self.n_heads // self.n_kv_heads
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, in order: what a checkpoint or TOML table holds."""
         return dataclasses.asdict(self)

@@ -14,76 +14,11 @@ from accel.verify.draw import LAYOUTS, Draw
 from accel.verify.ops import room
 from reference import ops as reference
 from reference.config import Config
+from reference.contract import Op
+from reference.ops import OPS
 from reference.types import Array, KVCache
 
 DTYPES = ("float32", "float64", "bf16")
-
-
-class Spec(NamedTuple):
-    """One op of the contract."""
-
-    name: str
-    gradients: tuple[str, ...] = ()  # the differentiable arrays, in the order of the backward
-    parameters: tuple[str, ...] = ()  # those whose gradient ``out=`` receives
-    in_place: tuple[str, ...] = ()  # arguments that it writes into
-    float64: bool = False  # results are kept in float64 whatever goes in
-    weights: tuple[str, ...] = ()  # arrays that are no activations
-    master: bool = False  # works on the float32 master, whatever the activations are
-
-    @property
-    def forward(self) -> str:
-        return f"{self.name}_forward" if self.gradients else self.name
-
-    @property
-    def backward(self) -> str:
-        return f"{self.name}_backward"
-
-    @property
-    def single_out(self) -> bool:
-        """Whether ``out=`` is one array rather than a tuple."""
-        return len(self.parameters) == 1
-
-
-SPECS: dict[str, Spec] = {
-    spec.name: spec
-    for spec in (
-        Spec("add", ("a", "b")),
-        Spec("scale", ("x",)),
-        Spec("embedding", ("table",), ("table",), weights=("table",)),
-        Spec("linear", ("x", "weight", "bias"), ("weight", "bias"), weights=("weight", "bias")),
-        Spec("split_heads", ("x",)),
-        Spec("merge_heads", ("x",)),
-        Spec("rmsnorm", ("x", "gain"), ("gain",), weights=("gain",)),
-        Spec("layernorm", ("x", "gain", "bias"), ("gain", "bias"), weights=("gain", "bias")),
-        Spec("rope", ("x",)),
-        Spec("attention", ("q", "k", "v"), weights=("alibi",)),
-        Spec("swiglu", ("x",)),
-        Spec("gelu", ("x",)),
-        Spec("gelu_tanh", ("x",)),
-        Spec("relu", ("x",)),
-        Spec("dropout", ("x",)),
-        Spec(
-            "linear_cross_entropy",
-            ("x", "head", "bias"),
-            ("head", "bias"),
-            weights=("head", "bias"),
-        ),
-        Spec("softmax"),
-        Spec("logits", weights=("head", "bias")),
-        Spec("square_sums", float64=True, weights=("x",), master=True),
-        Spec("global_norm", float64=True, weights=("x",), master=True),
-        Spec("accumulate", in_place=("dst",), weights=("dst", "src"), master=True),
-        Spec(
-            "adamw",
-            in_place=("master", "m", "v"),
-            weights=("master", "m", "v", "grad"),
-            master=True,
-        ),
-        Spec("kv_cache"),
-        Spec("write_kv", in_place=("cache.k", "cache.v")),
-        Spec("decode_step", in_place=("cache.k", "cache.v")),
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +35,13 @@ class Case:
     interleaved: bool = False  # another call is made between this forward and its backward
 
     @property
-    def spec(self) -> Spec:
-        return SPECS[self.op]
+    def spec(self) -> Op:
+        return OPS[self.op]
+
+    @property
+    def written(self) -> list[str]:
+        """Arrays that the op writes into; a KV cache is given to be extended."""
+        return [n for n in self.arrays if n in self.spec.written or n.startswith("cache.")]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -171,7 +111,7 @@ def gradient_names(case: Case) -> list[str]:
     return [f"d{name}" for name in case.spec.gradients if case.arrays.get(name) is not None]
 
 
-def draw_case(spec: Spec, draw: Draw, *, has_backward: bool, backward_offers: Any) -> Case:
+def draw_case(spec: Op, draw: Draw, *, has_backward: bool, backward_offers: Any) -> Case:
     """Draw a case: the arguments, the cotangent and the manner of calling."""
     arrays, options = room(spec.name).generate(draw)
     cotangent = None
@@ -190,8 +130,7 @@ def draw_case(spec: Spec, draw: Draw, *, has_backward: bool, backward_offers: An
     to = ""
     if cotangent is not None and spec.parameters and backward_offers("out"):
         to = draw.pick(("", "out"))
-        names = [p.name for p in contract_parameters(spec.backward)]
-        if to and "accumulate" in names and backward_offers("accumulate"):
+        if to and spec.accumulates and backward_offers("accumulate"):
             to = draw.pick(("out", "accumulate"))
     return Case(
         spec.name, draw.dtype, arrays, options, cotangent, layouts, to, draw.pick((False, True))
@@ -242,11 +181,9 @@ def floats(value: Any, dtype: Any) -> Any:
     return value
 
 
-def forward(
-    spec: Spec, arrays: dict[str, Any], options: dict[str, Any], ops: Any = reference
-) -> Any:
+def forward(spec: Op, arrays: dict[str, Any], options: dict[str, Any], ops: Any = reference) -> Any:
     """Call a forward with the contract's signature."""
-    return getattr(ops, spec.forward)(**gathered(arrays), **options)
+    return getattr(ops, spec.forward_name)(**gathered(arrays), **options)
 
 
 def named_parts(out: Any) -> dict[str, Any]:
@@ -264,16 +201,16 @@ def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str,
     """Return every result of a case by name, computed by the reference in ``dtype``."""
     spec = case.spec
     arrays = floats(case.arrays, dtype)
-    if spec.in_place:
+    if case.written:
         out = forward(spec, arrays, case.options, ops)
-        written = {name: arrays[name] for name in spec.in_place}
+        written = {name: arrays[name] for name in case.written}
         return written if out is None else named_parts(out) | written
     if not spec.gradients:
         return named_parts(forward(spec, arrays, case.options, ops))
     out, cache = forward(spec, arrays, case.options, ops)
     results = named_parts(out)
     if case.cotangent is not None:
-        gradients = getattr(ops, spec.backward)(floats(case.cotangent, dtype), cache)
+        gradients = getattr(ops, spec.backward_name)(floats(case.cotangent, dtype), cache)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
         results |= dict(zip(gradient_names(case), given, strict=True))
@@ -312,8 +249,7 @@ def expected(case: Case) -> Expected:
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:
     """Return the parameters that the contract gives a function, without self."""
-    signature = inspect.signature(getattr(reference.Ops, function))
-    return [p for p in signature.parameters.values() if p.name != "self"]
+    return list(inspect.signature(getattr(reference, function)).parameters.values())
 
 
 def accumulated_onto(case: Case) -> Array:

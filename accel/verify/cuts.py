@@ -1,7 +1,7 @@
 """Smaller cases out of a failing one: fewer rows, tokens, heads or widths, the rest as it was."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,23 +29,30 @@ def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Cas
     return case
 
 
+# The axes of what the contract knows as objects.
+_OBJECTS = {"cache.k": "L B S Hkv d", "cache.v": "L B S Hkv d", "token": "B"}
+
+
 def cuts(case: Case) -> Iterator[Case]:
     """Yield cases with one axis cut, the boldest cuts first.
 
-    Axes with one letter are cut together. Of query heads H each key/value head K has its group G.
+    Axes with one letter are cut together. Each key/value head has its group G of query heads.
     """
-    axes, may_go = room(case.op).CUTS
+    spec = case.spec
+    shapes = {o.name: o.shape for o in spec.operands} | _OBJECTS | {"dout": spec.out}
+    shapes |= dict.fromkeys(case.options, "B")  # start and position, row by row
+    axes: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    for name, letters in axes.items():
-        value = _value(case, name)
-        if isinstance(value, np.ndarray):
-            if value.ndim != len(letters):
+    for name, value in _values(case).items():
+        if isinstance(value, np.ndarray) and shapes.get(name):
+            axes[name] = shapes[name].split()
+            if value.ndim != len(axes[name]):
                 return
-            sizes |= dict(zip(letters, value.shape, strict=True))
-    if "K" in sizes:
-        sizes["G"] = sizes["H"] // sizes["K"]
+            sizes |= dict(zip(axes[name], value.shape, strict=True))
+    if "Hq" in sizes:
+        sizes["G"] = sizes["Hq"] // sizes["Hkv"]
     for bold in (True, False):
-        for letter in may_go:
+        for letter in room(case.op).CUTS.split():
             n = sizes.get(letter, 1)
             whole = np.arange(n)
             parts = [whole[:1], whole[-1:], whole[: n // 2], whole[n // 2 :]]
@@ -56,33 +63,27 @@ def cuts(case: Case) -> Iterator[Case]:
 
 def _indices(letter: str, kept: Array, sizes: dict[str, int]) -> dict[str, Array]:
     """Return what stays of each axis: the query heads go with their group."""
-    if letter not in "KG":
+    if letter not in ("Hkv", "G") or "Hq" not in sizes:
         return {letter: kept}
-    heads = np.arange(sizes["H"]).reshape(sizes["K"], sizes["G"])
-    if letter == "K":
-        return {"K": kept, "H": heads[kept].reshape(-1)}
-    return {"H": heads[:, kept].reshape(-1)}
+    heads = np.arange(sizes["Hq"]).reshape(sizes["Hkv"], sizes["G"])
+    if letter == "Hkv":
+        return {"Hkv": kept, "Hq": heads[kept].reshape(-1)}
+    return {"Hq": heads[:, kept].reshape(-1)}
 
 
-def _value(case: Case, name: str) -> Any:
-    if name == "dout":
-        return case.cotangent
-    return case.arrays.get(name, case.options.get(name))
+def _values(case: Case) -> dict[str, Any]:
+    return {**case.arrays, **case.options, "dout": case.cotangent}
 
 
-def _with(case: Case, axes: Mapping[str, str], stays: dict[str, Array]) -> Case:
-    arrays, options, cotangent = dict(case.arrays), dict(case.options), case.cotangent
+def _with(case: Case, axes: dict[str, list[str]], stays: dict[str, Array]) -> Case:
+    values = _values(case)
     for name, letters in axes.items():
-        value = _value(case, name)
-        if not isinstance(value, np.ndarray):
-            continue
         for axis, letter in enumerate(letters):
             if letter in stays:
-                value = np.take(value, stays[letter], axis=axis)
-        if name == "dout":
-            cotangent = value
-        elif name in arrays:
-            arrays[name] = value
-        else:
-            options[name] = value
-    return dataclasses.replace(case, arrays=arrays, options=options, cotangent=cotangent)
+                values[name] = np.take(values[name], stays[letter], axis=axis)
+    return dataclasses.replace(
+        case,
+        arrays={name: values[name] for name in case.arrays},
+        options={name: values[name] for name in case.options},
+        cotangent=values["dout"],
+    )

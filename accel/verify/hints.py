@@ -165,7 +165,7 @@ def _left_out(case: Case) -> Mistakes:
 
 def _optional(case: Case) -> list[str]:
     """Return the optional arrays that this case has."""
-    parameters = contract_parameters(case.spec.forward)
+    parameters = contract_parameters(case.spec.forward_name)
     names = [p.name for p in parameters if p.default is None]
     return [name for name in names if case.arrays.get(name) is not None]
 
@@ -201,7 +201,7 @@ def _of_manner(subject: Subject, case: Case, judged: Judged) -> Iterator[str]:
     for name in masked:
         if passes(case.but(masked)):
             yield f"are masked {name} read? They need not be entries of the vocabulary."
-    for parameter in contract_parameters(case.spec.forward):
+    for parameter in contract_parameters(case.spec.forward_name):
         name = parameter.name
         if name in case.options and parameter.default is not parameter.empty:
             options = {n: v for n, v in case.options.items() if n != name}

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import Case, Spec, contract_parameters, draw_case
+from accel.verify.contract import Case, contract_parameters, draw_case
 from accel.verify.cuts import cut_while
 from accel.verify.draw import Draw, Pick
 from accel.verify.subject import Subject
 from accel.verify.trial import Judged, run_case
+from reference.contract import Op
 
 SHRINK_RUNS = 500  # of the kernel, for one failing result; the smallest case found is kept
 TELLING = 5_000  # elements of a case that hints are tried on
@@ -99,7 +100,7 @@ class OpReport:
 
 def search(
     subject: Subject,
-    spec: Spec,
+    spec: Op,
     dtype: str,
     *,
     seed: int,
@@ -180,7 +181,7 @@ def _in_order(keys: Iterable[tuple[str, str]], results: list[str]) -> list[tuple
 
 
 def smallest(
-    subject: Subject, spec: Spec, dtype: str, key: tuple[str, str], found: Found, *, seed: int
+    subject: Subject, spec: Op, dtype: str, key: tuple[str, str], found: Found, *, seed: int
 ) -> Found:
     """Shrink a failing case, looking only at the one result that failed in it.
 
@@ -296,7 +297,7 @@ def simpler(case: Case) -> list[Callable[[Case], Case]]:
                 c, layouts={n: how for n, how in c.layouts.items() if n != layout}
             )
         )
-    for parameter in contract_parameters(case.spec.forward):
+    for parameter in contract_parameters(case.spec.forward_name):
         name = parameter.name
         if parameter.default is parameter.empty:
             continue
@@ -335,12 +336,12 @@ class Dealer:
         return pick
 
 
-def _draw(subject: Subject, spec: Spec, dtype: str, pick: Pick) -> Case:
+def _draw(subject: Subject, spec: Op, dtype: str, pick: Pick) -> Case:
     return draw_case(
         spec,
-        Draw(pick, dtype, subject.parameter_offers(spec.forward)),
+        Draw(pick, dtype, subject.parameter_offers(spec.forward_name)),
         has_backward=subject.has_backward(spec),
-        backward_offers=subject.parameter_offers(spec.backward),
+        backward_offers=subject.parameter_offers(spec.backward_name),
     )
 
 

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import DTYPES, SPECS, Spec, contract_parameters
+from accel.verify.contract import DTYPES, contract_parameters
 from accel.verify.ops import room
-from reference.ops import Ops
+from reference import ops as reference
+from reference.contract import Op
+from reference.ops import OPS
 from reference.types import Array
 
 
@@ -65,14 +67,12 @@ class Subject:
     def has(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))
 
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[Op]:
         """Return the ops of which the module has something, in the contract's order."""
-        return [
-            spec for spec in SPECS.values() if self.has(spec.forward) or self.has_backward(spec)
-        ]
+        return [spec for spec in OPS.values() if any(self.has(name) for name in spec.names)]
 
-    def has_backward(self, spec: Spec) -> bool:
-        return bool(spec.gradients) and self.has(spec.backward)
+    def has_backward(self, spec: Op) -> bool:
+        return spec.backward and self.has(spec.backward_name)
 
     def declared_dtypes(self) -> tuple[str, ...] | None:
         """Return the precisions that the module says it works in: ``DTYPES = ("float32",)``."""
@@ -107,7 +107,7 @@ class Subject:
 
     def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
         """Return what tells whether a function takes an optional parameter of the contract."""
-        if not self.has(function) or not hasattr(Ops, function):
+        if not self.has(function) or not hasattr(reference, function):
             return lambda parameter: True
         names = _names(getattr(self.module, function))
         if names is None:
@@ -130,11 +130,11 @@ class Subject:
 
         return offers
 
-    def missing_features(self, spec: Spec) -> list[str]:
+    def missing_features(self, spec: Op) -> list[str]:
         """Return the optional parameters that this module's functions lack."""
         lacking = []
-        for function in (spec.forward, spec.backward):
-            if self.has(function) and hasattr(Ops, function):
+        for function in spec.names:
+            if self.has(function):
                 offers = self.parameter_offers(function)
                 lacking += [
                     p.name
@@ -306,6 +306,11 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
             f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "")
         )
     return subject
+
+
+def applies(spec: Op, dtype: str) -> bool:
+    """Say whether an op has cases of its own in a precision."""
+    return dtype != "bf16" or any(o.kind != "master" for o in spec.operands)
 
 
 def _names(function: Callable[..., Any]) -> list[str] | None:

@@ -49,6 +49,7 @@ class _Run:
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case, self.spec = subject, case, case.spec
+        self.activations = [o.name for o in case.spec.operands if o.kind == "activation"]
         self.judged: list[Judged] = []
         self.placed: dict[str, Placed] = {}
         # results as they were returned, and the kernel's own arrays, to see whether those change
@@ -60,8 +61,7 @@ class _Run:
             if array is None:
                 views[name] = None
                 continue
-            weight = name in self.spec.weights or name.startswith("params.")
-            activation = not weight and array.dtype.kind == "f"
+            activation = name in self.activations or name.startswith("cache.")
             placed = self.subject.place(
                 array, case.layouts.get(name, "plain"), activation=activation
             )
@@ -74,7 +74,7 @@ class _Run:
         self, views: dict[str, Any], case: Case, exact: dict[str, Array]
     ) -> tuple[Any, Any, bool]:
         """Return (out, cache, whether there is a cache)."""
-        name = self.spec.forward
+        name = self.spec.forward_name
         given = gathered(views)
         if "params" in given and self.subject.has("parameters"):
             make = self.subject.module.parameters
@@ -130,7 +130,7 @@ def _perform(run: _Run, want: Expected) -> None:
 
     cache: Any = None
     inputs: Any = None
-    if subject.has(spec.forward):
+    if subject.has(spec.forward_name):
         out, cache, cached = run.call_forward(views, case, want.exact)
         got = _take_out(run, out, views, want.exact)
         if case.cotangent is not None and not cached:
@@ -139,7 +139,7 @@ def _perform(run: _Run, want: Expected) -> None:
         inputs = inputs_tuple(subject, case, views, _given_out(subject, case, want))
 
     judge(run, got, want)
-    if case.interleaved and subject.has(spec.forward):
+    if case.interleaved and subject.has(spec.forward_name):
         _interleave(run)
     if case.cotangent is not None and subject.has_backward(spec):
         _backward(run, want, cache if inputs is None else inputs)
@@ -213,9 +213,9 @@ def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
 def _take_out(
     run: _Run, out: Any, views: dict[str, Any], exact: dict[str, Array]
 ) -> dict[str, Array | None]:
-    if run.spec.in_place:
+    if run.case.written:
         got = {"out": run.take("out", out)} if "out" in exact else {}
-        return got | {name: run.take(name, views[name]) for name in run.spec.in_place}
+        return got | {name: run.take(name, views[name]) for name in run.case.written}
     if "out.k" in exact:
         if not hasattr(out, "k") or not hasattr(out, "v"):
             run.problem("out.k", "missing", f"{run.case.op} should give a KVCache, with k and v")
@@ -243,7 +243,7 @@ def _take_out(
 
 def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) -> Any:
     """Return what a backward without a cache reads: the forward's arguments, out, and lse."""
-    parameters = contract_parameters(case.spec.forward)
+    parameters = contract_parameters(case.spec.forward_name)
     fields = {
         p.name: views[p.name]
         if p.name in views
@@ -284,7 +284,7 @@ def _place_cotangent(run: _Run, cotangent: Any) -> Any:
 
 def _backward(run: _Run, want: Expected, state: Any) -> None:
     subject, case, spec = run.subject, run.case, run.spec
-    function = getattr(subject.module, spec.backward)
+    function = getattr(subject.module, spec.backward_name)
     owed = gradient_names(case)
     kwargs: dict[str, Any] = {}
     buffers: dict[str, Placed] = {}
@@ -293,11 +293,11 @@ def _backward(run: _Run, want: Expected, state: Any) -> None:
         views = [
             buffers[f"d{p}"].view if f"d{p}" in buffers else None for p in case.spec.parameters
         ]
-        kwargs["out"] = views[0] if spec.single_out else tuple(views)
+        kwargs["out"] = views[0] if len(spec.parameters) == 1 else tuple(views)
         if case.out == "accumulate":
             kwargs["accumulate"] = True
     dout = _place_cotangent(run, case.cotangent)
-    result = subject.call(spec.backward, function, dout, state, **kwargs)
+    result = subject.call(spec.backward_name, function, dout, state, **kwargs)
     gradients = _gradients(run, result, owed)
     got = {name: run.take(name, value) for name, value in gradients.items()}
 
@@ -321,8 +321,8 @@ def _gradients(run: _Run, result: Any, owed: list[str]) -> dict[str, Any]:
         run.problem(
             "",
             "count",
-            f"{run.spec.backward} returned {len(found)} gradient{'s' * (len(found) != 1)}, but "
-            f"{len(owed)} are owed: {', '.join(owed)}",
+            f"{run.spec.backward_name} returned {len(found)} gradient{'s' * (len(found) != 1)}, "
+            f"but {len(owed)} are owed: {', '.join(owed)}",
         )
         return {}
     return dict(zip(owed, found, strict=True))
@@ -401,7 +401,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
                 f"{name} is {value.dtype}, but the inputs are {case.dtype}: dtype in is dtype out"
             )
             kind = "dtype"
-        unit = "float64" if case.spec.float64 else case.dtype
+        unit = "float64" if case.spec.wide else case.dtype
         closeness = compare(
             value,
             exact,
@@ -414,7 +414,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
-    if case.dtype == "bf16" or case.spec.float64 or name in ("total", "n_valid"):
+    if case.dtype == "bf16" or case.spec.wide or name in ("total", "n_valid"):
         return False
     return value.dtype != np.dtype(case.dtype)
 
@@ -448,7 +448,7 @@ def _again(run: _Run, state: Any, function: Any) -> None:
     dout = _place_cotangent(run, second)
     run.placed = placed
     try:
-        result = run.subject.call(run.spec.backward, function, dout, state)
+        result = run.subject.call(run.spec.backward_name, function, dout, state)
         gradients = _gradients(run, result, gradient_names(case))
         got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
     except KernelError:
@@ -460,13 +460,13 @@ def _again(run: _Run, state: Any, function: Any) -> None:
 def _untouched(run: _Run) -> None:
     """See whether arguments were written into, or results changed after they were returned."""
     for name, placed in run.placed.items():
-        if name in run.spec.in_place:
+        if name in run.case.written:
             continue
         now = np.asarray(run.subject.to_numpy(placed.base))
         if not np.array_equal(now, placed.before, equal_nan=now.dtype.kind == "f"):
             run.problem(name, "written", f"{name}, an argument, was written into")
     for name, (array, copy) in run.returned.items():
-        if name not in run.spec.in_place and not np.array_equal(
+        if name not in run.case.written and not np.array_equal(
             array, copy, equal_nan=copy.dtype.kind == "f"
         ):
             run.problem(

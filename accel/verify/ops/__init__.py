@@ -8,7 +8,6 @@ has a room.
 import dataclasses
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,7 @@ class Room:
     remarks: Callable[["Case"], Iterator[str]] = lambda case: iter(())
     # what a backward without a cache is given beside the forward's arguments and out
     saved: Callable[["Case"], Mapping[str, Array]] = lambda case: {}
-    # the letters of what may be cut (arrays, options and dout), and the letters that are
-    CUTS: tuple[Mapping[str, str], str] = ({}, "")
+    CUTS: str = ""  # letters of the axes that may be cut to make a case smaller
     WEIGHT: float = 1  # how many cases it gets: more where there are more ways to go wrong
     GOLDEN: bool = True  # whether its results prove something to another language
     UNTRIED: tuple[str, ...] = ()  # parameters that save memory, which no case makes use of
@@ -60,15 +58,17 @@ def room(op: str) -> Room:
     NotImplementedError
         When nobody has written it; the message names the file to write.
     """
-    name = f"{__name__}.{op}"
-    found = importlib.import_module(name) if importlib.util.find_spec(name) else None
-    offered = {f.name: getattr(found, f.name) for f in _FIELDS if hasattr(found, f.name)}
+    name, found = f"{__name__}.{op}", None
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+    fields = [f.name for f in dataclasses.fields(Room)]
+    offered = {field: getattr(found, field) for field in fields if hasattr(found, field)}
     if not {"generate", "magnitude"} <= set(offered):
         raise NotImplementedError(
             f"verify has no cases of {op}: write accel/verify/ops/{op}.py with generate(draw) and "
             "magnitude(values, dout, u), as the files beside it do"
         )
     return Room(**offered)
-
-
-_FIELDS = dataclasses.fields(Room)

@@ -23,18 +23,7 @@ from reference.types import Array
 from reference.visibility import Visibility
 
 WEIGHT = 3
-CUTS = (
-    {
-        "q": "BTHd",
-        "k": "BSKd",
-        "v": "BSKe",
-        "alibi": "H",
-        "key_mask": "BS",
-        "documents": "BS",
-        "dout": "BTHe",
-    },
-    "BTSKGde",
-)
+CUTS = "B T S Hkv G d dv"
 
 
 def generate(draw: Draw) -> Draft:

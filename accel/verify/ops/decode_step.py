@@ -14,7 +14,7 @@ from reference.model import decode_step as compose
 from reference.types import Array, KVCache
 
 WEIGHT = 0.5
-CUTS = ({"token": "B", "cache.k": "LBSHd", "cache.v": "LBSHd", "position": "B"}, "BS")
+CUTS = "B S"
 SAMPLES = 16  # runs with perturbed results
 
 mistakes = write_kv.misplaced

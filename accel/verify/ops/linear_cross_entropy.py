@@ -13,7 +13,7 @@ from accel.verify.rounding import SMALLEST_P, bend
 from reference import ops
 
 WEIGHT = 2
-CUTS = ({"x": "ND", "head": "VD", "targets": "N", "mask": "N", "bias": "V"}, "NDV")
+CUTS = "... D V"
 
 
 def generate(draw: Draw) -> Draft:

@@ -7,7 +7,7 @@ from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
 from reference.types import Array
 
-CUTS = ({"x": "BTHd"}, "BTHd")
+CUTS = "B T H d"
 
 
 def generate(draw: Draw) -> Draft:

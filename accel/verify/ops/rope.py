@@ -13,7 +13,7 @@ from reference import ops
 from reference.types import Array
 
 WEIGHT = 2
-CUTS = ({"x": "BTHd", "start": "B", "dout": "BTHd"}, "BTH")
+CUTS = "B T H"
 
 
 def generate(draw: Draw) -> Draft:

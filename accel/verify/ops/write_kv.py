@@ -8,10 +8,7 @@ from accel.verify.ops.kv_cache import LENGTHS
 from reference import ops
 from reference.types import Array, KVCache
 
-CUTS = (
-    {"cache.k": "LBSHd", "cache.v": "LBSHd", "k": "BTHd", "v": "BTHd", "position": "B"},
-    "LBSTHd",
-)
+CUTS = "L B S T Hkv d"
 MAX_CACHE = 20_000  # elements of k
 
 
