@@ -55,6 +55,20 @@ class Case:
         arrays, options = {**self.arrays, **(arrays or {})}, {**self.options, **options}
         return dataclasses.replace(self, arrays=arrays, options=options)
 
+    def optional(self) -> list[str]:
+        """Return the names of what is given and need not be, in the contract's order."""
+        parameters = contract_parameters(self.spec.forward_name)
+        names = [p.name for p in parameters if p.default is not p.empty]
+        return [n for n in names if self.arrays.get(n) is not None or n in self.options]
+
+    def without(self, name: str) -> "Case":
+        """Return the case with an optional argument left out; dropout goes with its key."""
+        if name in self.arrays:
+            return self.but({name: None})
+        gone = {name, "dropout_key"} if name == "dropout_p" else {name}
+        options = {n: value for n, value in self.options.items() if n not in gone}
+        return dataclasses.replace(self, options=options)
+
     def in_float64(self) -> tuple[dict[str, Any], Any]:
         """Return (arrays, dout) in float64; dout is None when no backward is called."""
         return floats(self.arrays, np.float64), floats(self.cotangent, np.float64)
@@ -201,15 +215,12 @@ def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str,
     """Return every result of a case by name, computed by the reference in ``dtype``."""
     spec = case.spec
     arrays = floats(case.arrays, dtype)
-    if case.written:
-        out = forward(spec, arrays, case.options, ops)
-        written = {name: arrays[name] for name in case.written}
-        return written if out is None else named_parts(out) | written
-    if not spec.gradients:
-        return named_parts(forward(spec, arrays, case.options, ops))
-    out, cache = forward(spec, arrays, case.options, ops)
-    results = named_parts(out)
-    if case.cotangent is not None:
+    out, cache = forward(spec, arrays, case.options, ops), None
+    if spec.backward:
+        out, cache = out
+    results = {} if out is None else named_parts(out)
+    results |= {name: arrays[name] for name in case.written}
+    if spec.backward and case.cotangent is not None:
         gradients = getattr(ops, spec.backward_name)(floats(case.cotangent, dtype), cache)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
@@ -232,13 +243,9 @@ def expected(case: Case) -> Expected:
     to bf16: products in bf16, sums in float32.
     """
     exact = reference_results(case, np.float64)
-    plain = exact
-    if case.dtype != "float64":
-        plain = reference_results(case, np.float32)
+    plain = exact if case.dtype == "float64" else reference_results(case, np.float32)
     if case.dtype == "bf16":
-        plain = {
-            name: round_bf16(value) if np.ndim(value) else value for name, value in plain.items()
-        }
+        plain = {n: round_bf16(value) if np.ndim(value) else value for n, value in plain.items()}
     _, dout = case.in_float64()
     if dout is None and case.spec.gradients:  # magnitudes of gradients nobody will look at
         parts = {n: np.zeros_like(np.asarray(e, np.float64)) for n, e in exact.items()}
@@ -248,7 +255,7 @@ def expected(case: Case) -> Expected:
 
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:
-    """Return the parameters that the contract gives a function, without self."""
+    """Return the parameters that the contract gives a function."""
     return list(inspect.signature(getattr(reference, function)).parameters.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import Case, contract_parameters, reference_results
+from accel.verify.contract import Case, reference_results
 from accel.verify.ops import Mistakes, room
 from accel.verify.subject import Subject
 from accel.verify.trial import Judged, run_case
@@ -153,21 +153,16 @@ def _of_mistakes(case: Case, judged: Judged) -> Iterator[str]:
 
 def _left_out(case: Case) -> Mistakes:
     """Yield the mistakes with arguments that need not be given."""
-    for name in _optional(case):
-        a = case.arrays[name]
+    for name in case.optional():
+        a = case.arrays.get(name)
+        if a is None:
+            continue
         # zeros for what is trained, whose gradient is owed all the same
         left = np.zeros_like(a) if name in case.spec.gradients else None
         yield f"is {name} left out?", case.but({name: left})
         if a.dtype == np.bool_:
             yield f"is {name} turned around (True = take part)?", case.but({name: ~a})
             yield f"{name} off by one?", case.but({name: np.roll(a, 1, axis=-1)})
-
-
-def _optional(case: Case) -> list[str]:
-    """Return the optional arrays that this case has."""
-    parameters = contract_parameters(case.spec.forward_name)
-    names = [p.name for p in parameters if p.default is None]
-    return [name for name in names if case.arrays.get(name) is not None]
 
 
 # ---- from the manner of the call -----------------------------------------------------------------
@@ -195,18 +190,14 @@ def _of_manner(subject: Subject, case: Case, judged: Judged) -> Iterator[str]:
     if case.out and passes(dataclasses.replace(case, out="")):
         yield f"it passes without out={'' if case.out == 'out' else ' and accumulate=True'}."
     masked = {n: np.maximum(a, 0) for n, a in case.arrays.items() if _negative(a)}
-    for name in _optional(case):
-        if passes(case.but({**masked, name: None})):
+    for name in case.optional():
+        # who counts is told by a mask: without it what it hid is read
+        hidden = masked if np.asarray(case.arrays.get(name)).dtype == np.bool_ else {}
+        if passes(case.but(hidden).without(name)):
             yield f"it passes without {name}."
     for name in masked:
         if passes(case.but(masked)):
             yield f"are masked {name} read? They need not be entries of the vocabulary."
-    for parameter in contract_parameters(case.spec.forward_name):
-        name = parameter.name
-        if name in case.options and parameter.default is not parameter.empty:
-            options = {n: v for n, v in case.options.items() if n != name}
-            if passes(dataclasses.replace(case, options=options)):
-                yield f"it passes without {name}."
 
 
 def _negative(a: Any) -> bool:

@@ -9,7 +9,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +59,7 @@ class Subject:
         self._from = getattr(module, "from_numpy", None)
         self._to = getattr(module, "to_numpy", None)
         self._file = str(getattr(module, "__file__", "") or "")
-        self._activation = self._from is not None and "activation" in (_names(self._from) or ())
+        self._activation = self._from is not None and "activation" in (_signature(self._from) or ())
         self.notes: set[str] = set()
         # told ("case", Case) before a case is tried and ("calling", name) before a call
         self.watch: Callable[[str, Any], None] = lambda kind, content: None
@@ -105,28 +105,30 @@ class Subject:
                 kept.append(dtype)
         return tuple(kept) or ("bf16",)
 
+    def signature(self, function: str) -> Mapping[str, inspect.Parameter] | None:
+        """Return the parameters of a function of the module; None when they cannot be known."""
+        return _signature(getattr(self.module, function)) if self.has(function) else None
+
     def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
         """Return what tells whether a function takes an optional parameter of the contract."""
-        if not self.has(function) or not hasattr(reference, function):
+        parameters = self.signature(function) if hasattr(reference, function) else None
+        if parameters is None:
             return lambda parameter: True
-        names = _names(getattr(self.module, function))
-        if names is None:
-            return lambda parameter: True
-        parameters = inspect.signature(getattr(self.module, function)).parameters
-        positional = _positional(parameters)
-        order = [p.name for p in contract_parameters(function)]
+        positional = positional_of(parameters.values())
+        names = [p.name for p in contract_parameters(function)]
+        order = [p.name for p in positional_of(contract_parameters(function))]
 
         def offers(parameter: str) -> bool | str:
             found = parameters.get(parameter)
-            if found is None and parameter in order and _is_array(function, parameter):
-                at = order.index(parameter)
-                # called something else, but it stands where the contract has it
-                found = positional[at] if at < len(positional) else None
-                if found is not None and found.name in order:
+            if found is None and parameter in order:
+                # an array called something else, but it stands where the contract has it
+                found = next(iter(positional[order.index(parameter) :]), None)
+                if found is not None and found.name in names:
                     found = None
             if found is None:
                 return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            return "always" if found.default is found.empty and _is_optional(function) else True
+            required = found.default is found.empty and not function.endswith("_backward")
+            return "always" if required else True
 
         return offers
 
@@ -313,29 +315,17 @@ def applies(spec: Op, dtype: str) -> bool:
     return dtype != "bf16" or any(o.kind != "master" for o in spec.operands)
 
 
-def _names(function: Callable[..., Any]) -> list[str] | None:
-    """Return the parameter names of a function; None when it has no Python signature."""
+def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function; None when it has no Python signature."""
     try:
-        return list(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
 
 
-def _positional(parameters: Any) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in parameters.values() if p.kind in kinds]
-
-
-def _is_array(function: str, parameter: str) -> bool:
-    """Say whether a parameter of the contract is an array, and so may be passed by position."""
-    return any(
-        p.name == parameter and p.kind is p.POSITIONAL_OR_KEYWORD
-        for p in contract_parameters(function)
-    )
-
-
-def _is_optional(function: str) -> bool:
-    return not function.endswith("_backward")
+def positional_of(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters that may be given by position."""
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from accel.verify.contract import (
     shape_of,
 )
 from accel.verify.ops import room
-from accel.verify.subject import KernelError, Placed, Subject, _positional
+from accel.verify.subject import KernelError, Placed, Subject, positional_of
 from reference.types import Array, Loss
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
@@ -152,10 +152,8 @@ def arguments(
     """Return how a function is called: required arrays by position, the rest by name if it can."""
     args: list[Any] = []
     kwargs = dict(options)
-    names = None
-    positional: list[Any] = []
-    if (parameters := _signature(subject, function)) is not None:
-        names, positional = list(parameters), _positional(parameters)
+    known = subject.signature(function)
+    positional = [] if known is None else positional_of(known.values())
     for at, parameter in enumerate(contract_parameters(function)):
         name = parameter.name
         required = parameter.default is parameter.empty
@@ -168,20 +166,11 @@ def arguments(
             args.append(views[name])
         elif views[name] is None:
             continue
-        elif names is None or name in names or at >= len(positional):
+        elif known is None or name in known or at >= len(positional):
             kwargs[name] = views[name]
         else:  # it has another name in this module; everything before it must be filled
             args += [None] * (at - len(args)) + [views[name]]
     return args, kwargs
-
-
-def _signature(subject: Subject, function: str) -> Any:
-    import inspect
-
-    try:
-        return inspect.signature(getattr(subject.module, function)).parameters
-    except (TypeError, ValueError):
-        return None
 
 
 def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
@@ -216,29 +205,25 @@ def _take_out(
     if run.case.written:
         got = {"out": run.take("out", out)} if "out" in exact else {}
         return got | {name: run.take(name, views[name]) for name in run.case.written}
-    if "out.k" in exact:
-        if not hasattr(out, "k") or not hasattr(out, "v"):
-            run.problem("out.k", "missing", f"{run.case.op} should give a KVCache, with k and v")
-            return {}
-        both = isinstance(out.k, np.ndarray) and isinstance(out.v, np.ndarray)
-        if out.k is out.v or (both and np.shares_memory(out.k, out.v)):
-            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
-        return {"out.k": run.take("out.k", out.k), "out.v": run.take("out.v", out.v)}
-    if "total" in exact:
-        if not hasattr(out, "total") or not hasattr(out, "n_valid"):
-            run.problem("total", "missing", "the forward should give a loss with total and n_valid")
-            return {}
-        return {"total": run.take("total", out.total), "n_valid": run.take("n_valid", out.n_valid)}
+    if "out" in exact:
+        return {"out": run.take("out", out)}
+    names = [n for n in exact if n not in gradient_names(run.case)]
+    fields = [n.removeprefix("out.") for n in names]  # of a loss or a cache
     if "out[0]" in exact:
-        parts = [n for n in exact if n.startswith("out[")]
-        if not isinstance(out, tuple) or len(out) != len(parts):
-            found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
-            run.problem(
-                "out", "missing", f"the forward should give {len(parts)} parts, gave {found}"
-            )
-            return {}
-        return {name: run.take(name, part) for name, part in zip(parts, out, strict=True)}
-    return {"out": run.take("out", out)}
+        fits, wanted = isinstance(out, tuple) and len(out) == len(names), f"{len(names)} parts"
+    else:
+        fits, wanted = all(hasattr(out, f) for f in fields), " and ".join(fields)
+    if not fits:
+        found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        text = f"{run.spec.forward_name} should give {wanted}, gave {found}"
+        run.problem(names[0].removesuffix("[0]"), "missing", text)
+        return {}
+    parts = out if "out[0]" in exact else [getattr(out, f) for f in fields]
+    if "out.k" in exact:
+        both = all(isinstance(part, np.ndarray) for part in parts)
+        if parts[0] is parts[1] or (both and np.shares_memory(*parts)):
+            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
+    return {name: run.take(name, part) for name, part in zip(names, parts, strict=True)}
 
 
 def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) -> Any:
@@ -289,10 +274,9 @@ def _backward(run: _Run, want: Expected, state: Any) -> None:
     kwargs: dict[str, Any] = {}
     buffers: dict[str, Placed] = {}
     if case.out:
-        buffers = {name: _out_buffer(subject, case, name) for name in _out_names(case)}
-        views = [
-            buffers[f"d{p}"].view if f"d{p}" in buffers else None for p in case.spec.parameters
-        ]
+        names = [f"d{p}" for p in spec.parameters]
+        buffers = {name: _out_buffer(subject, case, name) for name in names if name in owed}
+        views = [buffers[name].view if name in buffers else None for name in names]
         kwargs["out"] = views[0] if len(spec.parameters) == 1 else tuple(views)
         if case.out == "accumulate":
             kwargs["accumulate"] = True
@@ -326,10 +310,6 @@ def _gradients(run: _Run, result: Any, owed: list[str]) -> dict[str, Any]:
         )
         return {}
     return dict(zip(owed, found, strict=True))
-
-
-def _out_names(case: Case) -> list[str]:
-    return [f"d{p}" for p in case.spec.parameters if case.arrays.get(p) is not None]
 
 
 def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
