@@ -371,8 +371,8 @@ def decode_rows(modes: list[str]) -> list[Row]:
         for position in (128, 512):
             cache = ops.kv_cache(model.params, SMALL, 1, 1024)
             rng = np.random.default_rng(2)
-            cache.k[...] = rng.standard_normal(cache.k.shape)
-            cache.v[...] = rng.standard_normal(cache.v.shape)
+            for layer in (*cache.k, *cache.v):
+                layer[...] = rng.standard_normal(layer.shape)
             token = np.array([7], np.int32)
             ours = partial(ops.decode_step, model.params, SMALL, token, cache, position)
             functions: dict[str, Function] = {"ours": ours}

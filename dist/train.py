@@ -23,7 +23,7 @@ from accel import load as load_backend
 from dist import checkpoint, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import RunFile
+from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.files import replace_durably
@@ -70,12 +70,12 @@ class StopRequest:
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
     """Return the keys in which two runs would learn differently, as ``table.key: old -> new``."""
-    fresh = new.to_dict()
+    before, fresh = from_tables(old).to_dict(), new.to_dict()  # an older file has fewer keys
     return [
-        f"{table}.{key}: {old[table].get(key)!r} -> {value!r}"
+        f"{table}.{key}: {before[table][key]!r} -> {value!r}"
         for table in LEARNING_TABLES
         for key, value in fresh[table].items()
-        if old[table].get(key) != value
+        if before[table][key] != value
     ]
 
 

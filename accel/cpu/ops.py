@@ -16,12 +16,13 @@ from accel.cpu import (
     optimizer,
     rope,
 )
+from reference import kv
 from reference.ops import HOST, backend
 
 SOURCES = (
     *(vars(activations), vars(arrays), vars(attention), vars(decode), vars(elementwise)),
     *(vars(embedding), vars(linear), vars(loss), vars(memory), vars(norms)),
-    *(vars(optimizer), vars(rope)),
+    *(vars(optimizer), vars(rope), vars(kv)),
 )
 globals().update(backend(__name__, HOST, *SOURCES))
 

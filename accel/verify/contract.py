@@ -205,7 +205,7 @@ def named_parts(out: Any) -> dict[str, Any]:
     if hasattr(out, "total"):
         return {"total": np.asarray(out.total), "n_valid": np.asarray(out.n_valid)}
     if isinstance(out, KVCache):
-        return {"out.k": out.k, "out.v": out.v}
+        return {f"out.{name}[{n}]": a for name in "kv" for n, a in enumerate(getattr(out, name))}
     if isinstance(out, tuple):
         return {f"out[{i}]": part for i, part in enumerate(out)}
     return {"out": np.asarray(out)}

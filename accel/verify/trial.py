@@ -16,12 +16,13 @@ from accel.verify.contract import (
     floats,
     gathered,
     gradient_names,
+    named_parts,
     other_case,
     shape_of,
 )
 from accel.verify.ops import room
 from accel.verify.subject import KernelError, Placed, Subject, positional_of
-from reference.types import Array, Loss
+from reference.types import Array, KVCache, Loss
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
 CANARY = 12_345.0
@@ -208,22 +209,25 @@ def _take_out(
     if "out" in exact:
         return {"out": run.take("out", out)}
     names = [n for n in exact if n not in gradient_names(run.case)]
-    fields = [n.removeprefix("out.") for n in names]  # of a loss or a cache
-    if "out[0]" in exact:
-        fits, wanted = isinstance(out, tuple) and len(out) == len(names), f"{len(names)} parts"
+    kind = Loss if "total" in exact else KVCache if "out.k[0]" in exact else None
+    if kind is None:
+        fits, wanted = isinstance(out, tuple), f"{len(names)} parts"
     else:
-        fits, wanted = all(hasattr(out, f) for f in fields), " and ".join(fields)
-    if not fits:
+        fits, wanted = all(hasattr(out, f) for f in kind._fields), " and ".join(kind._fields)
+    if fits and kind:
+        out = kind(*(getattr(out, f) for f in kind._fields))
+    parts = named_parts(out) if fits else {}
+    if list(parts) != names:
         found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
         text = f"{run.spec.forward_name} should give {wanted}, gave {found}"
-        run.problem(names[0].removesuffix("[0]"), "missing", text)
+        run.problem(names[0] if kind else "out", "missing", text)
         return {}
-    parts = out if "out[0]" in exact else [getattr(out, f) for f in fields]
-    if "out.k" in exact:
-        both = all(isinstance(part, np.ndarray) for part in parts)
-        if parts[0] is parts[1] or (both and np.shares_memory(*parts)):
-            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
-    return {name: run.take(name, part) for name, part in zip(names, parts, strict=True)}
+    if kind is KVCache:
+        for k, v in zip(out.k, out.v, strict=True):
+            both = isinstance(k, np.ndarray) and isinstance(v, np.ndarray)
+            if k is v or (both and np.shares_memory(k, v)):
+                run.problem("out.v[0]", "shared", "k and v of the cache lie in the same memory")
+    return {name: run.take(name, part) for name, part in parts.items()}
 
 
 def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) -> Any:

@@ -108,7 +108,7 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
     F, Q = zeros(2, 3, 6), zeros(2, 3, 4, 2)
     I = np.zeros((2, 3), np.int32)  # noqa: E741
     K = zeros(1, 2, 3, 4, 2)  # keys of one layer
-    SLOTS, KEYS = KVCache(zeros(2, 2, 5, 1, 3), zeros(2, 2, 5, 1, 3)), ones(2, 2, 1, 3)
+    SLOTS, KEYS = KVCache([zeros(2, 5, 1, 3)] * 2, [zeros(2, 5, 1, 3)] * 2), ones(2, 2, 1, 3)
     return [
         (
             lambda: ops.add_forward(F, zeros(5)),
@@ -234,11 +234,11 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
             "key_mask must be an array, got list",
         ),
         (
-            lambda: ops.write_kv(KVCache(K, K), K[0, :1], K[0, :1], layer=0, position=0),
+            lambda: ops.write_kv(KVCache([*K], [*K]), K[0, :1], K[0, :1], layer=0, position=0),
             r"k must have shape \(2, 3, 4, 2\)",
         ),
         (
-            lambda: ops.write_kv(KVCache(K, K), K[0], K[0, :, :, :1], layer=0, position=0),
+            lambda: ops.write_kv(KVCache([*K], [*K]), K[0], K[0, :, :, :1], layer=0, position=0),
             r"v must have shape \(2, 3, 4, 2\)",
         ),
         (lambda: ops.scale_forward(F, factor=np.ones(2)), "factor must be a finite number"),

@@ -11,7 +11,6 @@ from reference import ops as reference
 from reference.ops import NAMES
 from reference.presets import TINY
 from reference.types import Array, KVCache
-from tests.helpers import needs
 from tests.helpers.contract import (
     DIFFERENTIABLE,
     DTYPED,
@@ -36,8 +35,6 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 def load(backend: str) -> Any:
     name, _, compute = backend.partition(" ")
-    if compute:
-        needs.bf16()
     return reference if name == "reference" else accel.load(name, compute=compute or "float32")
 
 
@@ -135,7 +132,7 @@ def test_ops_without_a_backward_keep_the_dtype(backend: str, dtype: Any) -> None
     ops.adamw(*flat, step=1, n_decayed=3, grad_scale=np.float64(0.5), **scalars)
     assert all(array.dtype == dtype for array in flat)
     cache = ops.kv_cache({"embedding.weight": head}, TINY, 2, 4)
-    assert cache.k.dtype == dtype and cache.v.shape == (2, 2, 4, 2, 6)
+    assert cache.k[0].dtype == dtype and np.shape(cache.v) == (2, 2, 4, 2, 6)
 
 
 def test_the_embedding_gradient_can_be_added_onto_another(ops: Any) -> None:
@@ -166,14 +163,14 @@ def test_accumulate_adds_in_place(ops: Any) -> None:
 
 
 def test_write_kv_writes_each_row_where_it_stands(ops: Any) -> None:
-    cache = KVCache(np.zeros((2, 2, 5, 1, 3)), np.zeros((2, 2, 5, 1, 3)))
+    cache = KVCache(list(np.zeros((2, 2, 5, 1, 3))), list(np.zeros((2, 2, 5, 1, 3))))
     k, v = np.ones((2, 2, 1, 3)), np.full((2, 2, 1, 3), 2.0)
     ops.write_kv(cache, k, v, layer=1, position=np.array([0, 3]))
-    written = cache.k[..., 0, 0] == 1
+    written = np.asarray(cache.k)[..., 0, 0] == 1
     np.testing.assert_array_equal(
         np.argwhere(written), [[1, 0, 0], [1, 0, 1], [1, 1, 3], [1, 1, 4]]
     )
-    np.testing.assert_array_equal(cache.v, 2 * cache.k)
+    np.testing.assert_array_equal(cache.v, 2 * np.asarray(cache.k))
     with pytest.raises(ValueError, match=r"positions 4\.\.5 lie outside the cache"):
         ops.write_kv(cache, k, v, layer=0, position=4)
     with pytest.raises(ValueError, match=r"positions -1\.\.0 lie outside the cache"):

@@ -51,9 +51,9 @@ def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
     config, position = v["config"], v["position"]
 
     def run(backend: Any) -> dict[str, Array]:
-        cache = KVCache(v["cache"].k.copy(), v["cache"].v.copy())
+        cache = KVCache(*([a.copy() for a in arrays] for arrays in v["cache"]))
         out = compose(backend, v["params"], config, v["token"], cache, position)
-        return {"out": out, "cache.k": cache.k, "cache.v": cache.v}
+        return {"out": out, "cache.k": np.asarray(cache.k), "cache.v": np.asarray(cache.v)}
 
     r = 4 if u == UNIT_ROUNDOFF["bf16"] else 12
     step = max(r * u, 2.0**-30)

@@ -65,5 +65,5 @@ def generate(draw: Draw) -> Draft:
 
 def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
     """Zeros, exactly."""
-    shape = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"]).k.shape
-    return {name: Magnitude(np.zeros(shape), 0) for name in ("out.k", "out.v")}
+    cache = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"])
+    return {f"out.{n}[{i}]": Magnitude(a, 0) for n in "kv" for i, a in enumerate(getattr(cache, n))}

@@ -46,7 +46,7 @@ def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
     """Copies; what lies elsewhere stays as it is, exactly."""
     cache = KVCache(*(np.zeros_like(a) for a in v["cache"]))
     ops.write_kv(cache, np.abs(v["k"]), np.abs(v["v"]), layer=v["layer"], position=v["position"])
-    return {"cache.k": Magnitude(cache.k, 1), "cache.v": Magnitude(cache.v, 1)}
+    return {f"cache.{n}": Magnitude(np.asarray(getattr(cache, n)), 1) for n in "kv"}
 
 
 def misplaced(case: Case) -> Mistakes:
