@@ -234,8 +234,8 @@ def decoder(
 ) -> Callable[[], Array]:
     """Return a function that decodes one token at ``position`` of a cache (L, B, S, H, d)."""
     model = Model(config, master)
-    k_cache = torch.from_numpy(np.ascontiguousarray(cache.k.transpose(0, 1, 3, 2, 4)))
-    v_cache = torch.from_numpy(np.ascontiguousarray(cache.v.transpose(0, 1, 3, 2, 4)))
+    k_cache = torch.from_numpy(np.stack(cache.k).swapaxes(2, 3).copy())
+    v_cache = torch.from_numpy(np.stack(cache.v).swapaxes(2, 3).copy())
     cos, sin = rope_tables(config, position, 1)
     token = torch.tensor([[7]])
     sizes = [config.n_heads, config.n_kv_heads, config.n_kv_heads]

@@ -20,12 +20,10 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from accel import load as load_backend
-from accel.cuda import device as devices
-from accel.process import peak_memory
 from dist import checkpoint, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import RunFile
+from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.files import replace_durably
@@ -72,12 +70,12 @@ class StopRequest:
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
     """Return the keys in which two runs would learn differently, as ``table.key: old -> new``."""
-    fresh = new.to_dict()
+    before, fresh = from_tables(old).to_dict(), new.to_dict()  # an older file has fewer keys
     return [
-        f"{table}.{key}: {old[table].get(key)!r} -> {value!r}"
+        f"{table}.{key}: {before[table][key]!r} -> {value!r}"
         for table in LEARNING_TABLES
         for key, value in fresh[table].items()
-        if old[table].get(key) != value
+        if before[table][key] != value
     ]
 
 
@@ -219,7 +217,7 @@ class Trainer:
             record = self._one_step()
             # one message a step: who was asked to stop, how much memory is in use, and whether
             # rank 0 could write what there was to write since the last one
-            everyone = self.comm.all_gather((stop.signal, self._memory(), self.unwritten))
+            everyone = self.comm.all_gather((stop.signal, self.ops.memory(), self.unwritten))
             if everyone[0][2] is not None:
                 raise AllRanksError(everyone[0][2])
             signals = [int(number) for number, _, _ in everyone if number is not None]
@@ -288,12 +286,6 @@ class Trainer:
             "tokens_per_s": speed,
             "utilisation": speed * self.flops / self.peak,
         }
-
-    def _memory(self) -> int:
-        """Return the most bytes held so far: of the GPU's memory, or of the machine's."""
-        if self.config.run.backend == "cuda":
-            return devices.current().memory()
-        return peak_memory()
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record; if that fails, all ranks hear of it after the next step."""

@@ -150,23 +150,25 @@ def number(
     below: float = math.inf,
 ) -> Option:
     """Declare a finite number; None passes when it is the default."""
-    bounds = f" >= {at_least:g}" if at_least > -math.inf else ""
-    bounds += f" > {above:g}" if above > -math.inf else ""
-    bounds += f" and < {below:g}" if below < math.inf else ""
+    rule = "be a finite number"
+    rule += f" >= {at_least:g}" if at_least > -math.inf else ""
+    rule += f" > {above:g}" if above > -math.inf else ""
+    rule = f"lie in [{at_least:g}, {below:g})" if below < math.inf else rule
 
     def take(op: str, value: Any, dims: Dims) -> Any:
         if value is None and default is None:
             return None
+        given = value
         if type(value) is not float:
             try:
                 value = float(value) if np.ndim(value) == 0 else math.nan
             except (TypeError, ValueError):
                 value = math.nan
         if not (math.isfinite(value) and value >= at_least and value > above and value < below):
-            raise ValueError(f"{op} must be a finite number{bounds}, got {value!r}")
+            raise ValueError(f"{op} must {rule}, got {given!r}")
         return value
 
-    return Option(name, take, f"a finite number{bounds}", default)
+    return Option(name, take, f"must {rule}", default)
 
 
 def integer(
@@ -216,7 +218,7 @@ class Pattern:
         self.free = "..." in tokens  # axes of any number, before or after the named ones
         self.trailing = tokens[-1:] == ["..."]
         self.axes = [(t[1:], 2) if t[0] == "2" else (t, 1) for t in tokens if t != "..."]
-        self.letters = {token for token in tokens if token != "..."}
+        self.letters = set(tokens)
         self.text = f"({', '.join(text.split())}{',' if len(text.split()) == 1 else ''})"
 
     def fits(self, shape: tuple[int, ...], dims: Dims) -> bool:

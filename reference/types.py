@@ -1,5 +1,6 @@
 """The few types that every op and every backend share."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ class Dropout(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far, written in place by ``write_kv``."""
+    """Keys and values of the tokens seen so far, layer by layer, written by ``write_kv``."""
 
-    k: Array  # (L, B, S, Hkv, d) with S the length there is room for
-    v: Array  # (L, B, S, Hkv, d)
+    k: Sequence[Array]  # of a layer: (B, S, Hkv, d), S the tokens that this layer keeps
+    v: Sequence[Array]  # the same

@@ -248,7 +248,7 @@ def named_parts(out: Any) -> dict[str, Any]:
     if hasattr(out, "total"):
         return {"total": np.asarray(out.total), "n_valid": np.asarray(out.n_valid)}
     if isinstance(out, KVCache):
-        return {"out.k": out.k, "out.v": out.v}
+        return {f"out.{name}[{n}]": a for name in "kv" for n, a in enumerate(getattr(out, name))}
     if isinstance(out, tuple):
         return {f"out[{i}]": part for i, part in enumerate(out)}
     return {"out": np.asarray(out)}
@@ -308,8 +308,7 @@ def expected(case: Case) -> Expected:
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:
     """Return the parameters that the contract gives a function, without self."""
-    signature = inspect.signature(getattr(reference.Ops, function))
-    return [p for p in signature.parameters.values() if p.name != "self"]
+    return list(inspect.signature(getattr(reference, function)).parameters.values())
 
 
 def accumulated_onto(case: Case) -> Array:

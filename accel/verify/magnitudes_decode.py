@@ -18,8 +18,8 @@ SAMPLES = 16  # runs with perturbed results
 
 def kv_cache(v: Values, dout: None, u: float) -> Magnitudes:
     """Zeros, exactly."""
-    shape = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"]).k.shape
-    return {name: Magnitude(np.zeros(shape), 0) for name in ("out.k", "out.v")}
+    cache = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"])
+    return {f"out.{n}[{i}]": Magnitude(a, 0) for n in "kv" for i, a in enumerate(getattr(cache, n))}
 
 
 def write_kv(v: Values, dout: None, u: float) -> Magnitudes:
@@ -28,7 +28,7 @@ def write_kv(v: Values, dout: None, u: float) -> Magnitudes:
     check_write(cache, v["k"], v["v"], v["layer"], v["position"])
     places = {"layer": v["layer"], "position": v["position"]}
     ops.write_kv(cache, np.abs(v["k"]), np.abs(v["v"]), **places)
-    return {"cache.k": Magnitude(cache.k, 1), "cache.v": Magnitude(cache.v, 1)}
+    return {f"cache.{n}": Magnitude(np.asarray(getattr(cache, n)), 1) for n in "kv"}
 
 
 def decode_step(v: Values, dout: None, u: float) -> Magnitudes:
@@ -47,9 +47,9 @@ def decode_step(v: Values, dout: None, u: float) -> Magnitudes:
     config, position = v["config"], v["position"]
 
     def run(backend: Any) -> dict[str, Array]:
-        cache = KVCache(v["cache"].k.copy(), v["cache"].v.copy())
+        cache = KVCache(*([a.copy() for a in arrays] for arrays in v["cache"]))
         out = compose(backend, v["params"], config, v["token"], cache, position)
-        return {"out": out, "cache.k": cache.k, "cache.v": cache.v}
+        return {"out": out, "cache.k": np.asarray(cache.k), "cache.v": np.asarray(cache.v)}
 
     r = 4 if u == UNIT_ROUNDOFF["bf16"] else 12
     step = max(r * u, 2.0**-30)

@@ -17,11 +17,12 @@ from accel.verify.contract import (
     gathered,
     gradient_names,
     log_sum_exp,
+    named_parts,
     other_case,
     shape_of,
 )
 from accel.verify.subject import KernelError, Placed, Subject, _positional
-from reference.types import Array, Loss
+from reference.types import Array, KVCache, Loss
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
 CANARY = 12_345.0
@@ -217,12 +218,14 @@ def _take_out(
         return got | {name: run.take(name, views[name]) for name in run.spec.in_place}
     if op == "kv_cache":
         if not hasattr(out, "k") or not hasattr(out, "v"):
-            run.problem("out.k", "missing", "kv_cache should give a KVCache, with k and v")
+            run.problem("out.k[0]", "missing", "kv_cache should give a KVCache, with k and v")
             return {}
-        both = isinstance(out.k, np.ndarray) and isinstance(out.v, np.ndarray)
-        if out.k is out.v or (both and np.shares_memory(out.k, out.v)):
-            run.problem("out.v", "shared", "k and v of the cache lie in the same memory")
-        return {"out.k": run.take("out.k", out.k), "out.v": run.take("out.v", out.v)}
+        for k, v in zip(out.k, out.v, strict=False):
+            both = isinstance(k, np.ndarray) and isinstance(v, np.ndarray)
+            if k is v or (both and np.shares_memory(k, v)):
+                run.problem("out.v[0]", "shared", "k and v of the cache lie in the same memory")
+        taken = named_parts(KVCache(out.k, out.v))
+        return {name: run.take(name, part) for name, part in taken.items()}
     if op == "linear_cross_entropy":
         if not hasattr(out, "total") or not hasattr(out, "n_valid"):
             run.problem("total", "missing", "the forward should give a loss with total and n_valid")

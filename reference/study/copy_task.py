@@ -130,7 +130,7 @@ def cross_attention(params: Params, batch: CopyBatch) -> Array:
     _, cache = loss_forward(ops, params, CONFIG, source, target, source, mask, mask)
     cross = cache.decoder[0].cross
     assert cross is not None  # a decoder block of this model always has one
-    return np.asarray(cross.branch.attention.p[:, :, 0])
+    return np.asarray(cross.branch.attention.cache.P[:, :, 0])
 
 
 def show(ids: Ids) -> str:

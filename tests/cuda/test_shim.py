@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accel.cuda.device import f32, i32
 from reference.types import Array
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice, ShimError, from_bf16, to_bf16
@@ -161,19 +160,19 @@ def run(
 
 
 def run_reverse(device: ShimDevice) -> None:
-    got = run(device, "reverse", X[:192], 192, i32(64), grid=3, shared=256)
+    got = run(device, "reverse", X[:192], 192, np.int32(64), grid=3, shared=256)
     np.testing.assert_array_equal(got, X[:192].reshape(3, 64)[:, ::-1].reshape(-1))
 
 
 def run_rounds(device: ShimDevice) -> None:
     rows = X.reshape(-1, 64)
-    got = run(device, "rounds", X, 64, i32(len(rows)), shared=256)
+    got = run(device, "rounds", X, 64, np.int32(len(rows)), shared=256)
     np.testing.assert_allclose(got, np.roll(rows, -37, axis=1).sum(0), rtol=1e-4, atol=1e-5)
 
 
 def run_pipeline(device: ShimDevice) -> None:
     rows = X.reshape(5, 64, 4)
-    got = run(device, "pipeline", X, 256, i32(5), shared=2 * 64 * 16)
+    got = run(device, "pipeline", X, 256, np.int32(5), shared=2 * 64 * 16)
     expected = np.roll(rows, -37, axis=1).sum(0).reshape(-1)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -292,15 +291,15 @@ def test_arguments_are_held_to_the_kernel_s_types() -> None:
     def launch(*arguments: object) -> None:
         device.launch("toy", "reverse", (1, 1, 1), 64, arguments, shared=256, defines={})  # type: ignore[arg-type]
 
-    launch(x, y, i32(64))
+    launch(x, y, np.int32(64))
     with pytest.raises(ShimError, match="argument 2: a NumPy scalar of type i is wanted, got int"):
         launch(x, y, 64)
     with pytest.raises(ShimError, match="scalar of type i is wanted, got int64"):
         launch(x, y, np.int64(64))
     with pytest.raises(ShimError, match="argument 1: a pointer is wanted, got float32"):
-        launch(x, f32(1), i32(64))
+        launch(x, np.float32(1), np.int32(64))
     with pytest.raises(ShimError, match="a pointer to f is wanted, got uint16"):
-        launch(x, to_bf16(y), i32(64))
+        launch(x, to_bf16(y), np.int32(64))
     with pytest.raises(ShimError, match="has 3 parameters, got 2"):
         launch(x, y)
 
@@ -308,9 +307,11 @@ def test_arguments_are_held_to_the_kernel_s_types() -> None:
 def test_a_grid_or_block_that_cuda_refuses_is_refused() -> None:
     for grid, threads in (((1, 65536, 1), 64), ((1, 1, 1), 48), ((1, 1, 1), 2048)):
         with pytest.raises(ShimError, match=r"blocks along y|threads must be"):
-            toy().launch("toy", "reverse", grid, threads, (X, X, i32(1)), shared=0, defines={})
+            toy().launch("toy", "reverse", grid, threads, (X, X, np.int32(1)), shared=0, defines={})
     with pytest.raises(ShimError, match="227 KiB"):
-        toy().launch("toy", "reverse", (1, 1, 1), 32, (X, X, i32(1)), shared=1 << 20, defines={})
+        toy().launch(
+            "toy", "reverse", (1, 1, 1), 32, (X, X, np.int32(1)), shared=1 << 20, defines={}
+        )
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
@@ -319,7 +320,7 @@ def test_bf16_rounds_to_nearest_even() -> None:
         [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x80000000, 0x7FC00000], np.uint32
     )
     y = device.empty((6,), np.uint16)
-    arguments = (device.upload(bits.view(np.float32)), y, i32(6))
+    arguments = (device.upload(bits.view(np.float32)), y, np.int32(6))
     device.launch("toy", "round_trip", (1, 1, 1), 32, arguments, shared=0, defines={})
     assert [hex(v) for v in y] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x8000", "0x7fff"]
     np.testing.assert_array_equal(y, to_bf16(bits.view(np.float32)))

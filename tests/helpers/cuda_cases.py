@@ -110,11 +110,13 @@ def attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
         mask = rng.random((2, 33)) < 0.6
         mask[1] = False  # nobody sees anything
         documents = np.sort(rng.integers(0, 3, (2, 33)), axis=1).astype(np.int32)
-        options = {"dropout_p": 0.3, "dropout_key": KEY}
+        options = {"dropout_p": 0.3, "dropout_key": KEY, "window": 17}
         everything = (*arrays(2, 29, 33, 4, 2), slopes, mask, documents)
         yield "attention", f"{what}, everything", everything, options
         yield "attention", f"{what}, alibi", (*arrays(1, 35, 35, 4, 2), slopes), {}
         yield "attention", f"{what}, one", arrays(1, 1, 1, 1, 1), {}
+        # the first tile of keys is seen by nobody
+        yield "attention", f"{what}, window, more keys", arrays(1, 5, 67, 2, 1), {"window": 9}
         yield (
             "attention",
             f"{what}, dropout",
@@ -130,6 +132,10 @@ def long_attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
         q, k, v = normal(1, 301, 3, d), normal(1, 301, 1, d), normal(1, 301, 1, dv)
         yield "attention", f"d = {d}, dv = {dv}, long causal", (q, k, v), {}
         yield "attention", f"d = {d}, dv = {dv}, long full", (q[:, :140], k, v), {"causal": False}
+        # windows that begin and end at the edges of tiles, and one place from them
+        near = (q[:, :140], k[:, :140], v[:, :140])
+        yield "attention", f"d = {d}, dv = {dv}, window full", near, {"causal": False, "window": 2}
+        yield "attention", f"d = {d}, dv = {dv}, window causal", near, {"window": 66}
         few = (q[:, :140], k[:, :9], v[:, :9])  # the first tile of queries sees nothing
         yield "attention", f"d = {d}, dv = {dv}, few keys", few, {}
         packed = (q, k, v, None, None, packed_documents(301))
@@ -208,9 +214,12 @@ def rounded(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def by_the_rule(
-    ops: Any, case: Case, dtype: str, *, activation: bool = True
+    ops: Any, case: Case, dtype: str, *, activation: bool = True, got: list[Array] | None = None
 ) -> dict[str, Closeness]:
-    """Return how close each result of a case is, by the rule of ``accel.tolerance``."""
+    """Return how close each result of a case is, by the rule of ``accel.tolerance``.
+
+    ``got`` are the results, where the case has been run already.
+    """
     op, _, arrays, options = case
     if dtype == "bf16":
         arrays = rounded(arrays)
@@ -221,7 +230,7 @@ def by_the_rule(
     if dtype == "bf16" and not hasattr(out, "total"):
         dout = rounded(dout) if isinstance(dout, tuple) else round_bf16(dout)
     want = expected(VerifyCase(op, dtype, given, options, dout, {}))
-    got = run_backend(ops, op, arrays, options, activation=activation)
+    got = got or run_backend(ops, op, arrays, options, activation=activation)
     gradients = [name for name in want.exact if name.startswith("d")]
     return {
         name: compare(
@@ -236,8 +245,8 @@ def by_the_rule(
     }
 
 
-def attention_by_the_rule(ops: Any, case: Case) -> dict[str, Closeness]:
-    """Return how close bf16 attention is to plain bf16 code that keeps scores in float32.
+def attention_by_the_rule(case: Case, got: list[Array]) -> dict[str, Closeness]:
+    """Return how close what bf16 attention gave is to plain bf16 code with scores in float32.
 
     Plain code rounds what enters and leaves a product: q, k, v, dout, the probabilities, the
     gradients of scores, and the results. Rounding scores too, as code that writes them to memory
@@ -251,7 +260,6 @@ def attention_by_the_rule(ops: Any, case: Case) -> dict[str, Closeness]:
         **options,
     )
     dout = round_bf16(cotangent(out))
-    got = run_backend(ops, "attention", arrays, options)
     exact = (out, *reference.attention_backward(dout.astype(np.float64), cache))
 
     B, T, Hq, _ = q.shape

@@ -8,15 +8,13 @@ import pytest
 
 import accel
 from reference import ops as reference
-from reference.ops import Ops
+from reference.ops import NAMES
 from reference.presets import TINY
 from reference.types import Array, KVCache
-from tests.helpers import needs
 from tests.helpers.contract import (
     DIFFERENTIABLE,
     DTYPED,
     MESSAGES,
-    NAMES,
     WITH_PARAMETERS,
     bad,
     cases,
@@ -37,8 +35,6 @@ def ops(request: pytest.FixtureRequest) -> Any:
 
 def load(backend: str) -> Any:
     name, _, compute = backend.partition(" ")
-    if compute:
-        needs.bf16()
     return reference if name == "reference" else accel.load(name, compute=compute or "float32")
 
 
@@ -53,7 +49,7 @@ EACH = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_is_offered_with_the_contract_s_signature(ops: Any, name: str) -> None:
-    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(Ops, name))
+    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(reference, name))
     assert name in ops.__all__
 
 
@@ -111,7 +107,7 @@ def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any)
     shapes = [np.zeros((1, 1, 1), dtype) for _ in expected]
     types = [gradient.astype(other_than(dtype)) for gradient in expected]
     for wrong in (shapes, types):
-        with pytest.raises(ValueError, match="out must have the gradient's shape"):
+        with pytest.raises(ValueError, match=r"out must (have shape|be).*the gradient"):
             backward(dout, cache, out=wrong[0] if single else tuple(wrong))
     for gradient in out:
         gradient.flags.writeable = False
@@ -136,7 +132,7 @@ def test_ops_without_a_backward_keep_the_dtype(backend: str, dtype: Any) -> None
     ops.adamw(*flat, step=1, n_decayed=3, grad_scale=np.float64(0.5), **scalars)
     assert all(array.dtype == dtype for array in flat)
     cache = ops.kv_cache({"embedding.weight": head}, TINY, 2, 4)
-    assert cache.k.dtype == dtype and cache.v.shape == (2, 2, 4, 2, 6)
+    assert cache.k[0].dtype == dtype and np.shape(cache.v) == (2, 2, 4, 2, 6)
 
 
 def test_the_embedding_gradient_can_be_added_onto_another(ops: Any) -> None:
@@ -160,19 +156,21 @@ def test_accumulate_adds_in_place(ops: Any) -> None:
     dst, src = np.arange(4.0), np.ones(4)
     ops.accumulate(dst, src)
     np.testing.assert_array_equal(dst, [1, 2, 3, 4])
-    with pytest.raises(ValueError, match=r"src must have dst's shape \(4,\), got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"src must have shape \(4,\) to match dst \(4,\), got \(3,\)"
+    ):
         ops.accumulate(dst, src[:3])
 
 
 def test_write_kv_writes_each_row_where_it_stands(ops: Any) -> None:
-    cache = KVCache(np.zeros((2, 2, 5, 1, 3)), np.zeros((2, 2, 5, 1, 3)))
+    cache = KVCache(list(np.zeros((2, 2, 5, 1, 3))), list(np.zeros((2, 2, 5, 1, 3))))
     k, v = np.ones((2, 2, 1, 3)), np.full((2, 2, 1, 3), 2.0)
     ops.write_kv(cache, k, v, layer=1, position=np.array([0, 3]))
-    written = cache.k[..., 0, 0] == 1
+    written = np.asarray(cache.k)[..., 0, 0] == 1
     np.testing.assert_array_equal(
         np.argwhere(written), [[1, 0, 0], [1, 0, 1], [1, 1, 3], [1, 1, 4]]
     )
-    np.testing.assert_array_equal(cache.v, 2 * cache.k)
+    np.testing.assert_array_equal(cache.v, 2 * np.asarray(cache.k))
     with pytest.raises(ValueError, match=r"positions 4\.\.5 lie outside the cache"):
         ops.write_kv(cache, k, v, layer=0, position=4)
     with pytest.raises(ValueError, match=r"positions -1\.\.0 lie outside the cache"):
@@ -216,7 +214,7 @@ def test_a_cotangent_of_another_shape_is_refused(op: str, backend: str, dtype: A
 @EACH
 @pytest.mark.parametrize("op", [*DTYPED, "relu"])
 def test_a_cotangent_of_another_dtype_is_refused(op: str, backend: str, dtype: Any) -> None:
-    refuses(op, backend, dtype, in_other_dtype, "must share one dtype")
+    refuses(op, backend, dtype, in_other_dtype, "the dtype of the output")
 
 
 @EACH
@@ -224,4 +222,4 @@ def test_a_cotangent_of_another_dtype_is_refused(op: str, backend: str, dtype: A
     "op", [op for op in DIFFERENTIABLE if op not in ("split_heads", "linear_cross_entropy")]
 )
 def test_a_cotangent_of_integers_is_refused(op: str, backend: str, dtype: Any) -> None:
-    refuses(op, backend, dtype, lambda dout: dout.astype(np.int32), "must share one dtype")
+    refuses(op, backend, dtype, lambda dout: dout.astype(np.int32), "the dtype of the output")

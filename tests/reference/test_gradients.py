@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference import linear_cross_entropy, ops
-from reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
+from reference import cross_entropy, linear_cross_entropy, ops
 from reference.gradcheck import GradientError, check_vjp
 from reference.softmax import softmax, softmax_backward
 from reference.types import Array, DropoutKey
@@ -164,10 +163,10 @@ def test_every_backward_is_the_transpose_of_its_forward_s_derivative(
 def test_cross_entropy_and_softmax(T: int, V: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     targets = rng.integers(0, V, (2, T)).astype(np.int32)
-    forward = partial(cross_entropy_forward, targets=targets, mask=rng.random((2, T)) < 0.7)
-    z = {"logits": normal(seed, 2, T, V)}
-    check_vjp(forward, cross_entropy_backward, z, seed=seed)
-    check_vjp(lambda x: (softmax(x), softmax(x)), softmax_backward, {"x": z["logits"]}, seed=seed)
+    forward = partial(cross_entropy.forward, targets=targets, mask=rng.random((2, T)) < 0.7)
+    z = {"z": normal(seed, 2, T, V)}
+    check_vjp(forward, cross_entropy.backward, z, seed=seed)
+    check_vjp(lambda x: (softmax(x), softmax(x)), softmax_backward, {"x": z["z"]}, seed=seed)
 
 
 def test_chunked_loss_equals_the_loss_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +195,7 @@ def test_zeros_for_a_gradient_are_caught_where_the_output_is_zero_too() -> None:
 def test_a_missing_scale_in_attention_backward_is_caught() -> None:
     def backward(dout: Array, cache: Any) -> tuple[Array, Array, Array]:
         dq, dk, dv = ops.attention_backward(dout, cache)
-        return dq / cache.scale, dk, dv
+        return dq / cache.cache.scale, dk, dv
 
     arrays = {"q": normal(0, 1, 5, 4, 3), "k": normal(1, 1, 5, 2, 3), "v": normal(2, 1, 5, 2, 3)}
     with pytest.raises(GradientError, match="gradient of q"):
@@ -207,7 +206,9 @@ def test_a_mask_off_by_one_is_caught() -> None:
     arrays = {"q": normal(0, 1, 5, 4, 3), "k": normal(1, 1, 5, 2, 3), "v": normal(2, 1, 5, 2, 3)}
     _, causal = ops.attention_forward(**arrays)
     shifted = np.triu(np.ones((5, 5), np.bool_), k=2)
-    leak = causal._replace(p=np.where(shifted, 0, np.maximum(causal.p, 0.1)))
+    leak = causal._replace(
+        cache=causal.cache._replace(P=np.where(shifted, 0, np.maximum(causal.cache.P, 0.1)))
+    )
 
     def backward(dout: Array, cache: Any) -> tuple[Array, Array, Array]:
         return ops.attention_backward(dout, leak)
@@ -219,7 +220,7 @@ def test_a_mask_off_by_one_is_caught() -> None:
 def test_a_dropped_term_in_the_rmsnorm_backward_is_caught() -> None:
     def backward(dout: Array, cache: Any) -> tuple[Array, Array]:
         dgain = ops.rmsnorm_backward(dout, cache)[1]
-        return dout * cache.gain * cache.rstd, dgain  # the projection along n is missing
+        return dout * cache.cache.g * cache.cache.r, dgain  # the projection along n is missing
 
     arrays = {"x": normal(0, 3, 7), "gain": normal(1, 7)}
     with pytest.raises(GradientError, match="gradient of x"):

@@ -81,7 +81,7 @@ def test_adamw_refuses_what_does_not_fit() -> None:
     a = [np.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"grad must have shape \(4,\)"):
         ops.adamw(*a[:3], np.zeros(5), step=1, n_decayed=0, **OPTIONS)
-    with pytest.raises(ValueError, match="step counts from 1"):
+    with pytest.raises(ValueError, match="step must be an integer >= 1"):
         ops.adamw(*a, step=0, n_decayed=0, **OPTIONS)
     for name, value in (("beta1", 1.0), ("beta2", -0.1), ("lr", math.nan), ("eps", -1.0)):
         with pytest.raises(ValueError, match=f"adamw: {name} must"):
@@ -90,7 +90,7 @@ def test_adamw_refuses_what_does_not_fit() -> None:
         ops.adamw(*a, step=1, n_decayed=0, grad_scale=math.nan, **OPTIONS)
     with pytest.raises(ValueError, match="master must be flat"):
         ops.adamw(*(x.reshape(2, 2) for x in a), step=1, n_decayed=0, **OPTIONS)
-    with pytest.raises(ValueError, match=r"n_decayed must lie in 0\.\.4, got 5"):
+    with pytest.raises(ValueError, match=r"n_decayed must be an integer in 0\.\.4, got 5"):
         ops.adamw(*a, step=1, n_decayed=5, **OPTIONS)
 
 

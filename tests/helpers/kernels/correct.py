@@ -36,12 +36,13 @@ def _decoding(store: Store, others: dict[str, Any]) -> SimpleNamespace:
 
     def kv_cache(params: Any, config: Config, batch: int, length: int) -> KVCache:
         shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
-        return KVCache(*(np.zeros(shape, params["embedding.weight"].dtype) for _ in range(2)))
+        dtype = params["embedding.weight"].dtype
+        return KVCache(list(np.zeros(shape, dtype)), list(np.zeros(shape, dtype)))
 
     def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:
         for b, at in enumerate(np.broadcast_to(position, len(k))):
-            cache.k[layer, b, at : at + k.shape[1]] = k[b]
-            cache.v[layer, b, at : at + k.shape[1]] = v[b]
+            cache.k[layer][b, at : at + k.shape[1]] = k[b]
+            cache.v[layer][b, at : at + k.shape[1]] = v[b]
 
     own = SimpleNamespace(**others, write_kv=write_kv, from_numpy=lambda x, **how: x)
 
@@ -50,7 +51,7 @@ def _decoding(store: Store, others: dict[str, Any]) -> SimpleNamespace:
     ) -> Array:
         found = []
         for b, at in enumerate(np.broadcast_to(position, len(token))):
-            row = KVCache(cache.k[:, b : b + 1], cache.v[:, b : b + 1])
+            row = KVCache(*([a[b : b + 1] for a in arrays] for arrays in cache))
             found.append(compose(own, params, config, token[b : b + 1], row, int(at)))
         return store(np.concatenate(found))
 

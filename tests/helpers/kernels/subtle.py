@@ -350,40 +350,40 @@ def _(a: dict[str, Any]) -> None:
 
 @whole("the last place wraps around", "write_kv", "cache.k")
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:
-    room = cache.k.shape[2]
+    room = cache.k[0].shape[1]
     for b, first in enumerate(np.broadcast_to(position, len(k))):
         for t in range(k.shape[1]):
             at = (first + t) % max(1, room - 1)  # a ring that is one too short
-            cache.k[layer, b, at], cache.v[layer, b, at] = k[b, t], v[b, t]
+            cache.k[layer][b, at], cache.v[layer][b, at] = k[b, t], v[b, t]
 
 
 @whole("only the last token written", "write_kv", "cache.v")
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:  # noqa: F811
     last = position + k.shape[1] - 1
-    held = cache.v.copy()
+    held = cache.v[layer].copy()
     ops.write_kv(cache, k, v, layer=layer, position=position)
-    cache.v[...] = held
+    cache.v[layer][...] = held
     for b, at in enumerate(np.broadcast_to(last, len(k))):
-        cache.v[layer, b, at] = v[b, -1]
+        cache.v[layer][b, at] = v[b, -1]
 
 
-@whole("a cache that is not empty", "kv_cache", "out.k")
+@whole("a cache that is not empty", "kv_cache", "out.k[0]")
 def kv_cache(*args: Any) -> KVCache:
     cache = ops.kv_cache(*args)
-    return KVCache(cache.k + 1, cache.v)
+    return KVCache([k + 1 for k in cache.k], cache.v)
 
 
-@whole("k and v in one and the same memory", "kv_cache", "out.v")
+@whole("k and v in one and the same memory", "kv_cache", "out.v[0]")
 def kv_cache(*args: Any) -> KVCache:  # noqa: F811
     k = ops.kv_cache(*args).k
     return KVCache(k, k)
 
 
-@whole("a head for every query head", "kv_cache", "out.k")
+@whole("a head for every query head", "kv_cache", "out.k[0]")
 def kv_cache(params: Any, config: Any, batch: int, length: int) -> KVCache:  # noqa: F811
     shape = (config.n_layers, batch, length, config.n_heads, config.d_head)
     dtype = params["embedding.weight"].dtype
-    return KVCache(np.zeros(shape, dtype), np.zeros(shape, dtype))
+    return KVCache(list(np.zeros(shape, dtype)), list(np.zeros(shape, dtype)))
 
 
 def _decoding(title: str, wrong: str, **functions: Callable[..., Any]) -> None:
@@ -412,7 +412,7 @@ def _at_zero(x: Array, *, start: Any = 0, **options: Any) -> Any:
 
 
 def _one_late(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:
-    at = np.minimum(np.asarray(position) + 1, cache.k.shape[2] - 1)
+    at = np.minimum(np.asarray(position) + 1, cache.k[layer].shape[1] - 1)
     ops.write_kv(cache, k, v, layer=layer, position=at)
 
 

@@ -432,6 +432,6 @@ MUTATED: dict[str, list[tuple[str, set[str]]]] = {
     "global_norm": [("global_norm", {"global_norm", "square_sums"})],
     "accumulate": [("accumulate", {"accumulate"})],
     "adamw": [("adamw", {"adamw"})],
-    "kv_cache": [("kv", {"kv_cache"})],
-    "write_kv": [("kv", {"write_kv", "check_write"})],
+    "kv_cache": [("kv", {"kv_cache", "empty_cache", "slots"})],
+    "write_kv": [("kv", {"write_kv", "check_write", "writes"})],
 }
