@@ -135,7 +135,7 @@ def decode_step(
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: it is given again
+    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: x is given
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
