@@ -88,7 +88,7 @@ def loss_forward(
     need_backward : bool
         False promises that ``loss_backward`` will not be called.
     recompute : str
-        What the backward makes again, so that it need not be kept: ``"none"``, ``"norms"`` or
+        What the backward recomputes, so that it need not be kept: ``"none"``, ``"norms"`` or
         ``"block"``. Dropout is keyed, and an op on the same arrays gives the same bits, so the
         gradients are the same, bit for bit.
 
@@ -236,7 +236,7 @@ def start_pass(
     dropout: DropoutKey | None = None,
     recompute: Recompute = "none",
 ) -> Pass:
-    """Bundle what the layers of a pass share, once the parameters are seen to fit the layout."""
+    """Bundle what the layers of a pass share, after checking the parameters' names."""
     check_names(params, layout)
     alibi = None
     if config.position == "alibi":
