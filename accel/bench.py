@@ -27,8 +27,8 @@ from accel import bench_timing, load
 from accel.bench_ops import OpCase, op_cases
 from accel.bench_report import Row, about, chart, table
 from accel.bench_timing import Array, Function, alternate, check, relative_error
-from accel.jit import set_threads, threads
 from accel.process import peak_memory
+from accel.threads import set_threads, threads
 from reference.config import Config
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops

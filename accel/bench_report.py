@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.jit import threads
+from accel.threads import threads
 
 
 class Row(NamedTuple):

@@ -41,12 +41,12 @@ def kv_cache_bytes(model: Config, item: int) -> int:
 
 
 def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
-    """Return what a forward pass over so many tokens keeps for its backward, by ``run.recompute``.
+    """Return the bytes that a forward pass keeps for its backward, by ``run.recompute``.
 
-    As the backend cuda keeps it, between embedding and head, ``item`` bytes a number. Of a block's
-    two branches: what each norm reads and gives; q, k and v, their turned form alone; attention's
-    output, and a float32 a head; what the activation reads and gives. A norm keeps one or two
-    float32 a token. ``block`` has one block at a time whole, while its gradient is made.
+    These are the arrays that the backend cuda keeps between embedding and head, ``item`` bytes a
+    number. Of each block: the input and output of both norms; q, k and v, after rotation only;
+    attention's output and a float32 a head; the input and output of the activation. A norm keeps
+    one or two float32 a token. With ``block``, one block at a time is whole, during its backward.
     """
     c = model
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
@@ -83,7 +83,7 @@ def forward_flops(model: Config) -> dict[str, float]:
 
 
 def make_plan(run: RunFile, ranks: int) -> Plan:
-    """Return the figures of a run on so many ranks.
+    """Return the figures of a run on ``ranks`` ranks.
 
     Raises
     ------

@@ -99,7 +99,7 @@ class Trainer:
 
     def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
         self.config, self.comm = config, comm
-        self.carried = ""  # how a GPU's arrays travel, in words
+        self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
         together(comm, self._open)

@@ -106,11 +106,6 @@ class Config:
             elif not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
 
-    @property
-    def group_size(self) -> int:
-        """G = Hq/Hkv, the query heads that share one key/value head."""
-        return self.n_heads // self.n_kv_heads
-
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: no limit."""
         return self.window[layer] if isinstance(self.window, tuple) else self.window

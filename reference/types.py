@@ -28,6 +28,13 @@ class DropoutKey(NamedTuple):
     site: int  # which dropout of the model: see sites in reference/ops.py, 0 .. 2³² - 1
 
 
+class Dropout(NamedTuple):
+    """By what the mask of one dropout is drawn."""
+
+    p: float  # chance of being dropped, in (0, 1)
+    key: DropoutKey
+
+
 class KVCache(NamedTuple):
     """Keys and values of the tokens seen so far, layer by layer, written by ``write_kv``."""
 

@@ -7,27 +7,32 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers import ROOT
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the top-level names that a file imports, anywhere in it."""
+    """Return the dotted names that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "reference").rglob("*.py")), ids=str)
 def test_the_reference_imports_numpy_and_the_standard_library_only(path: Path) -> None:
     allowed = set(sys.stdlib_module_names) | {"numpy", "reference"}
-    assert imports_of(path) <= allowed
+    assert {name.split(".")[0] for name in imports_of(path)} <= allowed
 
 
 def test_importing_the_reference_prints_nothing() -> None:
     code = "import reference.ops, reference.model, reference.encoder_decoder, reference.generate"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_test_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not [n for n in imports_of(path) if n.startswith("tests.") and ".test_" in n], path

@@ -1,26 +1,15 @@
 """What all launchers do with arrays: checks, conversions, strides, NumPy's arrays in and out."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from accel.cuda.device import (
-    BF16,
-    F32,
-    bf16_flag,
-    ceil_div,
-    current,
-    empty,
-    i32,
-    i64,
-    is_contiguous,
-    launch,
-)
+from accel.cuda.device import BF16, F32, THREADS, ceil_div, current, empty, is_contiguous, launch
 from reference.checks import check_array, check_shape
 from reference.types import Array
 
-THREADS = 256
 MAX_GRID_Y = 65_535
 _NAMES = {BF16: "bf16"}
 
@@ -33,6 +22,11 @@ def pack(array: Array) -> int:
 def packs(array: Array, n: int) -> int:
     """Return the blocks of THREADS threads that cover n elements, a pack each."""
     return ceil_div(n, THREADS * pack(array))
+
+
+def fours(array: Array) -> int:
+    """Return the blocks of THREADS threads that cover an array, four elements each."""
+    return ceil_div(array.size, 4 * THREADS)
 
 
 def check_activations(op: str, **arrays: Array | None) -> None:
@@ -95,8 +89,7 @@ def to_dtype(array: Array, dtype: np.dtype) -> Array:
         return array
     out = empty(array.shape, dtype)
     kernel = "to_bf16_array" if dtype == BF16 else "to_f32_array"
-    blocks = ceil_div(array.size, 4 * THREADS)
-    launch("elementwise", kernel, blocks, THREADS, array, out, i64(array.size))
+    launch("elementwise", kernel, fours(array), x=array, y=out, n=array.size)
     return out
 
 
@@ -168,6 +161,11 @@ def fold(
     return tuple(tuple(int(n) for n in column) for column in columns)
 
 
+def numbered(**tuples: Sequence[int]) -> dict[str, int]:
+    """Return ``s0``, ``s1``, ... for ``s``: how kernels call the numbers of each axis."""
+    return {f"{name}{i}": n for name, numbers in tuples.items() for i, n in enumerate(numbers)}
+
+
 def contiguous(array: Array) -> Array:
     """Return the array itself, or its values in a new array when its elements are scattered."""
     if is_contiguous(array):
@@ -182,19 +180,18 @@ def copy(to: Array, array: Array) -> None:
     assert to.shape == array.shape and to.dtype == array.dtype
     shape, source, target = array.shape, strides(array), strides(to)
     if array.itemsize == 1:
-        sizes, a, b = fold(shape, source, target)
-        numbers = [i64(n) for n in (*sizes, *a, *b)]
-        launch("layout", "copy_bytes", ceil_div(array.size, THREADS), THREADS, array, to, *numbers)
+        s, a, b = fold(shape, source, target)
+        numbers = numbered(s=s, a=a, b=b)
+        launch("layout", "copy_bytes", ceil_div(array.size, THREADS), x=array, y=to, **numbers)
         return
     if array.itemsize == 4:  # integers are copied as the floats that their bits are
         array, to = array.view(F32), to.view(F32)
     if not shape or source[-1] != 1 or target[-1] != 1:  # the innermost axis must be contiguous
         shape, source, target = (*shape, 1), (*source, 1), (*target, 1)
-    sizes, a, b = fold(shape[:-1], source[:-1], target[:-1], axes=3)
-    n_packs = int(np.prod(sizes, dtype=np.int64)) * ceil_div(shape[-1], pack(array))
-    numbers = [i64(n) for n in (*sizes, shape[-1], *a, *b)]
-    blocks = ceil_div(n_packs, THREADS)
-    launch("layout", "copy_strided", blocks, THREADS, array, to, *numbers, BF16=bf16_flag(array))
+    s, a, b = fold(shape[:-1], source[:-1], target[:-1], axes=3)
+    blocks = ceil_div(math.prod(s) * ceil_div(shape[-1], pack(array)), THREADS)
+    numbers = numbered(s=(*s, shape[-1]), a=a, b=b)
+    launch("layout", "copy_strided", blocks, x=array, y=to, **numbers)
 
 
 def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
@@ -203,32 +200,13 @@ def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
     rows_each = max(32, ceil_div(N, 256))
     parts = ceil_div(N, rows_each)
     partial = empty((parts, D), F32)
-    launch(
-        "reduce",
-        "partial_sums",
-        (packs(x, D), parts),
-        THREADS,
-        x,
-        partial,
-        i64(N),
-        i64(D),
-        i64(rows_each),
-        BF16=bf16_flag(x),
-    )
+    grid = (packs(x, D), parts)
+    launch("reduce", "partial_sums", grid, x=x, partial=partial, N=N, D=D, rows_each=rows_each)
     sum_rows(partial, out, accumulate=accumulate)
 
 
 def sum_rows(partial: Array, out: Array, *, accumulate: bool = False) -> None:
     """Write Σ over the rows of partial (P, D) float32 into ``out`` (D,), or add it."""
     P, D = partial.shape
-    launch(
-        "reduce",
-        "sum_rows",
-        ceil_div(D, THREADS),
-        THREADS,
-        partial,
-        out,
-        i64(P),
-        i64(D),
-        i32(accumulate),
-    )
+    sizes = {"P": P, "D": D, "accumulate": accumulate}
+    launch("reduce", "sum_rows", ceil_div(D, THREADS), partial=partial, out=out, **sizes)

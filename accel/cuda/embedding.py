@@ -9,15 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import (
-    MAX_GRID_Y,
-    THREADS,
-    check_activations,
-    check_out,
-    contiguous,
-    packs,
-)
-from accel.cuda.device import bf16_flag, ceil_div, current, empty, i32, i64, launch
+from accel.cuda.arrays import MAX_GRID_Y, check_activations, check_out, contiguous, packs
+from accel.cuda.device import THREADS, ceil_div, current, empty, launch
 from reference.checks import check_array, check_shape
 from reference.types import Array
 
@@ -40,18 +33,7 @@ def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
     flat, table = contiguous(ids).reshape(-1), contiguous(table)
     out = empty((*ids.shape, D), table.dtype)
     grid = (packs(table, D), min(flat.size, MAX_GRID_Y))
-    launch(
-        "embedding",
-        "embedding_forward",
-        grid,
-        THREADS,
-        flat,
-        table,
-        out,
-        i64(flat.size),
-        i64(D),
-        BF16=bf16_flag(table),
-    )
+    launch("embedding", "embedding_forward", grid, ids=flat, table=table, out=out, N=flat.size, D=D)
     return out, EmbeddingCache(flat, out.shape, (V, D))
 
 
@@ -66,21 +48,10 @@ def embedding_backward(
     V, D = cache.table_shape
     dtable = check_out(out, (V, D))
     width = min(256, 32 * ceil_div(D, 32))
-    launch(
-        "embedding",
-        "embedding_backward",
-        (ceil_div(V, ROWS), ceil_div(D, width)),
-        width,
-        cache.ids,
-        contiguous(dout),
-        dtable,
-        i64(cache.ids.size),
-        i64(V),
-        i64(D),
-        i32(accumulate),
-        shared=4 * (ROWS * width + width + 32),
-        BF16=bf16_flag(dout),
-    )
+    given = {"ids": cache.ids, "dout": contiguous(dout), "dtable": dtable, "N": cache.ids.size}
+    sizes = {"V": V, "D": D, "accumulate": accumulate}
+    grid, shared = (ceil_div(V, ROWS), ceil_div(D, width)), 4 * (ROWS * width + width + 32)
+    launch("embedding", "embedding_backward", grid, width, shared, **given, **sizes)
     return dtable
 
 
@@ -108,8 +79,8 @@ def count_ids(
     flat = contiguous(ids).reshape(-1)
     result = empty((2,), np.int32)
     mask = None if mask is None else contiguous(mask).reshape(-1)
-    arguments = (flat, mask, i64(flat.size), i32(limit), result)
-    launch("embedding", "check_ids", 1, 256, *arguments, shared=2 * 4 * 256)
+    given = {"ids": flat, "mask": mask, "N": flat.size, "limit": limit, "result": result}
+    launch("embedding", "check_ids", 1, THREADS, 2 * 4 * THREADS, **given)
     first, count = (int(n) for n in current().download(result))
     if first < flat.size:
         where = ", ".join(str(int(i)) for i in np.unravel_index(first, ids.shape))

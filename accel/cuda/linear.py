@@ -10,7 +10,6 @@ import numpy as np
 
 from accel.cuda.arrays import (
     MAX_GRID_Y,
-    THREADS,
     check_activations,
     check_dout,
     check_out,
@@ -21,15 +20,7 @@ from accel.cuda.arrays import (
     packs,
     to_dtype,
 )
-from accel.cuda.device import (
-    F32,
-    bf16_flag,
-    current,
-    empty,
-    i64,
-    is_contiguous,
-    launch,
-)
+from accel.cuda.device import F32, current, empty, is_contiguous, launch
 from reference.checks import check_shape, given_again
 from reference.heads import check_parts, check_split
 from reference.linear import check_head, check_linear
@@ -133,8 +124,7 @@ def add_bias(out: Array, bias: Array) -> None:
     """Add bias (O,) to every row of out (N, O), in place."""
     N, O = out.shape  # noqa: E741
     grid = (packs(out, O), min(N, MAX_GRID_Y))
-    arguments = (out, to_dtype(bias, F32), i64(N), i64(O))
-    launch("elementwise", "add_bias", grid, THREADS, *arguments, BF16=bf16_flag(out))
+    launch("elementwise", "add_bias", grid, y=out, bias=to_dtype(bias, F32), N=N, O=O)
 
 
 def logits(x: Array, head: Array, bias: Array | None = None) -> Array:

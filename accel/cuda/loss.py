@@ -12,26 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.cuda.arrays import (
-    THREADS,
     check_activations,
     check_out,
     check_weights,
     column_sums,
     contiguous,
+    fours,
     to_dtype,
 )
-from accel.cuda.device import (
-    F32,
-    bf16_flag,
-    ceil_div,
-    current,
-    empty,
-    f32,
-    i32,
-    i64,
-    launch,
-    zeros,
-)
+from accel.cuda.device import F32, THREADS, current, empty, launch, zeros
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
@@ -84,20 +73,10 @@ def linear_cross_entropy_forward(
         z = matmul(rows[part], head, buffer[: part.stop - first], transpose_b=True)
         if bias is not None:
             add_bias(z, bias)
-        launch(
-            "loss",
-            "cross_entropy",
-            part.stop - first,
-            THREADS,
-            z,
-            targets[part],
-            None if mask is None else mask[part],
-            losses[part],
-            i64(V),
-            i32(need_backward),
-            shared=SCRATCH,
-            BF16=bf16_flag(x),
-        )
+        given = {"targets": targets[part], "mask": None if mask is None else mask[part]}
+        given |= {"logits": z, "losses": losses[part]}
+        how = {"V": V, "gradient": need_backward}
+        launch("loss", "cross_entropy", part.stop - first, THREADS, SCRATCH, **given, **how)
         if dx is not None and dhead is not None:  # z holds dlogits now
             matmul(z, head, dx[part])
             matmul(z, rows[part], dhead, transpose_a=True, beta=1.0)
@@ -137,9 +116,7 @@ def linear_cross_entropy_backward(
 
 def _scaled(gradient: Array, factor: float, out: Array | None) -> Array:
     to = check_out(out, gradient.shape)
-    blocks = ceil_div(to.size, 4 * THREADS)
-    arguments = (to, gradient, i64(to.size), f32(factor))
-    launch("optimizer", "scale_into", blocks, THREADS, *arguments)
+    launch("optimizer", "scale_into", fours(to), dst=to, src=gradient, n=to.size, factor=factor)
     return to
 
 
@@ -150,6 +127,5 @@ def softmax(x: Array) -> Array:
     x = contiguous(x)
     out = empty(x.shape, x.dtype)
     V = x.shape[-1]
-    rows = x.size // V
-    launch("loss", "softmax", rows, THREADS, x, out, i64(V), shared=SCRATCH, BF16=bf16_flag(x))
+    launch("loss", "softmax", x.size // V, THREADS, SCRATCH, x=x, y=out, V=V)
     return out

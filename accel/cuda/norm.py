@@ -16,7 +16,7 @@ from accel.cuda.arrays import (
     sum_rows,
     to_dtype,
 )
-from accel.cuda.device import F32, bf16_flag, ceil_div, empty, f32, i64, launch
+from accel.cuda.device import F32, ceil_div, empty, launch
 from reference.checks import check_number, check_rows, check_shape
 from reference.types import Array
 
@@ -53,20 +53,8 @@ def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNor
     D = x.shape[-1]
     rows = x.size // D
     out, rstd = empty(x.shape, x.dtype), empty((rows,), F32)
-    launch(
-        "norm",
-        "rmsnorm_forward",
-        rows,
-        _threads(x),
-        x,
-        gain,
-        out,
-        rstd,
-        i64(D),
-        f32(eps),
-        shared=SCRATCH,
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "gain": gain, "y": out, "rstd": rstd, "D": D, "eps": eps}
+    launch("norm", "rmsnorm_forward", rows, _threads(x), SCRATCH, **given)
     return out, RMSNormCache(x, gain, rstd)
 
 
@@ -81,22 +69,9 @@ def rmsnorm_backward(
     rows = x.size // D
     blocks = min(rows, BLOCKS)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, D), F32)
-    launch(
-        "norm",
-        "rmsnorm_backward",
-        blocks,
-        _threads(x),
-        contiguous(dout),
-        x,
-        gain,
-        rstd,
-        dx,
-        partial,
-        i64(rows),
-        i64(D),
-        shared=SCRATCH + 4 * D,
-        BF16=bf16_flag(x),
-    )
+    given = {"dy": contiguous(dout), "x": x, "gain": gain, "rstd": rstd, "N": rows, "D": D}
+    given |= {"dx": dx, "partial": partial}
+    launch("norm", "rmsnorm_backward", blocks, _threads(x), SCRATCH + 4 * D, **given)
     sum_rows(partial, dgain)
     return dx, dgain
 
@@ -115,22 +90,9 @@ def layernorm_forward(
     rows = x.size // D
     out = empty(x.shape, x.dtype)
     mean, rstd = empty((rows,), F32), empty((rows,), F32)
-    launch(
-        "norm",
-        "layernorm_forward",
-        rows,
-        _threads(x),
-        x,
-        gain,
-        to_dtype(bias, F32),
-        out,
-        mean,
-        rstd,
-        i64(D),
-        f32(eps),
-        shared=SCRATCH,
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "gain": gain, "bias": to_dtype(bias, F32), "D": D, "eps": eps}
+    given |= {"y": out, "mean": mean, "rstd": rstd}
+    launch("norm", "layernorm_forward", rows, _threads(x), SCRATCH, **given)
     return out, LayerNormCache(x, gain, mean, rstd)
 
 
@@ -148,23 +110,9 @@ def layernorm_backward(
     rows = x.size // D
     blocks = min(rows, BLOCKS)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, 2 * D), F32)
-    launch(
-        "norm",
-        "layernorm_backward",
-        blocks,
-        _threads(x),
-        contiguous(dout),
-        x,
-        gain,
-        mean,
-        rstd,
-        dx,
-        partial,
-        i64(rows),
-        i64(D),
-        shared=SCRATCH + 8 * D,
-        BF16=bf16_flag(x),
-    )
+    given = {"dy": contiguous(dout), "x": x, "gain": gain, "mean": mean, "rstd": rstd}
+    given |= {"dx": dx, "partial": partial, "N": rows, "D": D}
+    launch("norm", "layernorm_backward", blocks, _threads(x), SCRATCH + 8 * D, **given)
     both = empty((2 * D,), F32)
     sum_rows(partial, both)
     sum_rows(both[:D].reshape(1, D), dgain)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.cuda.arrays import check_activations, check_dout, contiguous
-from accel.cuda.device import Device, bf16_flag, current, empty, f32, i32, i64, launch
+from accel.cuda.device import Device, current, empty, launch
 from reference.rope import check_rope
 from reference.types import Array
 
@@ -54,20 +54,7 @@ def _rotate(x: Array, cache: RopeCache, sign: float) -> Array:
     batch, length, n_heads, d_head = x.shape
     table_stride = length * d_head if cache.table.shape[0] > 1 else 0
     out = empty(x.shape, x.dtype)
-    launch(
-        "rope",
-        "rope",
-        batch * length,
-        256,
-        x,
-        cache.table,
-        out,
-        i32(length),
-        i32(n_heads),
-        i32(d_head),
-        i32(cache.rotate_heads),
-        i64(table_stride),
-        f32(sign),
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "y": out, "T": length, "H": n_heads, "d": d_head, "sign": sign}
+    turned = {"turning": cache.rotate_heads, "table": cache.table, "table_stride": table_stride}
+    launch("rope", "rope", batch * length, **given, **turned)
     return out

@@ -308,8 +308,7 @@ def expected(case: Case) -> Expected:
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:
     """Return the parameters that the contract gives a function, without self."""
-    signature = inspect.signature(getattr(reference.Ops, function))
-    return [p for p in signature.parameters.values() if p.name != "self"]
+    return list(inspect.signature(getattr(reference, function)).parameters.values())
 
 
 def accumulated_onto(case: Case) -> Array:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.verify.contract import DTYPES, MASTER_OPS, SPECS, Spec, contract_parameters
-from reference.ops import Ops
+from reference import ops as reference
 from reference.types import Array
 
 
@@ -110,7 +110,7 @@ class Subject:
 
     def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
         """Return what tells whether a function takes an optional parameter of the contract."""
-        if not self.has(function) or not hasattr(Ops, function):
+        if not self.has(function) or not hasattr(reference, function):
             return lambda parameter: True
         names = _names(getattr(self.module, function))
         if names is None:
@@ -137,7 +137,7 @@ class Subject:
         """Return the optional parameters that this module's functions lack."""
         lacking = []
         for function in (spec.forward, spec.backward):
-            if self.has(function) and hasattr(Ops, function):
+            if self.has(function) and hasattr(reference, function):
                 offers = self.parameter_offers(function)
                 lacking += [
                     p.name

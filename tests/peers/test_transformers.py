@@ -24,7 +24,7 @@ from reference.model import logits, loss_backward, loss_forward
 from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, MYLLM_1B
 from reference.types import Array
-from tests.peers.weights import ALL, Slot, copy_in, gradients, linear_weight, plain
+from tests.helpers.torch_weights import ALL, Slot, copy_in, gradients, linear_weight, plain
 
 REASON = "needs the optional extra: pip install -e '.[peers]'"
 torch = pytest.importorskip("torch", reason=REASON)
