@@ -27,9 +27,9 @@ from accel import bench_timing, load
 from accel.bench_ops import OpCase, op_cases
 from accel.bench_report import Row, about, chart, table
 from accel.bench_timing import Array, Function, alternate, check, relative_error
-from accel.process import peak_memory
 from accel.threads import set_threads, threads
 from reference.config import Config
+from reference.memory import memory
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
 from reference.params import decoder_layout
@@ -352,7 +352,7 @@ def measure_memory(side: str, mode: str) -> None:
     baseline = _resident()
     for _ in range(3):
         step()
-    print(json.dumps({"bytes": peak_memory() - baseline}))
+    print(json.dumps({"bytes": memory() - baseline}))
 
 
 def _resident() -> int:

@@ -7,7 +7,7 @@ a folder of sources lives in one cache folder whose **name** is a hash of
 
 - the text of every ``*.py`` file in the folder of the kernel, and of this file;
 - the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
-- the name and the features of the processor.
+- the name and the features of the processor, and ``$MYLLM_BF16`` (``cpu/bf16_tiles.py``).
 
 Whatever changes, the name changes, and the kernels are compiled again. This asks for one rule:
 **a kernel and everything it freezes (helpers, constants, intrinsics) lie in one folder.** A kernel
@@ -186,6 +186,7 @@ class Store:
             f"{config.OPT} {config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}",
             # triple, processor name and processor features
             str(cpu_target.target_context.codegen().magic_tuple()),
+            os.environ.get("MYLLM_BF16", ""),
         ]
         hashed = hashlib.sha256("\n".join(parts).encode())
         for path in [*self._files(), Path(__file__)]:

@@ -20,8 +20,6 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from accel import load as load_backend
-from accel.cuda import device as devices
-from accel.process import peak_memory
 from dist import checkpoint, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
@@ -219,7 +217,7 @@ class Trainer:
             record = self._one_step()
             # one message a step: who was asked to stop, how much memory is in use, and whether
             # rank 0 could write what there was to write since the last one
-            everyone = self.comm.all_gather((stop.signal, self._memory(), self.unwritten))
+            everyone = self.comm.all_gather((stop.signal, self.ops.memory(), self.unwritten))
             if everyone[0][2] is not None:
                 raise AllRanksError(everyone[0][2])
             signals = [int(number) for number, _, _ in everyone if number is not None]
@@ -288,12 +286,6 @@ class Trainer:
             "tokens_per_s": speed,
             "utilisation": speed * self.flops / self.peak,
         }
-
-    def _memory(self) -> int:
-        """Return the most bytes held so far: of the GPU's memory, or of the machine's."""
-        if self.config.run.backend == "cuda":
-            return devices.current().memory()
-        return peak_memory()
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record; if that fails, all ranks hear of it after the next step."""

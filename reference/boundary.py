@@ -363,18 +363,21 @@ def mathematics(ops: Iterable[Op]) -> dict[str, Callable[..., Any]]:
     """Return the implementations of the reference: the files of this folder, by the ops' names."""
     found: dict[str, Callable[..., Any]] = {}
     for op in ops:
-        found |= plain(op, importlib.import_module(f"reference.{op.home or op.name}"))
+        if op.home != "model":  # composed of the other ops
+            found |= plain(op, importlib.import_module(f"reference.{op.home or op.name}"))
     return found
 
 
 def offer(
-    ops: Iterable[Op], rules: Rules, *sources: Mapping[str, Any]
+    ops: Iterable[Op], services: Iterable[str], rules: Rules, *sources: Mapping[str, Any]
 ) -> dict[str, Callable[..., Any]]:
-    """Return the public functions of a backend: its own, with the boundary around each.
+    """Return the public functions of a backend: its own, with the boundary around each op.
 
     Parameters
     ----------
     ops : iterable of Op
+    services : iterable of str
+        Functions that are passed on as they are.
     rules : Rules
         What the backend's arrays are like.
     *sources : mappings
@@ -383,15 +386,20 @@ def offer(
     Raises
     ------
     NotImplementedError
-        When an op of the contract has no implementation; it is named.
+        When no source has a function of the contract; it is named.
     """
-    offered: dict[str, Callable[..., Any]] = {}
+
+    def own(name: str) -> Callable[..., Any]:
+        for source in sources:
+            if name in source:
+                found: Callable[..., Any] = source[name]
+                return found
+        raise NotImplementedError(f"the backend has no {name}, which the contract asks for")
+
+    offered = {name: own(name) for name in services}
     for op in ops:
         boundary = Boundary(op, rules)
         for name in op.names:
-            own = next((source[name] for source in sources if name in source), None)
-            if own is None:
-                raise NotImplementedError(f"the backend has no {name}, which the contract asks for")
             backward = op.backward and name == op.backward_name
-            offered[name] = boundary.backward(own) if backward else boundary.forward(own)
+            offered[name] = (boundary.backward if backward else boundary.forward)(own(name))
     return offered

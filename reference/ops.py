@@ -31,7 +31,7 @@ decoder's.
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,7 @@ import numpy as np
 
 from reference.boundary import Rules, mathematics, offer
 from reference.contract import Dims, Op, Operand, flag, integer, number, passed, positions, table
+from reference.memory import memory as memory
 from reference.philox import check_counters
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
@@ -347,7 +348,7 @@ OPS: dict[str, Op] = {
 }
 
 # What a backend offers besides its ops: arrays in and out, weights, scope, memory.
-SERVICES = ("from_numpy", "to_numpy", "parameters", "step")
+SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory")
 NAMES = (*(name for op in OPS.values() for name in op.names), *SERVICES)
 HOST = Rules({np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"})
 
@@ -379,21 +380,35 @@ def step() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def composed(ops: Ops, *arguments: Any) -> Array:
-    """Return ``model.decode_step`` composed of a backend's ops, for one without a faster way."""
-    from reference.model import decode_step  # here, as model.py reads the sites above
+def composed(module: str) -> Callable[..., Array]:
+    """Return the ``decode_step`` of a backend without a faster way: ``model.py``'s, of its ops."""
 
-    return decode_step(ops, *arguments)
+    def decode_step(*arguments: Any) -> Array:
+        from reference import model  # here, as model.py reads the sites above
+
+        return model.decode_step(sys.modules[module], *arguments)
+
+    return decode_step
 
 
-def _decode_step(*arguments: Any) -> Array:
-    return composed(sys.modules[__name__], *arguments)
+def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module has to hold to be a backend: the public functions, and their names.
+
+    Parameters
+    ----------
+    module : str
+        Its ``__name__``.
+    rules : Rules
+        What its arrays are like.
+    *sources : mappings
+        The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
+    """
+    compose = {"decode_step": composed(module)}
+    offered = offer(OPS.values(), SERVICES, rules, *sources, compose)
+    return {**offered, "__all__": [*NAMES]}
 
 
-globals().update(
-    offer(OPS.values(), HOST, {"decode_step": _decode_step}, mathematics(OPS.values()))
-)
-__all__ = [*NAMES, "OPS", "Ops", "block_site"]
+globals().update(backend(__name__, HOST, globals(), mathematics(OPS.values())))
 
 if TYPE_CHECKING:
 

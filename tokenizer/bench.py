@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accel.process import peak_memory
+from reference.memory import memory
 from tokenizer import Tokenizer, to_huggingface, to_tiktoken, train_from_iterator
 from tokenizer.patterns import GPT4
 from tokenizer.read import Source
@@ -216,7 +216,7 @@ def _train_large(folder: Path) -> dict[str, Any]:
 
 
 def _memory() -> dict[str, float]:
-    return {"peak_mb": peak_memory() / 1e6}
+    return {"peak_mb": memory() / 1e6}
 
 
 def _tiktoken(folder: Path, tokenizer: Tokenizer) -> Any:

@@ -18,9 +18,14 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu import bf16_attention, bf16_gemm, bf16_tiles
-from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
+from accel.cpu.attention import (
+    AttentionCache,
+    tiled_backward,
+    tiled_forward,
+)
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
-from accel.cpu.bf16_tiles import SIDE, STEP, pack_columns, pack_rows
+from accel.cpu.bf16_portable import SIDE, STEP
+from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
@@ -28,7 +33,8 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from reference.config import Config
-from reference.types import DropoutKey, KVCache, Loss
+from reference.types import Dropout, KVCache, Loss
+from reference.visibility import Visibility
 
 Array = npt.NDArray[Any]
 
@@ -178,27 +184,15 @@ def linear_backward(
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi: Array | None = None,
-    key_mask: Array | None = None,
-    documents: Array | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
+    q: Array, k: Array, v: Array, who: Visibility, *, scale: float, dropout: Dropout | None
 ) -> tuple[Array, AttentionCache]:
-    """Scaled dot-product attention: q (B, T, Hq, d), k (B, S, Hkv, d), v (B, S, Hkv, dv).
+    """Return o (B, T, Hq, dv).
 
     Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
     bfloat16 where they are multiplied.
     """
     bf16_tiles.enable()
-    return tiled_forward(
-        bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
-    )
+    return tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:

@@ -26,9 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import get_thread_id, prange
 
+from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import (
-    SIDE,
-    STEP,
     block,
     configure,
     enable,

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.free_list import FreeList
+from reference.memory import memory as memory  # arrays lie where NumPy's do
 
 Array = npt.NDArray[Any]
 

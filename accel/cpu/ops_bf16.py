@@ -6,16 +6,14 @@ import numpy as np
 
 from accel.cpu import bf16
 from accel.cpu.ops import SOURCES
-from reference.boundary import Rules, offer
-from reference.ops import NAMES, OPS
+from reference.boundary import Rules
+from reference.ops import backend
 
 RULES = Rules(
     {np.dtype(np.float32): "float32, which the products of the mode bf16 round"},
     "load the backend with compute='float32' for other types",
 )
-
-globals().update(offer(OPS.values(), RULES, vars(bf16), *SOURCES))
-__all__ = [*NAMES]
+globals().update(backend(__name__, RULES, vars(bf16), *SOURCES))
 
 if TYPE_CHECKING:
 

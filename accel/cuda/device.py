@@ -133,6 +133,11 @@ def current() -> Device:
     return _device
 
 
+def memory() -> int:
+    """Return the most bytes of the memory of the device in use that this process has held."""
+    return current().memory()
+
+
 def empty(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
     """Return an uninitialised array of the device in use, from its arena within a step."""
     return current().arena.empty(tuple(int(n) for n in shape), dtype)

@@ -11,7 +11,7 @@ from functools import partial
 
 from accel.cuda.arrays import check_activations, copy, to_numpy, upload
 from accel.cuda.attention import attention_backward, attention_forward
-from accel.cuda.device import F32, current, zeros
+from accel.cuda.device import F32, current, memory, zeros
 from accel.cuda.elementwise import (
     add_backward,
     add_forward,
@@ -82,6 +82,7 @@ __all__ = [
     "linear_cross_entropy_forward",
     "linear_forward",
     "logits",
+    "memory",
     "merge_heads_backward",
     "merge_heads_forward",
     "parameters",

@@ -24,7 +24,6 @@ from reference.params import decoder_layout
 from reference.types import Array, DropoutKey
 from tests.cuda_shim import device as shim
 from tests.cuda_shim import require
-from tests.helpers import needs
 from tests.helpers.models import MODELS
 
 BACKENDS = ["reference", "cpu", "cpu bf16", "cuda", "cuda bf16"]
@@ -41,8 +40,6 @@ def gpu() -> shim.ShimDevice:
 def ops(request: pytest.FixtureRequest, gpu: shim.ShimDevice) -> Iterator[Any]:
     name, _, compute = request.param.partition(" ")
     if name != "cuda":
-        if compute == "bf16":
-            needs.bf16()
         yield accel.load(name, compute=compute or "float32")
         return
     require.shim()

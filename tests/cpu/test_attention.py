@@ -1,5 +1,6 @@
 """Tiled attention on the CPU, held to the reference's whole tables."""
 
+import inspect
 import subprocess
 import sys
 
@@ -10,11 +11,27 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel.cpu import attention as fast
-from accel.cpu import memory
-from accel.cpu.attention_tiles import BLOCK, Sizes
+from accel.cpu import (
+    attention_kernels,
+    attention_layout,
+    attention_tiles,
+    bf16_attention,
+    memory,
+)
+from accel.cpu.attention_layout import BLOCK, Sizes, cut_runs, run_tile
 from accel.cpu.linear import split_heads_backward, split_heads_forward
 from reference import attention as plain
-from tests.helpers.attention_cases import KEY, Case, cases, cast, on_absolute_values, run
+from reference.visibility import Visibility
+from tests.helpers.attention_cases import (
+    KEY,
+    WINDOWS,
+    Case,
+    assert_only_the_window_is_walked_over,
+    cases,
+    cast,
+    on_absolute_values,
+    run,
+)
 
 
 def assert_float32_close(got, plain32, exact, absolute):
@@ -22,7 +39,7 @@ def assert_float32_close(got, plain32, exact, absolute):
 
     The floor is c · u · s with s the norm on absolute values and c = 4: the roundings beyond the
     plain code's are those of the exponential, of log₂e in the scale, of the running correction and
-    of lse in the backward.
+    of lse2 in the backward.
     """
     for i, (x, p, e, s) in enumerate(zip(got, plain32, exact, absolute, strict=True)):
         factor = 2 if i == 0 else 3
@@ -37,6 +54,11 @@ def assert_float32_close(got, plain32, exact, absolute):
 @example(case=Case(queries=67, keys=131, causal=False, alibi=True))
 @example(case=Case(queries=129, keys=130, group=7, kv_heads=1, dropout_p=0.5))
 @example(case=Case(queries=65, keys=131, documents=True, key_mask=True, dropout_p=0.1))
+@example(case=Case(queries=200, keys=200, window=1))
+@example(case=Case(queries=131, keys=67, window=2, causal=False))
+@example(case=Case(queries=97, keys=330, window=65, kv_heads=1, group=3, alibi=True))
+@example(case=Case(queries=300, keys=300, window=64, causal=False, dropout_p=0.3, batch=1))
+@example(case=Case(queries=300, keys=300, window=63, documents=True, key_mask=True, batch=1))
 def test_attention_in_float64_equals_the_reference(case):
     arrays, dout = case.arrays()
     with memory.poisoned():
@@ -193,8 +215,9 @@ def test_inputs_are_left_alone():
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core: nothing to compare")
-def test_results_do_not_depend_on_the_number_of_threads():
-    case = Case(queries=300, keys=300, group=3, dropout_p=0.2, key_mask=True)
+@pytest.mark.parametrize("window", [0, 70])
+def test_results_do_not_depend_on_the_number_of_threads(window):
+    case = Case(queries=300, keys=300, group=3, dropout_p=0.2, key_mask=True, window=window)
     arrays, dout = case.arrays()
     threads = numba.get_num_threads()
     results = []
@@ -206,6 +229,41 @@ def test_results_do_not_depend_on_the_number_of_threads():
         numba.set_num_threads(threads)
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("who", WINDOWS)
+def test_tiles_outside_the_window_are_never_walked_over(who):
+    assert_only_the_window_is_walked_over(fast, who)
+
+
+def test_a_window_as_wide_as_the_keys_hides_none():
+    arrays, dout = Case(queries=200, keys=330).arrays()
+    for causal in (True, False):
+        seen = run(fast, arrays, dout, {"causal": causal}, np.float64)
+        wide = run(fast, arrays, dout, {"causal": causal, "window": 330}, np.float64)
+        for x, y in zip(wide[:2], seen[:2], strict=True):
+            np.testing.assert_array_equal(x, y)
+        for x, y in zip(wide[2:], seen[2:], strict=True):  # added in another order
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernels_rules_are_those_of_the_reference():
+    """By name: the fields of the record, and the ranges that follow from them."""
+    assert Visibility._fields == ("queries", "keys", *attention_layout.Mask._fields)
+    for kernels in (attention_kernels, bf16_attention):
+        for driver in (kernels.forward, kernels.backward):
+            names = list(inspect.signature(driver.py_func).parameters)
+            fields = attention_layout.Attention._fields
+            assert tuple(names[: len(fields)]) == fields, driver
+    for who in WINDOWS:
+        sizes = Sizes(1, who.queries, who.keys, 1, 1, 1, 1)
+        mask = attention_layout.Mask(who.causal, who.window, 0, 0, 0)
+        for first in range(0, max(who.queries, who.keys), 31):
+            for end in (first + 1, first + 64):
+                keys = attention_tiles.keys_of.py_func(sizes, mask, first, end)
+                queries = attention_tiles.queries_of.py_func(sizes, mask, first, end)
+                assert keys == who.keys_of(first, end), (who, first, end)
+                assert queries == who.queries_of(first, end), (who, first, end)
 
 
 @given(
@@ -220,21 +278,41 @@ def test_results_do_not_depend_on_the_number_of_threads():
         value_width=st.just(8),
     ),
     causal=st.booleans(),
+    window=st.sampled_from([0, 1, 64, 100, 1000]),
 )
-def test_runs_hold_every_query_tile_once(sizes, causal):
-    cuts = fast.cut_runs(sizes, causal)
-    tiles = -(-sizes.queries // BLOCK) * (sizes.heads // sizes.kv_heads)
-    assert cuts[0] == 0 and cuts[-1] == tiles
-    assert (np.diff(cuts) >= 0).all()
-    assert len(cuts) - 1 <= tiles
+def test_runs_hold_every_query_tile_once_and_all_keys_that_it_sees(sizes, causal, window):
+    who = Visibility(sizes.queries, sizes.keys, causal, window)
+    runs = cut_runs(sizes, who)
+    tiles = -(-sizes.queries // BLOCK)
+    assert runs[0, 0] == 0 and runs[-1, 1] == tiles * (sizes.heads // sizes.kv_heads)
+    assert (runs[1:, 0] == runs[:-1, 1]).all() and (runs[:, 1] >= runs[:, 0]).all()
+    assert len(runs) <= runs[-1, 1]
+    met = set()
+    for first, end, low, high in runs:
+        assert 0 <= low <= high <= sizes.keys and low % BLOCK == 0
+        for tile in range(first, end):
+            mask = attention_layout.Mask(causal, window, 0, 0, 0)
+            h, i = run_tile.py_func(sizes, mask, 0, tile)
+            met.add((h, i))
+            keys = who.keys_of(i * BLOCK, min((i + 1) * BLOCK, sizes.queries))
+            assert low <= keys[0] <= keys[1] <= high
+    assert met == {(h, i) for h in range(sizes.heads // sizes.kv_heads) for i in range(tiles)}
+    assert (np.diff(runs[:, 2:], axis=0) >= 0).all(), "the runs that see a key are neighbours"
 
 
 def test_runs_share_the_work_evenly():
     sizes = Sizes(1, 4096, 4096, 8, 2, 64, 64)
-    cuts = fast.cut_runs(sizes, True)
+    runs = cut_runs(sizes, Visibility(4096, 4096))
     work = np.tile(np.arange(1, 65), 4)
-    shares = np.add.reduceat(work, cuts[:-1])
+    shares = np.add.reduceat(work, runs[:, 0])
     assert len(shares) == 8 and shares.max() <= 1.05 * work.sum() / 8
+
+
+@pytest.mark.parametrize("T", [2048, 8192])
+def test_the_keys_that_runs_read_grow_with_the_context_and_not_with_its_square(T):
+    runs = cut_runs(Sizes(1, T, T, 7, 1, 64, 64), Visibility(T, T, True, 256))
+    assert len(runs) == 16
+    assert (runs[:, 3] - runs[:, 2]).sum() <= T + 16 * (256 + 2 * BLOCK)
 
 
 REFUSALS = [
@@ -250,6 +328,8 @@ REFUSALS = [
     (lambda a: a.update(dropout_p=1.0), r"p must lie in \[0, 1\)"),
     (lambda a: a.update(dropout_p=0.5), "needs a key"),
     (lambda a: a.update(scale=float("nan")), "scale must be"),
+    (lambda a: a.update(window=-1), "window must be an integer >= 0"),
+    (lambda a: a.update(window=1.5), "window must be an integer >= 0"),
     (lambda a: a.update(dropout_p=0.5, dropout_key=KEY._replace(step=-1)), "step must lie in"),
 ]
 

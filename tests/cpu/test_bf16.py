@@ -21,13 +21,19 @@ from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import DropoutKey
 from tests.helpers import needs
-from tests.helpers.attention_cases import KEY, Case, cases, cast, on_absolute_values, run
+from tests.helpers.attention_cases import (
+    KEY,
+    WINDOWS,
+    Case,
+    assert_only_the_window_is_walked_over,
+    cases,
+    cast,
+    on_absolute_values,
+    run,
+)
 
 U32 = 2.0**-24  # unit roundoff of float32
 U16 = 2.0**-9  # of bfloat16
-
-
-pytestmark = pytest.mark.skipif(not needs.HAS_BF16, reason="the processor has no AVX512-BF16")
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 95, 129]))
 
@@ -45,14 +51,16 @@ def block_kernel(emit):
     return kernel
 
 
-@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors"])
+@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors", "emit_portable"])
 @pytest.mark.parametrize("steps", [1, 3, 40])
 @pytest.mark.parametrize("c_row", [32, 45])
 def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
-    """Both ways, where the processor has both: the vectors, and the tiles if it has them."""
+    """All ways that the processor has; where it has neither instruction, the portable one."""
     if way == "emit_tiles":
         needs.tiles()
         bf16_tiles.enable()
+    if way == "emit_vectors" and not needs.HAS_BF16:
+        pytest.skip("the processor has no AVX512-BF16 (asked of /proc/cpuinfo)")
     kernel = block_kernel(getattr(bf16_tiles, way))
     rng = np.random.default_rng(steps)
     a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))
@@ -264,6 +272,11 @@ def rounded_attention(case, arrays, dout):
 @example(case=Case(queries=200, keys=330, causal=False, alibi=True))
 @example(case=Case(queries=97, keys=300, documents=True, key_mask=True, dropout_p=0.1, group=7))
 @example(case=Case(batch=1, queries=33, keys=33, kv_heads=1, group=1, width=300, value_width=270))
+@example(case=Case(queries=200, keys=200, window=1))
+@example(case=Case(queries=131, keys=67, window=2, causal=False))
+@example(case=Case(queries=97, keys=330, window=65, kv_heads=1, group=3, alibi=True))
+@example(case=Case(queries=300, keys=300, window=64, causal=False, dropout_p=0.3, batch=1))
+@example(case=Case(queries=300, keys=300, window=63, documents=True, key_mask=True, batch=1))
 def test_attention_is_as_exact_as_plain_code_on_rounded_operands(ops, case):
     arrays, dout = case.arrays()
     exact = run(plain_attention, arrays, dout, case.options(), np.float64)
@@ -275,6 +288,25 @@ def test_attention_is_as_exact_as_plain_code_on_rounded_operands(ops, case):
         assert x.shape == e.shape and x.dtype == np.float32
         bound = (2 if i == 0 else 3) * np.linalg.norm(p - e) + 2 * U16 * np.linalg.norm(s)
         assert np.linalg.norm(x - e) <= bound, f"array {i} of (out, dq, dk, dv)"
+
+
+@pytest.mark.parametrize("who", WINDOWS)
+def test_tiles_outside_the_window_are_never_walked_over(ops, who):
+    assert_only_the_window_is_walked_over(ops, who)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_gives_the_same_bits_with_fewer_threads(ops, window):
+    case = Case(queries=300, keys=300, group=3, dropout_p=0.2, key_mask=True, window=window)
+    arrays, dout = case.arrays()
+    results, threads = [run(ops, arrays, dout, case.options(), np.float32)], numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        results.append(run(ops, arrays, dout, case.options(), np.float32))
+    finally:
+        numba.set_num_threads(threads)
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_attention_of_one_hot_probabilities_is_exact(ops):
@@ -470,6 +502,7 @@ def test_dropout_counters_are_checked(ops):
 
 
 def test_a_processor_without_either_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.delenv("MYLLM_BF16", raising=False)
     monkeypatch.setattr(bf16_tiles, "_features", lambda: {"+avx2"})
     bf16_tiles.enable.cache_clear()
     try:
@@ -499,7 +532,7 @@ def test_a_system_that_keeps_the_tiles_to_itself_is_refused_in_a_sentence(monkey
 )
 def test_what_numba_compiles_for_decides(setting):
     code = "import accel\naccel.load('cpu', compute='bf16')"
-    env = os.environ | setting
+    env = os.environ | setting | {"MYLLM_BF16": ""}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "use compute='float32'" in done.stderr
 

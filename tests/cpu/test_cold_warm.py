@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, needs
+from tests.helpers import ROOT
 
 
 def run(mode: str, cache: Path) -> tuple[str, str]:
@@ -32,8 +32,6 @@ def run(mode: str, cache: Path) -> tuple[str, str]:
 def test_kernels_just_compiled_and_kernels_loaded_give_the_same_bits(
     tmp_path: Path, mode: str
 ) -> None:
-    if mode == "bf16":
-        needs.bf16()
     cold, said = run(mode, tmp_path)
     assert "compiling" in said
     warm, said = run(mode, tmp_path)

@@ -10,7 +10,6 @@ import accel
 from accel.cpu import loss
 from reference import ops as plain
 from reference.types import DropoutKey
-from tests.helpers import needs
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     *((), (1,), (3,), (0,), (1, 1), (1, 3), (3, 1), (3, 3), (2, 3), (3, 2), (2, 1), (1, 0), (3, 0)),
@@ -47,8 +46,6 @@ def test_shapes_add_as_numpy_adds_them_or_are_refused(
 @pytest.mark.parametrize("compute", ["float32", "bf16"])
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_a_linear_layer_without_elements(compute: str, rows: int, inner: int, outer: int) -> None:
-    if compute == "bf16":
-        needs.bf16()
     ops = accel.load("cpu", compute=compute)
     x, weight = np.ones((rows, 2, inner), np.float32), np.ones((inner, outer), np.float32)
     out, cache = ops.linear_forward(x, weight)
@@ -143,8 +140,6 @@ def test_split_heads_joins_parts_in_the_order_given(ops: Any) -> None:
 
 @pytest.mark.parametrize("compute", ["float32", "bf16"])
 def test_a_linear_layer_refuses_another_x_in_its_backward(compute: str) -> None:
-    if compute == "bf16":
-        needs.bf16()
     ops = accel.load("cpu", compute=compute)
     x, weight = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
     out, cache = ops.linear_forward(x, weight, keep_x=False)

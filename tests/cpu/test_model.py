@@ -14,7 +14,6 @@ from reference.generate import generate
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
 from reference.types import Array
-from tests.helpers import needs
 from tests.helpers.models import MODELS, B, gradient, toy, weights
 
 
@@ -177,8 +176,6 @@ def test_a_nan_in_a_weight_reaches_the_loss() -> None:
 def test_decode_step_refuses_bad_input_in_a_sentence(
     change: dict[str, Any], sentence: str, compute: str
 ) -> None:
-    if compute == "bf16":
-        needs.bf16()
     config = toy(MYLLM_1B)
     ops = accel.load("cpu", compute=compute)
     params = ops.parameters(decoder_layout(config).views(weights(config, np.float32)))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from reference import attention as plain
 from reference.types import DropoutKey
+from reference.visibility import Visibility
 
 KEY = DropoutKey(seed=2**40 + 3, step=5, sample=7, site=9)
 
@@ -22,6 +23,7 @@ class Case(NamedTuple):
     width: int = 16
     value_width: int = 16
     causal: bool = True
+    window: int = 0
     scale: float | None = None
     alibi: bool = False
     key_mask: bool = False
@@ -32,6 +34,7 @@ class Case(NamedTuple):
     def options(self):
         return {
             "causal": self.causal,
+            "window": self.window,
             "scale": self.scale,
             "dropout_p": self.dropout_p,
             "dropout_key": KEY,
@@ -62,6 +65,50 @@ def run(ops, arrays, dout, options, dtype):
     """Return out, dq, dk, dv, computed in ``dtype``."""
     out, cache = ops.attention_forward(*cast(arrays, dtype), **options)
     return out, *ops.attention_backward(dout.astype(dtype), cache)
+
+
+def walked(ops, who):
+    """Return which tiles of 64 keys meet which of 64 queries, (query tiles, key tiles) bool.
+
+    A key or value that is NaN comes out of every product that reads it, also where P and dS are 0:
+    so what a query tile's result and dQ show is which tiles were walked over, masked or not.
+    """
+    T, S = who.queries, who.keys
+    tiles = -(-T // 64), -(-S // 64)
+    q, k = (np.ones((1, n, 1, 4), np.float32) for n in (T, S))
+    options = {"causal": who.causal, "window": who.window}
+    clean, cache = ops.attention_forward(q, k, k, **options)
+    met = [np.zeros(tiles, np.bool_) for _ in range(2)]
+    for j in range(tiles[1]):
+        bad = k.copy()
+        bad[:, 64 * j : 64 * (j + 1)] = np.nan
+        out, _ = ops.attention_forward(q, k, bad, **options)
+        dq, *_ = ops.attention_backward(np.ones_like(clean), cache._replace(k=bad))
+        for i in range(tiles[0]):
+            for seen, x in zip(met, (out, dq), strict=True):
+                seen[i, j] = np.isnan(x[:, 64 * i : 64 * (i + 1)]).any()
+    np.testing.assert_array_equal(*met)
+    return met[0]
+
+
+def assert_only_the_window_is_walked_over(ops, who):
+    """Forward and backward meet the tiles in the range of each query tile, and no others."""
+    want = np.zeros((-(-who.queries // 64), -(-who.keys // 64)), np.bool_)
+    for i, tiles in enumerate(want):
+        low, end = who.keys_of(64 * i, min(64 * (i + 1), who.queries))
+        tiles[low // 64 : -(-end // 64)] = True
+    np.testing.assert_array_equal(walked(ops, who), want)
+    if who.window:
+        sides = 1 if who.causal else 2
+        assert want.sum() <= len(want) * (2 + sides * (1 + who.window // 64))
+
+
+WINDOWS = [
+    Visibility(queries, keys, causal, window)
+    for queries, keys in [(300, 300), (200, 330), (330, 200)]
+    for causal in (True, False)
+    for window in (1, 64, 66, 130, 0)
+]
 
 
 def on_absolute_values(case, arrays, dout):
@@ -96,6 +143,7 @@ cases = st.builds(
     width=st.sampled_from([1, 2, 7, 16, 20, 33, 64, 80]),
     value_width=st.sampled_from([1, 3, 16, 24, 64, 65]),
     causal=st.booleans(),
+    window=st.sampled_from([0, 0, 1, 2, 63, 64, 65, 1000]),
     scale=st.sampled_from([None, 0.3, 1.0]),
     alibi=st.booleans(),
     key_mask=st.booleans(),

@@ -14,7 +14,7 @@ import pytest
 
 from dist import launch
 from dist.config import RunFile
-from tests.helpers import ROOT, needs
+from tests.helpers import ROOT
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 
@@ -54,8 +54,6 @@ def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
 def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
     tmp_path: Path, compute: str
 ) -> None:
-    if compute == "bf16":
-        needs.bf16()
     config = prepare(
         tmp_path,
         run__backend="cpu",

@@ -1,4 +1,4 @@
-"""What a process has used: the trainer's console and the benchmarks show it."""
+"""What this process has held of the memory that a backend's arrays lie in; here the machine's."""
 
 import re
 import resource
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def peak_memory() -> int:
+def memory() -> int:
     """Return the most bytes of memory that this process has had resident.
 
     Linux's ``ru_maxrss`` of a child begins at what its parent held when it started it, so a small
