@@ -29,6 +29,7 @@ class Rules(NamedTuple):
 
     floats: Mapping[Any, str]  # dtype -> its name, for people
     hint: str = "convert with .astype"
+    masters: tuple[Any, ...] = ()  # the dtypes of the optimizer's arrays, if not all of ``floats``
     mixed: bool = False  # parameters may be float32 beside activations of another type
     host: bool = True  # arrays are NumPy's: ids and read-only flags can be looked at
 
@@ -44,7 +45,7 @@ class Saved(NamedTuple):
     out: Any  # shape and dtype of the output, or a list of them for its parts; None of a loss
     dims: Dims
     dtypes: tuple[Any, ...]  # of the parameters; None for one that was not given
-    kept: bool  # whether the forward kept x
+    needs: dict[str, Any]  # what the forward was told of the backward
 
 
 # What a call's shapes, dtypes and options come to: sizes, options as taken, dtypes of parameters.
@@ -72,6 +73,7 @@ class Boundary:
         self.known: dict[Any, Accepted] = {}
         # these may be wider than the activations that they meet
         weights = [o.name for o in op.operands if o.kind in ("parameter", "constant")]
+        self.master = any(o.kind == "master" for o in op.operands)
         meets = any(o.kind == "activation" for o in op.operands)
         self.weights = tuple(weights) if rules.mixed and meets else ()
 
@@ -110,7 +112,8 @@ class Boundary:
                 raise ValueError(
                     f"{op}: {operand.name} must be bool, True = take part, got {value.dtype}"
                 )
-            if kind in ("ids", "documents") and value.dtype.kind not in "iu":
+            integers = value.dtype.kind in "iu" if self.rules.host else value.dtype == np.int32
+            if kind in ("ids", "documents") and not integers:
                 raise ValueError(
                     f"{op}: {operand.name} must be integers (int32), got {value.dtype}"
                 )
@@ -139,16 +142,17 @@ class Boundary:
         if not given:
             return
         first = given[0].dtype
-        if first in self.rules.floats and all(a.dtype == first for a in given):
+        floats = self.rules.masters if self.master and self.rules.masters else self.rules.floats
+        if first in floats and all(a.dtype == first for a in given):
             return
         names = {self.op.operands[i].name: values[i] for i in self.floats}
         named = {name: a.dtype for name, a in names.items() if a is not None}
         free = {name for name in self.weights if named.get(name) == np.float32}
         bound = {dtype for name, dtype in named.items() if name not in free}
-        if len(bound) == 1 and next(iter(bound)) in self.rules.floats:
+        if len(bound) == 1 and next(iter(bound)) in floats:
             return
         found = ", ".join(f"{name} is {self.rules.name(dtype)}" for name, dtype in named.items())
-        types = " or ".join(self.rules.floats.values())
+        types = " or ".join(self.rules.name(dtype) for dtype in floats)
         raise ValueError(
             f"{op}: arrays must share one dtype, {types}, but {found}; {self.rules.hint}"
         )
@@ -225,9 +229,9 @@ class Boundary:
 
     def check_given_again(self, x: Any, saved: Saved) -> None:
         """Raise unless x is given when, and only when, the forward did not keep it."""
-        op = self.op.backward_name
-        if saved.kept == (x is not None):
-            told = "to keep x: do not" if saved.kept else "not to keep x: do"
+        op, kept = self.op.backward_name, saved.needs["keep_x"]
+        if kept == (x is not None):
+            told = "to keep x: do not" if kept else "not to keep x: do"
             raise ValueError(f"{op}: the forward was told {told} give it to the backward")
         pattern = self.operands[0][1]
         if x is not None and pattern is not None:
@@ -246,9 +250,11 @@ class Boundary:
             dims, options, dtypes = self.accept(arrays, values[count:end])
             for i in self.looked_at:
                 self.look_at(self.op.operands[i], arrays, dims)
+            told: dict[str, Any] = {}
             if needs:
-                options = {**options, **dict(zip(needs, values[end:], strict=True))}
-                if options.get("out") is not None:
+                told = dict(zip(needs, values[end:], strict=True))
+                options = options | told
+                if told.pop("out", None) is not None:
                     self.check_receiver(options["out"], arrays[0])
             if check is not None:
                 replaced = check(op.name, dims, *arrays, **options)
@@ -257,7 +263,7 @@ class Boundary:
             if not op.backward:
                 return implementation(*arrays, **options)
             out, cache = implementation(*arrays, **options)
-            return out, Saved(cache, _described(out), dims, dtypes, options.get("keep_x", True))
+            return out, Saved(cache, _described(out), dims, dtypes, told)
 
         operands = [(o.name, None if o.optional else REQUIRED) for o in op.operands]
         keywords = [(o.name, o.default) for o in op.options] + [(n, NEEDS[n]) for n in op.needs]
@@ -277,6 +283,11 @@ class Boundary:
                 raise ValueError(
                     f"{op.backward_name}: cache must be what {op.forward_name} returned, "
                     f"got {type(saved).__name__}"
+                )
+            if not saved.needs.get("need_backward", True):
+                raise ValueError(
+                    f"{op.backward_name}: the forward was told need_backward=False, so it kept "
+                    "nothing to go back through; leave that option out"
                 )
             self.check_dout(dout, saved)
             asked = dict(zip(names, values, strict=True))

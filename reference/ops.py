@@ -408,7 +408,7 @@ def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str,
     return {**offered, "__all__": [*NAMES]}
 
 
-globals().update(backend(__name__, HOST, globals(), mathematics(OPS.values())))
+globals().update(backend(__name__, HOST, dict(globals()), mathematics(OPS.values())))
 
 if TYPE_CHECKING:
 

@@ -217,11 +217,7 @@ def linear_cross_entropy_backward(
     dloss: float, cache: LinearCrossEntropyCache, *, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dhead, dbias) of dloss · total; dbias is None when there was no bias."""
-    if cache.dx is None or cache.dhead is None:
-        raise ValueError(
-            "linear_cross_entropy: the forward was told need_backward=False, so it kept no "
-            "gradients; leave that option out"
-        )
+    assert cache.dx is not None and cache.dhead is not None
     head_out, bias_out = out
     dx = cache.dx if dloss == 1 else scaled(cache.dx, dloss)
     dhead = _scaled_into(cache.dhead, dloss, head_out)

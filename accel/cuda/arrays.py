@@ -1,17 +1,14 @@
-"""What all launchers do with arrays: checks, conversions, strides, NumPy's arrays in and out."""
+"""What all launchers do with arrays: conversions, strides, NumPy's arrays in and out."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from accel.cuda.device import BF16, F32, THREADS, ceil_div, current, empty, is_contiguous, launch
-from reference.checks import check_array, check_shape
 from reference.types import Array
 
 MAX_GRID_Y = 65_535
-_NAMES = {BF16: "bf16"}
 
 
 def pack(array: Array) -> int:
@@ -29,51 +26,10 @@ def fours(array: Array) -> int:
     return ceil_div(array.size, 4 * THREADS)
 
 
-def check_activations(op: str, **arrays: Array | None) -> None:
-    """Raise unless the given arrays share one dtype, float32 or bf16."""
-    for name, array in arrays.items():
-        if array is not None:
-            check_array(op, name, array)
-    given = {name: array.dtype for name, array in arrays.items() if array is not None}
-    if len(set(given.values())) > 1 or next(iter(given.values())) not in (F32, BF16):
-        found = ", ".join(f"{name} is {_NAMES.get(dtype, dtype)}" for name, dtype in given.items())
-        raise ValueError(
-            f"{op}: arrays must share one dtype, float32 or bf16 (held as uint16), but {found}; "
-            "convert with from_numpy"
-        )
-
-
-def check_weights(op: str, x: Array, **weights: Array | None) -> None:
-    """Raise unless x is float32 or bf16 and each weight is float32 or of x's dtype."""
-    check_array(op, "x", x)
-    for name, weight in weights.items():
-        if weight is not None:
-            check_array(op, name, weight)
-        if weight is None or (weight.dtype == F32 and x.dtype == BF16):
-            continue
-        check_activations(op, x=x, **{name: weight})
-    check_activations(op, x=x)
-
-
-def check_dout(op: str, dout: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise unless ``dout`` has the shape and dtype of the forward's output."""
-    check_shape(f"{op}_backward", "dout", dout, shape, "the output")
-    if dout.dtype != dtype:
-        found, wanted = (_NAMES.get(d, d) for d in (dout.dtype, dtype))
-        raise ValueError(
-            f"{op}_backward: dout and the output must share one dtype, {wanted}, got {found}"
-        )
-
-
 def check_out(out: Array | None, shape: tuple[int, ...]) -> Array:
     """Return the float32 array that a parameter gradient goes to: ``out``, or a new one."""
     if out is None:
         return empty(shape, F32)
-    if out.shape != shape or out.dtype != F32:
-        raise ValueError(
-            f"out must have the gradient's shape {shape} and dtype float32, got {out.shape} and "
-            f"{out.dtype}"
-        )
     if not is_contiguous(out):
         raise ValueError(
             "out must be contiguous, as views of the flat gradient are, got strides "

@@ -11,19 +11,14 @@ square), of which the two kernels do 7·T²·d, since both make the scores again
 or a window hides from a whole block are not walked over.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import check_activations, check_dout, contiguous, strides
+from accel.cuda.arrays import contiguous, strides
 from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
-from reference.attention import check_documents, check_heads
-from reference.checks import check_mask, check_number, check_shape
-from reference.dropout import check_dropout
-from reference.philox import check_counters
-from reference.types import Array, DropoutKey
+from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
@@ -42,50 +37,16 @@ class AttentionCache(NamedTuple):
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi: Array | None = None,
-    key_mask: Array | None = None,
-    documents: Array | None = None,
-    *,
-    causal: bool = True,
-    window: int = 0,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
+    q: Array, k: Array, v: Array, who: Visibility, *, scale: float, dropout: Dropout | None
 ) -> tuple[Array, AttentionCache]:
-    """Return the attention of q (B, T, Hq, d) over k and v (B, S, Hkv, …): (B, T, Hq, dv)."""
-    check_activations("attention", q=q, k=k, v=v)
-    check_heads(q, k, v)
-    check_dropout(dropout_p, dropout_key)
+    """Return o (B, T, Hq, dv), as ``reference.attention.forward``."""
     B, T, Hq, d = q.shape
-    S, Hkv, dv = v.shape[1:]
-    if alibi is not None:
-        check_shape("attention", "alibi", alibi, (Hq,), f"the query heads of q {(B, T, Hq, d)}")
-        if alibi.dtype != F32:
-            raise ValueError(f"attention: alibi must be float32, got {alibi.dtype}")
-    if key_mask is not None:
-        check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
-    if documents is not None:
-        check_documents(documents, B, T, S)
-        if documents.dtype != np.int32:
-            raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
-    if window != int(window) or window < 0:
-        raise ValueError(f"attention: window must be an integer >= 0 (0: no limit), got {window!r}")
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    check_number("attention", "scale", scale)
-    dropping = dropout_p > 0 and dropout_key is not None
-    p, key = (float(dropout_p), dropout_key) if dropping else (0.0, DropoutKey(0, 0, 0, 0))
-    assert key is not None
-    if dropping:
-        key = check_counters(B, Hq * T * S, key)
-    who = Visibility(T, S, causal, int(window), alibi, key_mask, documents)
-
+    _, Hkv, dv = v.shape[1:]
     q, k, v = (_with_rows(x) for x in (q, k, v))
     fast = _tensor_cores(q, k, v)
-    rules = {"Hq": Hq, "Hkv": Hkv, "d": d, "dv": dv, "scale": scale, "dropping": dropping}
-    rules |= _visible(who, fast) | drawn_by(p, key)
+    rules = {"Hq": Hq, "Hkv": Hkv, "d": d, "dv": dv, "scale": scale}
+    rules |= _visible(who, fast) | {"dropping": dropout is not None}
+    rules |= drawn_by(dropout or Dropout(0.0, DropoutKey(0, 0, 0, 0)))
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
     given = _strided(q=q, k=k, v=v) | rules | {"out": out, "lse": lse}
     if fast:
@@ -103,7 +64,6 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     ``split_heads_backward`` then returns without a copy.
     """
     q, k, v, out, lse, rules = cache
-    check_dout("attention", dout, out.shape, q.dtype)
     B, T, Hq, d = q.shape
     S, Hkv, dv = v.shape[1:]
     if T == 0:  # nobody asks; the kernel of dk and dv counts on a query

@@ -4,106 +4,38 @@ The functions look at the dtype of what they are given, so the same ones serve b
 ``ops_bf16.py`` differs only in where bf16 arrays come from.
 """
 
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from accel.cuda.arrays import check_activations, copy, to_numpy, upload
-from accel.cuda.attention import attention_backward, attention_forward
-from accel.cuda.device import F32, current, memory, zeros
-from accel.cuda.elementwise import (
-    add_backward,
-    add_forward,
-    dropout_backward,
-    dropout_forward,
-    gelu_backward,
-    gelu_forward,
-    gelu_tanh_backward,
-    gelu_tanh_forward,
-    relu_backward,
-    relu_forward,
-    scale_backward,
-    scale_forward,
-    swiglu_backward,
-    swiglu_forward,
+from accel.cuda import (
+    arrays,
+    attention,
+    device,
+    elementwise,
+    embedding,
+    linear,
+    loss,
+    norm,
+    optimizer,
+    rope,
 )
-from accel.cuda.embedding import embedding_backward, embedding_forward
-from accel.cuda.linear import (
-    linear_backward,
-    linear_forward,
-    logits,
-    merge_heads_backward,
-    merge_heads_forward,
-    split_heads_backward,
-    split_heads_forward,
-)
-from accel.cuda.loss import (
-    linear_cross_entropy_backward,
-    linear_cross_entropy_forward,
-    softmax,
-)
-from accel.cuda.norm import (
-    layernorm_backward,
-    layernorm_forward,
-    rmsnorm_backward,
-    rmsnorm_forward,
-)
-from accel.cuda.optimizer import accumulate, adamw, global_norm, square_sums
-from accel.cuda.rope import rope_backward, rope_forward
+from accel.cuda.arrays import copy, upload
+from accel.cuda.device import BF16, F32, current, zeros
+from reference.boundary import Rules
 from reference.config import Config
 from reference.kv import empty_cache, writes
-from reference.model import decode_step as compose_decode_step
+from reference.ops import backend
 from reference.types import Array, KVCache
 
-__all__ = [
-    "accumulate",
-    "adamw",
-    "add_backward",
-    "add_forward",
-    "attention_backward",
-    "attention_forward",
-    "decode_step",
-    "dropout_backward",
-    "dropout_forward",
-    "embedding_backward",
-    "embedding_forward",
-    "from_numpy",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_tanh_backward",
-    "gelu_tanh_forward",
-    "global_norm",
-    "kv_cache",
-    "layernorm_backward",
-    "layernorm_forward",
-    "linear_backward",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_forward",
-    "linear_forward",
-    "logits",
-    "memory",
-    "merge_heads_backward",
-    "merge_heads_forward",
-    "parameters",
-    "relu_backward",
-    "relu_forward",
-    "rmsnorm_backward",
-    "rmsnorm_forward",
-    "rope_backward",
-    "rope_forward",
-    "scale_backward",
-    "scale_forward",
-    "softmax",
-    "split_heads_backward",
-    "split_heads_forward",
-    "square_sums",
-    "step",
-    "swiglu_backward",
-    "swiglu_forward",
-    "to_numpy",
-    "write_kv",
-]
+RULES = Rules(
+    {F32: "float32", BF16: "bf16 (held as uint16)"},
+    "convert with from_numpy",
+    masters=(F32,),
+    mixed=True,
+    host=False,
+)
 
 
 def from_numpy(array: Array, *, activation: bool = False) -> Array:
@@ -129,18 +61,18 @@ def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: in
 
 
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
-    """Write k and v (B, T, Hkv, d) of one layer into slots position, position + 1, … of a row."""
-    check_activations("write_kv", k=k, v=v, cache=cache.k[0])
+    """Write k, v (B, T, Hkv, d) of one layer at position, position + 1, …; int or (B,)."""
     for where, what in writes(cache, k, v, layer, position):
         copy(where, what)
 
 
-def decode_step(
-    params: Mapping[str, Array],
-    config: Config,
-    token: Array,
-    cache: KVCache,
-    position: int | Array,
-) -> Array:
-    """Return logits (B, V) after one more token of each row: the model composed of these ops."""
-    return compose_decode_step(sys.modules[__name__], params, config, token, cache, position)
+# a copy: the public functions take the names of those here that they are made of
+IMPLEMENTATIONS = (
+    *(dict(globals()), vars(arrays), vars(attention), vars(device), vars(elementwise)),
+    *(vars(embedding), vars(linear), vars(loss), vars(norm), vars(optimizer), vars(rope)),
+)
+globals().update(backend(__name__, RULES, *IMPLEMENTATIONS))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
