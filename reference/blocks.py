@@ -251,8 +251,7 @@ def self_attention_forward(
         k, k_cache = normed_heads_forward(run, f"{name}.k_norm", k, start)
         head_caches = (q_cache, k_cache)
     seen: dict[str, Any] = {"key_mask": key_mask, "documents": documents, "causal": causal}
-    if config.window_of(block):
-        seen["window"] = config.window_of(block)
+    seen["window"] = config.window_of(block)
     if remember is not None:
         k, v, seen = remember(block, k, v)
     out, attention_cache = ops.attention_forward(

@@ -172,8 +172,7 @@ def prefill(
                 picked, _ = ops.embedding_forward(rows, x.reshape(B * T, -1))
                 kept[name] = picked.reshape(B, n_slots, *x.shape[2:])
         ops.write_kv(cache, **kept, layer=layer, position=0)
-        window = config.window_of(layer)
-        return k, v, {"window": window} if window else {}
+        return k, v, {"window": config.window_of(layer)}
 
     run = start_pass(ops, params, config, decoder_layout(config))
     x, _ = hidden_forward(run, ids, remember=remember, need_backward=False)
