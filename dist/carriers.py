@@ -188,7 +188,7 @@ def _nccl_module() -> ModuleType:
         warnings.simplefilter("ignore")
         from cupy.cuda import nccl
 
-    return nccl  # type: ignore[no-any-return]
+    return nccl
 
 
 def _why_not_nccl() -> str:

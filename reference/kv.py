@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from reference.checks import check_array, check_float, check_position, check_shape
+from reference.checks import check_array, check_position, check_shape
 from reference.config import Config
 from reference.types import Array, KVCache
 
@@ -82,6 +82,11 @@ def check_write(cache: KVCache, k: Array, v: Array, layer: int, position: int | 
     for name, array in (("k", k), ("v", v)):
         why = f"the layer's cache {cache.k[layer].shape}"
         check_shape("write_kv", name, array, (batch, k.shape[1], *heads), why)
+        if array.dtype != cache.k[layer].dtype:
+            raise ValueError(
+                f"write_kv: {name} and the cache must share one dtype, {cache.k[layer].dtype}, "
+                f"got {array.dtype}"
+            )
     first = np.broadcast_to(np.asarray(position), (batch,))
     end = first + k.shape[1]
     if batch and k.shape[1] and (first.min() < 0 or end.max() > n_slots):
@@ -112,7 +117,6 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     ValueError
         When they do not have the cache's batch, heads and width, or reach beyond it.
     """
-    check_float("write_kv", k=k, v=v, cache=cache.k[0])
     for where, what in writes(cache, k, v, layer, position):
         where[...] = what
 

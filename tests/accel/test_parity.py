@@ -19,7 +19,6 @@ from accel.verify.contract import DTYPES
 from accel.verify.subject import applies
 from reference import ops as reference
 from reference.ops import NAMES, OPS, SERVICES
-from tests.helpers import needs
 
 CHECKED = sorted({name.removesuffix("_forward").removesuffix("_backward") for name in NAMES})
 UNCHECKED = set(SERVICES)  # what every check uses
@@ -30,8 +29,6 @@ UNCHECKED = set(SERVICES)  # what every check uses
     [(o, d) for o in CHECKED for d in DTYPES if o not in UNCHECKED and applies(OPS[o], d)],
 )
 def test_cpu_is_as_close_as_plain_code(op: str, dtype: str) -> None:
-    if dtype == "bf16":
-        needs.bf16()
     ops = accel.load("cpu", compute="bf16" if dtype == "bf16" else "float32")
     # NaN in fresh memory shows any element that a kernel forgets to write
     with memory.poisoned():
