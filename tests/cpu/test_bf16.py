@@ -282,7 +282,7 @@ def test_attention_is_as_exact_as_plain_code_on_rounded_operands(ops, case):
     with memory.poisoned():
         got = run(ops, arrays, dout, case.options(), np.float32)
     near = rounded_attention(case, arrays, dout)
-    absolute = on_absolute_values(case, arrays, dout)
+    absolute = on_absolute_values(case, arrays, dout, scores=False)  # their rounding is in near
     for i, (x, p, e, s) in enumerate(zip(got, near, exact, absolute, strict=True)):
         assert x.shape == e.shape and x.dtype == np.float32
         bound = (2 if i == 0 else 3) * np.linalg.norm(p - e) + 2 * U16 * np.linalg.norm(s)

@@ -112,8 +112,12 @@ WINDOWS = [
 ]
 
 
-def on_absolute_values(case, arrays, dout):
-    """Return what the products are on absolute values: |P| |V|, and so on for the gradients."""
+def on_absolute_values(case, arrays, dout, *, scores=True):
+    """Return what the products are on absolute values: |P| |V|, and so on for the gradients.
+
+    An error in a score is one in its probability, as large as the score is on absolute values: it
+    counts in dq and dk, and in out and dv where ``scores`` says so.
+    """
     v = arrays[2]
     cache = plain.attention_forward(*arrays, **case.options())[1].cache
     p = np.abs(cache.P if cache.kappa is None else cache.P * cache.kappa)
@@ -125,7 +129,9 @@ def on_absolute_values(case, arrays, dout):
     if cache.kappa is not None:
         dp = dp * cache.kappa
     ds = cache.P * (dp + np.sum(dp * cache.P, axis=-1, keepdims=True))
-    ds = ds * (1 + abs(cache.scale) * (qq @ kk.swapaxes(-1, -2)))  # an error in s is one in p
+    with_scores = 1 + abs(cache.scale) * (qq @ kk.swapaxes(-1, -2))
+    ds = ds * with_scores
+    p = p * with_scores if scores else p
     return (
         p @ vv,
         abs(cache.scale) * (ds @ kk),
