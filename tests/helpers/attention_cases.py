@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from reference import attention as plain
+from reference import ops as plain
 from reference.types import DropoutKey
 from reference.visibility import Visibility
 
@@ -83,7 +83,8 @@ def walked(ops, who):
         bad = k.copy()
         bad[:, 64 * j : 64 * (j + 1)] = np.nan
         out, _ = ops.attention_forward(q, k, bad, **options)
-        dq, *_ = ops.attention_backward(np.ones_like(clean), cache._replace(k=bad))
+        spoilt = cache._replace(cache=cache.cache._replace(k=bad))
+        dq, *_ = ops.attention_backward(np.ones_like(clean), spoilt)
         for i in range(tiles[0]):
             for seen, x in zip(met, (out, dq), strict=True):
                 seen[i, j] = np.isnan(x[:, 64 * i : 64 * (i + 1)]).any()
@@ -111,20 +112,26 @@ WINDOWS = [
 ]
 
 
-def on_absolute_values(case, arrays, dout):
-    """Return what the products are on absolute values: |P| |V|, and so on for the gradients."""
+def on_absolute_values(case, arrays, dout, *, scores=True):
+    """Return what the products are on absolute values: |P| |V|, and so on for the gradients.
+
+    An error in a score is one in its probability, as large as the score is on absolute values: it
+    counts in dq and dk, and in out and dv where ``scores`` says so.
+    """
     v = arrays[2]
-    _, cache = plain.attention_forward(*arrays, **case.options())
-    p = np.abs(cache.p if cache.dropout is None else cache.p * cache.dropout)
+    cache = plain.attention_forward(*arrays, **case.options())[1].cache
+    p = np.abs(cache.P if cache.kappa is None else cache.P * cache.kappa)
     do = np.abs(dout).reshape(case.batch, case.queries, case.kv_heads, case.group, case.value_width)
     do = do.transpose(0, 2, 3, 1, 4)
     vv = np.abs(v).transpose(0, 2, 1, 3)[:, :, None]
     qq, kk = np.abs(cache.q), np.abs(cache.k)
     dp = do @ vv.swapaxes(-1, -2)
-    if cache.dropout is not None:
-        dp = dp * cache.dropout
-    ds = cache.p * (dp + np.sum(dp * cache.p, axis=-1, keepdims=True))
-    ds = ds * (1 + abs(cache.scale) * (qq @ kk.swapaxes(-1, -2)))  # an error in s is one in p
+    if cache.kappa is not None:
+        dp = dp * cache.kappa
+    ds = cache.P * (dp + np.sum(dp * cache.P, axis=-1, keepdims=True))
+    with_scores = 1 + abs(cache.scale) * (qq @ kk.swapaxes(-1, -2))
+    ds = ds * with_scores
+    p = p * with_scores if scores else p
     return (
         p @ vv,
         abs(cache.scale) * (ds @ kk),
