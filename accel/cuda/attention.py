@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import contiguous, strides
+from accel.cuda.arrays import contiguous, strides, to_dtype
 from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
 from reference.types import Array, Dropout, DropoutKey
@@ -97,7 +97,8 @@ def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
     """Return who may see whom as the kernels are told."""
     T, S, window = who.queries, who.keys, who.window
     behind = min(window - 1, T + S) if window else T + S  # no distance is T + S
-    arrays = {"alibi": who.alibi, "key_mask": who.key_mask, "documents": who.documents}
+    slopes = None if who.alibi is None else to_dtype(who.alibi, F32)
+    arrays = {"alibi": slopes, "key_mask": who.key_mask, "documents": who.documents}
     given = {name: x if x is None else contiguous(x) for name, x in arrays.items()}
     documents = given["documents"]
     given["ranges"] = _ranges(documents) if fast and documents is not None else None

@@ -170,14 +170,17 @@ def launch(
         return
     parameters, elem, macros = signature(source, kernel)
     try:
-        arguments = [convert(given[name]) for name, convert in parameters]
+        arguments = [
+            given[name] if make is None else make(given[name]) for name, make in parameters
+        ]
     except KeyError as missing:
         raise TypeError(f"{source}.cu: {kernel} has a parameter {missing}, got none") from None
-    defines = {name: given[name] for name in macros if name in given}
-    if len(arguments) + len(defines) != len(given):
+    defines = {"BF16": int(elem is not None and given[elem].dtype == BF16)}
+    if len(given) != len(parameters):
+        defines |= {name: given[name] for name in macros if name in given}
         surplus = given.keys() - defines.keys() - {name for name, _ in parameters}
-        raise TypeError(f"{source}.cu: {kernel} has no parameter or macro {sorted(surplus)}")
-    defines.setdefault("BF16", int(elem is not None and given[elem].dtype == BF16))
+        if surplus:
+            raise TypeError(f"{source}.cu: {kernel} has no parameter or macro {sorted(surplus)}")
     current().launch(source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines)
 
 

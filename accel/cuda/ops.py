@@ -30,8 +30,8 @@ from reference.ops import backend
 from reference.types import Array, KVCache
 
 RULES = Rules(
-    {F32: "float32", BF16: "bf16 (held as uint16)"},
-    "convert with from_numpy",
+    {F32: "float32", BF16: "bf16"},
+    "convert with from_numpy, which holds bf16 as uint16",
     masters=(F32,),
     mixed=True,
     host=False,

@@ -49,15 +49,11 @@ def kernels(text: str) -> dict[str, str]:
     return dict(re.findall(pattern, text, re.MULTILINE))
 
 
-def as_it_is(array: Any) -> Any:
-    """Return what is given for a pointer: an array, or None."""
-    return array
-
-
 class Signature(NamedTuple):
     """What a kernel is to be given, by name."""
 
-    parameters: tuple[tuple[str, Callable[[Any], Any]], ...]  # in order, with what makes the C type
+    # in order, each with what makes its C type of a number; None for a pointer
+    parameters: tuple[tuple[str, Callable[[Any], Any] | None], ...]
     elem: str | None  # the first array of activations, whose dtype decides the macro BF16
     macros: tuple[str, ...]  # that the source may be compiled with
 
@@ -70,7 +66,7 @@ def signature(source: str, kernel: str) -> Signature:
     declared = re.sub(r"\w+", lambda word: meanings.get(word[0], word[0]), kernels(text)[kernel])
     pieces = re.findall(r"(\w+) ?(\*?) ?(\w+) *(?:,|$)", declared)
     return Signature(
-        tuple((name, as_it_is if star else C_TYPES[kind]) for kind, star, name in pieces),
+        tuple((name, None if star else C_TYPES[kind]) for kind, star, name in pieces),
         next((name for kind, _, name in pieces if kind == "elem"), None),
         tuple(re.findall(r"^#ifndef (\w+)", text, re.MULTILINE)),
     )

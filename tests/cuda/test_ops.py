@@ -97,10 +97,12 @@ def test_out_receives_the_parameter_gradients(op: str) -> None:
     for written, gradient in zip(out, expected, strict=True):
         np.testing.assert_array_equal(written, gradient)
     assert np.shares_memory(again if op == "embedding" else again[1], out[0])
-    with pytest.raises(ValueError, match="out must have the gradient's shape"):
+    with pytest.raises(ValueError, match=r"out must have shape \(.*\) to match the gradient"):
         wrong = devices.empty((1, 1, 1), np.float32)
         backward(dout, cache, out=wrong if single else (wrong, wrong))
-    with pytest.raises(ValueError, match="dtype float32, got"):
+    with pytest.raises(
+        ValueError, match="out must be float32, the dtype of the gradient, got bf16"
+    ):
         bits = tuple(devices.empty(gradient.shape, np.uint16) for gradient in expected)
         backward(dout, cache, out=bits[0] if single else bits)
 
@@ -328,7 +330,7 @@ def test_a_gradient_of_another_shape_or_type_is_refused(op: str) -> None:
     with pytest.raises(ValueError, match="dout must have shape"):
         backward(contract.wrong_shape(cotangent(out)), cache)
     if op in (*contract.DTYPED, "relu"):
-        with pytest.raises(ValueError, match="must share one dtype"):
+        with pytest.raises(ValueError, match="dout must be float32, the dtype of the output"):
             backward(cotangent(out).astype(np.float64), cache)
 
 
@@ -339,11 +341,22 @@ def test_mixed_types_are_refused() -> None:
         ops.add_forward(half, x)
     with pytest.raises(ValueError, match="x is float32, weight is bf16"):
         ops.linear_forward(x, half.T)
-    with pytest.raises(ValueError, match="alibi must be float32, got uint16"):
-        ops.attention_forward(*[half.reshape(1, 2, 1, 4)] * 3, half[0, :1])
-    with pytest.raises(ValueError, match="adamw: arrays must be float32, but grad is uint16"):
+    with pytest.raises(ValueError, match="v is float32, alibi is bf16"):
+        ops.attention_forward(*[x.reshape(1, 2, 1, 4)] * 3, half[0, :1])
+    with pytest.raises(ValueError, match="adamw: arrays must share one dtype, float32, but master"):
         numbers = {"lr": 1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0}
         ops.adamw(x[0], x[0], x[0], half[0], step=1, n_decayed=0, **numbers)
+
+
+def test_slopes_may_be_bf16_beside_bf16() -> None:
+    rng = np.random.default_rng(0)
+    q, slopes = rng.standard_normal((1, 9, 2, 8)).astype(np.float32), np.array([0.5, 0.25])
+    half = ops_bf16.from_numpy(q, activation=True)
+    results = [
+        ops_bf16.attention_forward(half, half, half, ops_bf16.from_numpy(x, activation=True))[0]
+        for x in (slopes.astype(np.float32), to_bf16(slopes))
+    ]
+    np.testing.assert_array_equal(*results)
 
 
 def test_float64_is_refused() -> None:
