@@ -9,6 +9,7 @@ from dist.config import RunFile
 from dist.monitor import bytes_text, duration, flops_per_token
 from dist.shards import dtype_for
 from reference.config import Config
+from reference.kv import slots
 from reference.params import decoder_layout
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
@@ -36,8 +37,9 @@ class Plan(NamedTuple):
 
 
 def kv_cache_bytes(model: Config, item: int) -> int:
-    """Return 2·L·Hkv·d·T·s, the keys and values of one sequence of the whole context."""
-    return 2 * model.n_layers * model.n_kv_heads * model.d_head * model.context_length * item
+    """Return 2·Hkv·d·s·ΣS: keys and values of the S tokens that each layer keeps of a context."""
+    kept = sum(slots(model, layer, model.context_length) for layer in range(model.n_layers))
+    return 2 * kept * model.n_kv_heads * model.d_head * item
 
 
 def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
@@ -52,6 +54,8 @@ def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
     norms = 2 * c.d_model * item
     attention = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head * item + 4 * c.n_heads
+    if c.qk_norm:  # what it reads, and a float32 a head
+        attention += (c.n_heads + c.n_kv_heads) * (c.d_head * item + 4)
     hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * item
     product = c.d_ff * item
     block = stream + norms + attention + hidden + product

@@ -1,5 +1,8 @@
 """The arithmetic of the headline run."""
 
+import tomllib
+from dataclasses import replace
+
 import pytest
 
 from dist import cli, config
@@ -23,6 +26,22 @@ def test_the_headline_figures() -> None:
     assert plan.activations == {level: 8_192 * n for level, n in token.items()}
     assert plan.steps == 47_837 + 57_221
     assert plan.exposures == 105_058 * 262_144
+
+
+def test_a_layer_with_a_window_keeps_no_more_of_the_cache() -> None:
+    """Of 8 MiB a layer of 8,192 tokens; ALiBi keeps them all."""
+    few = replace(MYLLM_1B, window=(*[1_024] * 27, 0))
+    assert kv_cache_bytes(few, 2) == (27 + 8) * 2**20
+    assert kv_cache_bytes(replace(few, position="alibi"), 2) == 224 * 2**20
+
+
+def test_windows_of_a_run_file_come_back_from_the_resolved_one() -> None:
+    run = config.load("laptop", ["model.window=[4, 0, 4, 0, 4, 0, 4, 0]", "model.qk_norm=true"])
+    assert run.model.window == (4, 0, 4, 0, 4, 0, 4, 0) and run.model.qk_norm
+    assert "window = [4, 0, 4, 0, 4, 0, 4, 0]" in run.to_toml()
+    assert config.from_tables(tomllib.loads(run.to_toml())) == run
+    with pytest.raises(ValueError, match=r"\[model\]: window has 2 entries"):
+        config.load("laptop", ["model.window=[4, 0]"])
 
 
 def test_forward_work_is_a_third_of_training() -> None:
