@@ -6,9 +6,10 @@ from typing import NamedTuple
 from dist import config as run_file
 from dist.commands import add_set, parser
 from dist.config import RunFile
-from dist.monitor import bytes_text, duration, flops_per_token
+from dist.monitor import bytes_text, duration
 from dist.shards import dtype_for
 from reference.config import Config
+from reference.flops import forward_flops, training_flops, windows
 from reference.params import decoder_layout
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
@@ -36,8 +37,10 @@ class Plan(NamedTuple):
 
 
 def kv_cache_bytes(model: Config, item: int) -> int:
-    """Return 2·L·Hkv·d·T·s, the keys and values of one sequence of the whole context."""
-    return 2 * model.n_layers * model.n_kv_heads * model.d_head * model.context_length * item
+    """Return 2·Hkv·d·s for each token that a layer sees of one sequence of the whole context."""
+    T = model.context_length
+    seen = sum(min(T, window or T) for window in windows(model))
+    return 2 * model.n_kv_heads * model.d_head * seen * item
 
 
 def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
@@ -68,20 +71,6 @@ def score_bytes(model: Config, item: int) -> int:
     return model.n_heads * model.context_length**2 * item
 
 
-def forward_flops(model: Config) -> dict[str, float]:
-    """Return the operations of a forward pass per token, by part; a multiply-add counts as two."""
-    width, d, T = model.d_model, model.d_head, model.context_length
-    projected = (2 * model.n_heads + 2 * model.n_kv_heads) * d  # q, k, v, and the way out
-    matrices = 3 if model.ffn == "swiglu" else 2
-    L = model.n_layers
-    return {
-        "projections": 2.0 * L * width * projected,
-        "attention": 4.0 * L * T * model.n_heads * d,
-        "feed-forward": 2.0 * L * matrices * width * model.d_ff,
-        "head": 2.0 * model.vocab_size * width,
-    }
-
-
 def make_plan(run: RunFile, ranks: int) -> Plan:
     """Return the figures of a run on so many ranks.
 
@@ -91,8 +80,7 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         When the ranks cannot share the batch.
     """
     accumulation = run.accumulation(ranks)
-    layout = decoder_layout(run.model)
-    n = layout.size
+    n, T = decoder_layout(run.model).size, run.model.context_length
     low = run.run.compute == "bf16"
     buffers = accumulation.bit_length()  # log2(a) + 1
     checkpoint = 3 * 4 * n
@@ -103,8 +91,11 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         moments=2 * 4 * -(-n // ranks),
         gradients=4 * n * (buffers + (ranks > 1)),
         weights=2 * n if low else 0,
-        flops=flops_per_token(run.model, layout),
-        forward=forward_flops(run.model),
+        flops=(
+            training_flops(run.model, T, causal=False),
+            training_flops(run.model, T, causal=True),
+        ),
+        forward=forward_flops(run.model, T, causal=False),
         kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
         activations=activation_bytes(
             run.model, run.train.micro_batch * run.window, 2 if low else 4

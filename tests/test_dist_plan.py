@@ -3,7 +3,8 @@
 import pytest
 
 from dist import cli, config
-from dist.plan import forward_flops, kv_cache_bytes, make_plan, score_bytes
+from dist.plan import kv_cache_bytes, make_plan, score_bytes
+from reference.flops import forward_flops
 from reference.presets import MYLLM_1B
 
 
@@ -29,7 +30,7 @@ def test_forward_work_is_a_third_of_training() -> None:
     model = MYLLM_1B
     plan = make_plan(config.load("myllm-1b"), 8)
     gains = (2 * model.n_layers + 1) * model.d_model
-    parts = forward_flops(model)
+    parts = forward_flops(model, 8_192, causal=False)
     assert parts["attention"] == 4 * 28 * 8_192 * 1_792
     assert sum(parts.values()) - parts["attention"] == 2 * (plan.parameters - gains)
     assert 3 * sum(parts.values()) == plan.flops[0]
