@@ -20,11 +20,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from accel.bench import report
+from accel.bench.report import Row
+from accel.bench.timing import rounds
 from reference.memory import memory
 from tokenizer import Tokenizer, to_huggingface, to_tiktoken, train_from_iterator
 from tokenizer.patterns import GPT4
@@ -32,38 +38,111 @@ from tokenizer.read import Source
 
 VOCAB = 65_536
 MERGES_AND_BYTES = VOCAB - 20
-BARS = {  # what is promised: (limit, whether less is better)
-    "train / rustbpe": (0.30, True),
-    "train / tokenizers": (0.12, True),
-    "encode / tiktoken": (3.5, False),
-    "encode, 2 threads / 1": (1.8, False),
-    "decode / tiktoken": (4.0, False),
-    "memory of training, MB": (1000.0, True),
-}
+
+
+Medians = dict[str, dict[str, float]]  # by library
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(
-        prog="myllm bench tokenizer",
-        description="Measure training, encoding and decoding beside the peers that are installed.",
-        epilog="example: myllm bench tokenizer corpus.jsonl --rounds 5",
-    )
-    parser.add_argument("paths", nargs="*", metavar="PATHS", help="corpus (Python's own library)")
-    parser.add_argument("--mb", type=float, default=100, help="MB of text to train on, at most")
-    parser.add_argument("--encode-mb", type=float, default=30, help="MB of text to encode, at most")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--large", action="store_true", help="also train on 500 M characters")
-    parser.add_argument("--work", metavar="TASK", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.work:
-        print(json.dumps(_work(json.loads(options.work))))
+    if argv[:1] == ["--work"]:  # in the process that is timed
+        print(json.dumps(_work(json.loads(argv[1]))))
         return 0
-    paths = options.paths or [str(Path(sysconfig.get_paths()["stdlib"]) / "**/*.py")]
-    with tempfile.TemporaryDirectory() as folder:
-        n_bytes = _prepare(Path(folder), paths, options)
-        _print_table(_measure(Path(folder), options), n_bytes)
-    return 0
+    about = "Measure training, encoding and decoding beside the peers that are installed."
+    p = report.parser("tokenizer", about, "tokenizer corpus.jsonl --rounds 5")
+    p.add_argument("paths", nargs="*", metavar="PATHS", help="corpus (Python's own library)")
+    p.add_argument("--mb", type=float, default=100, help="MB of text to train on, at most")
+    p.add_argument("--encode-mb", type=float, default=30, help="MB of text to encode, at most")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--large", action="store_true", help="also train on 500 M characters")
+    given = report.parse(p, argv)
+    if given.rounds < 1:
+        p.error("--rounds must be at least 1")
+    paths = given.paths or [str(Path(sysconfig.get_paths()["stdlib"]) / "**/*.py")]
+    peers = [name for name in ("rustbpe", "tokenizers", "tiktoken") if find_spec(name)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        n_bytes = _prepare(folder, paths, given)
+
+        def measure(task: str, libraries: Sequence[str], n_threads: int = 1, n: int = 0) -> Medians:
+            """Run a task of each installed library in turn, and return the medians."""
+            who = ["ours", *(peer for peer in peers if peer in libraries)]
+            tasks = {
+                name: partial(_spawn, folder, f"{task} {name}", n_threads, given) for name in who
+            }
+            runs = list(rounds(tasks, n or given.rounds))
+            return {
+                name: {f: statistics.median(r[name][f] for r in runs) for f in runs[0][name]}
+                for name in who
+            }
+
+        parts: dict[str, Callable[[], Iterator[Row]]] = {
+            "training": lambda: training(measure("train", ("rustbpe", "tokenizers"))),
+            "encoding": lambda: encoding(measure("encode", ("tiktoken", "tokenizers"))),
+            "encoding on two threads": lambda: two_threads(measure("encode", ("tiktoken",), 2)),
+            "decoding": lambda: decoding(measure("decode", ("tiktoken",))),
+        }
+        if given.large:
+            parts["large"] = lambda: large(measure("large", (), n=1))
+        title = f"{report.machine(*peers)}; {n_bytes / 1e6:.1f} MB, medians of {given.rounds}"
+        return report.run(p, given, title, parts)
+
+
+# --- the table
+
+
+def training(of: Medians) -> Iterator[Row]:
+    """Yield CPU seconds beside each peer's."""
+    ours = of.pop("ours")
+    note = f"{ours['size']:,.0f} ids, peak {ours['peak_mb']:,.0f} MB"
+    if not of:
+        yield Row("train, one thread, CPU time", ours["seconds"], note=note)
+    for peer, bar in (("rustbpe", 0.30), ("tokenizers", 0.12)):
+        if peer in of:
+            theirs = of[peer]
+            beside = f"{note}; {theirs['size']:,.0f} ids, {theirs['peak_mb']:,.0f} MB"
+            yield Row(f"train / {peer}", ours["seconds"], theirs["seconds"], bar, note=beside)
+
+
+def encoding(of: Medians) -> Iterator[Row]:
+    """Yield speeds: of each library, the faster of lists and arrays."""
+    yield from _speeds("encode", of, {"tiktoken": 3.5})
+
+
+def two_threads(of: Medians) -> Iterator[Row]:
+    """Yield speeds on two threads: beside ours on one, by the same clock, and a peer's on two."""
+    ours = of["ours"]
+    yield Row("encode, 2 threads / 1", ours["mb_s_array"], ours["mb_s_one"], 1.8, "MB/s")
+    yield from _speeds("encode on 2 threads", of, {})
+
+
+def decoding(of: Medians) -> Iterator[Row]:
+    """Yield speeds: of each library, the faster of lists and arrays."""
+    yield from _speeds("decode", of, {"tiktoken": 4.0})
+
+
+def large(of: Medians) -> Iterator[Row]:
+    """Yield the memory of training on 500 M characters."""
+    ours = of["ours"]
+    note = f"{ours['seconds']:.1f} CPU s, {ours['size']:,.0f} ids"
+    yield Row("train on 500 M characters, peak", ours["peak_mb"], None, 1000.0, "MB", note)
+
+
+def _speeds(what: str, of: Medians, bars: dict[str, float]) -> Iterator[Row]:
+    def note(row: dict[str, float]) -> str:
+        same = f", {row['same']:.2%} same ids" if "same" in row else ""
+        return f"lists {row['mb_s']:.1f}, arrays {row['mb_s_array']:.1f}{same}"
+
+    best = {name: max(row["mb_s"], row["mb_s_array"]) for name, row in of.items()}
+    ours = note(of["ours"])
+    if len(of) == 1:
+        yield Row(what, best["ours"], unit="MB/s", note=ours)
+    for peer in list(of)[1:]:
+        beside = f"{ours}; {note(of[peer])}"
+        yield Row(f"{what} / {peer}", best["ours"], best[peer], bars.get(peer), "MB/s", beside)
+
+
+# --- around the processes that are timed
 
 
 def _prepare(folder: Path, paths: list[str], options: argparse.Namespace) -> int:
@@ -85,26 +164,6 @@ def _prepare(folder: Path, paths: list[str], options: argparse.Namespace) -> int
     to_tiktoken(tokenizer, folder / "ours.tiktoken")
     to_huggingface(tokenizer, folder / "ours.json")
     return size
-
-
-def _measure(folder: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Run all tasks, alternating, and return their results by name."""
-    peers = [name for name in ("rustbpe", "tokenizers", "tiktoken") if find_spec(name)]
-    tasks: list[tuple[str, int]] = [("train ours", 1)]
-    tasks += [(f"train {name}", 1) for name in peers if name != "tiktoken"]
-    tasks += [("encode ours", 1), ("encode ours", 2)]
-    tasks += [(f"encode {name}", 1) for name in peers if name != "rustbpe"]
-    tasks += [("encode tiktoken", 2)] if "tiktoken" in peers else []
-    tasks += [("decode ours", 1)] + ([("decode tiktoken", 1)] if "tiktoken" in peers else [])
-    results: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(options.rounds):
-        for task, n_threads in tasks:
-            results.setdefault(f"{task}, {n_threads}", []).append(
-                _spawn(folder, task, n_threads, options)
-            )
-    if options.large:
-        results["train large, 1"] = [_spawn(folder, "train large", 1, options)]
-    return results
 
 
 def _spawn(folder: Path, task: str, n_threads: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -129,7 +188,7 @@ def _spawn(folder: Path, task: str, n_threads: int, options: argparse.Namespace)
 def _work(work: dict[str, Any]) -> dict[str, Any]:
     kind, who = work["task"].split()
     folder = Path(work["folder"])
-    if who == "large":
+    if kind == "large":
         return _train_large(folder)
     with (folder / "corpus.jsonl").open() as file:
         texts = [json.loads(line) for line in file]
@@ -187,7 +246,7 @@ def _train(who: str, texts: list[str]) -> dict[str, Any]:
         )
         face.train_from_iterator(texts, trainer, length=len(texts))
         n = face.get_vocab_size()
-    return {"seconds": time.process_time() - start, "size": n, **_memory()}
+    return {"seconds": time.process_time() - start, "size": n, "peak_mb": memory() / 1e6}
 
 
 def _train_large(folder: Path) -> dict[str, Any]:
@@ -212,11 +271,7 @@ def _train_large(folder: Path) -> dict[str, Any]:
 
     start = time.process_time()
     ours = train_from_iterator(texts(), VOCAB, num_threads=1)
-    return {"seconds": time.process_time() - start, "size": ours.n_vocab, **_memory()}
-
-
-def _memory() -> dict[str, float]:
-    return {"peak_mb": memory() / 1e6}
+    return {"seconds": time.process_time() - start, "size": ours.n_vocab, "peak_mb": memory() / 1e6}
 
 
 def _tiktoken(folder: Path, tokenizer: Tokenizer) -> Any:
@@ -266,7 +321,7 @@ def _encode(
     same = sum(a == b for a, b in zip(got, expected, strict=True)) / len(texts)
     out = {"mb_s": n_bytes / first / 1e6, "mb_s_array": n_bytes / second / 1e6, "same": same}
     if who == "ours" and n_threads == 2:  # the same work on one thread, by the same clock
-        out["speedup"] = _timed(_arrays_of(tokenizer, texts, 1), 2)[1] / second
+        out["mb_s_one"] = n_bytes / _timed(_arrays_of(tokenizer, texts, 1), 2)[1] / 1e6
     return out
 
 
@@ -284,8 +339,6 @@ def _decode(
     expected: list[list[int]],
     n_threads: int,
 ) -> dict[str, Any]:
-    import numpy as np
-
     ids = [i for row in expected for i in row]
     whole = "".join(texts).encode()
     if who == "ours":
@@ -300,50 +353,3 @@ def _decode(
     if not got == got_too == whole:
         raise ValueError(f"{who} decodes to other bytes")
     return {"mb_s": len(whole) / first / 1e6, "mb_s_array": len(whole) / second / 1e6}
-
-
-# --- the table
-
-
-def _print_table(results: dict[str, list[dict[str, Any]]], n_bytes: int) -> None:
-    median = {
-        name: {field: statistics.median(run[field] for run in runs) for field in runs[0]}
-        for name, runs in results.items()
-    }
-    print(f"corpus: {n_bytes / 1e6:.1f} MB; medians of {len(results['train ours, 1'])} runs\n")
-    print(f"{'training, one thread':34}{'CPU s':>10}{'ids':>10}{'peak MB':>10}")
-    for name, row in median.items():
-        if name.startswith("train"):
-            who = name.removeprefix("train ").removesuffix(", 1")
-            who = "ours, 500 M characters" if who == "large" else who
-            print(f"  {who:32}{row['seconds']:10.2f}{row['size']:10.0f}{row['peak_mb']:10.0f}")
-    print(f"\n{'encoding and decoding':34}{'list MB/s':>10}{'array MB/s':>11}{'same ids':>10}")
-    for name, row in median.items():
-        if not name.startswith("train"):
-            same = f"{row['same']:10.2%}" if "same" in row else ""
-            print(f"  {name:32}{row['mb_s']:10.1f}{row['mb_s_array']:11.1f}{same}")
-    print(f"\n{'against the bars':34}{'is':>10}{'bar':>10}")
-    for name, value in _ratios(median).items():
-        limit, less = BARS[name]
-        met = value <= limit if less else value >= limit
-        bar = f"{'<=' if less else '>='} {limit:g}"
-        print(f"  {name:32}{value:10.3g}{bar:>10}  {'met' if met else 'MISSED'}")
-
-
-def _ratios(median: dict[str, dict[str, float]]) -> dict[str, float]:
-    def best(name: str) -> float:
-        return max(median[name]["mb_s"], median[name]["mb_s_array"])
-
-    out = {}
-    for peer in ("rustbpe", "tokenizers"):
-        if f"train {peer}, 1" in median:
-            ours = median["train ours, 1"]["seconds"]
-            out[f"train / {peer}"] = ours / median[f"train {peer}, 1"]["seconds"]
-    if "encode tiktoken, 1" in median:
-        out["encode / tiktoken"] = best("encode ours, 1") / best("encode tiktoken, 1")
-    out["encode, 2 threads / 1"] = median["encode ours, 2"]["speedup"]
-    if "decode tiktoken, 1" in median:
-        out["decode / tiktoken"] = best("decode ours, 1") / best("decode tiktoken, 1")
-    if "train large, 1" in median:
-        out["memory of training, MB"] = median["train large, 1"]["peak_mb"]
-    return out
