@@ -25,10 +25,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 @lru_cache
-def rope_tables(base: float, d: int, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(base: float, d: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin (T, 1, d/2)."""
     omega = base ** (-np.arange(0, d, 2) / d)
-    angle = np.arange(start, start + length)[:, None, None] * omega
+    angle = np.arange(length)[:, None, None] * omega
     return torch.from_numpy(np.cos(angle)).float(), torch.from_numpy(np.sin(angle)).float()
 
 
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
             }
         )
         if config.position == "rope":
-            cos, sin = rope_tables(config.rope_base, config.d_head, 0, config.context_length)
+            cos, sin = rope_tables(config.rope_base, config.d_head, config.context_length)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
 
@@ -69,37 +69,38 @@ class Model(torch.nn.Module):
         gain, bias = self.w(f"{name}.gain"), self.w(f"{name}.bias")
         return F.layer_norm(x, (c.d_model,), gain, bias, c.norm_eps)
 
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
-        c = self.config
-        table = self.w("embedding.weight")
-        assert table is not None
-        x = F.embedding(ids, table)
-        B, T, _ = x.shape
-        positions = self.w("position.weight")
-        if positions is not None:
-            x = x + positions[:T]
-        cos, sin = (self.cos[:T], self.sin[:T]) if c.position == "rope" else (None, None)
+    def hidden(self, x: torch.Tensor, start: int, attend: Callable[..., Any]) -> torch.Tensor:
+        """Return the last norm of x (B, T, D) after all blocks; attend(layer, q, k, v)."""
+        c, (B, T, _) = self.config, x.shape
         sizes = [c.n_heads, c.n_kv_heads, c.n_kv_heads]
         for i in range(c.n_layers):
             name = f"layers.{i}"
             h = self.norm(x, f"{name}.attention_norm")
             qkv = self.linear(h, f"{name}.attention.wqkv", f"{name}.attention.bqkv")
             q, k, v = qkv.view(B, T, sum(sizes), c.d_head).split_with_sizes(sizes, dim=2)
-            if cos is not None and sin is not None:
+            if c.position == "rope":
+                cos, sin = self.cos[start : start + T], self.sin[start : start + T]
                 q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-            o = _attend(q, k, v).reshape(B, T, -1)
+            o = attend(i, q, k, v).reshape(B, T, -1)
             x = x + self.linear(o, f"{name}.attention.wo", f"{name}.attention.bo")
             h = self.norm(x, f"{name}.ffn_norm")
             if c.ffn == "swiglu":
-                h = self.linear(h, f"{name}.ffn.w_gate_up", f"{name}.ffn.b_gate_up")
-                h = _swiglu(h)
+                h = _swiglu(self.linear(h, f"{name}.ffn.w_gate_up", f"{name}.ffn.b_gate_up"))
             else:
                 h = self.linear(h, f"{name}.ffn.w_up", f"{name}.ffn.b_up")
                 h = F.gelu(h, approximate="tanh" if c.ffn == "gelu_tanh" else "none")
             x = x + self.linear(h, f"{name}.ffn.w_down", f"{name}.ffn.b_down")
-        x = self.norm(x, "final_norm")
-        return F.cross_entropy(F.linear(x, table).view(B * T, -1), targets.view(-1))
+        return self.norm(x, "final_norm")
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        table, positions = self.w("embedding.weight"), self.w("position.weight")
+        assert table is not None
+        x = F.embedding(ids, table)
+        if positions is not None:
+            x = x + positions[: x.shape[1]]
+        x = self.hidden(x, 0, lambda i, q, k, v: _attend(q, k, v))
+        return F.cross_entropy(F.linear(x, table).flatten(0, 1), targets.flatten())
 
 
 class Peer:
@@ -234,7 +235,7 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
     "layernorm": lambda x, gain, bias, eps: F.layer_norm(x, gain.shape, gain, bias, eps),
     "relu": torch.relu,
     "rmsnorm": lambda x, gain, eps: F.rms_norm(x, gain.shape, gain, eps),
-    "rope": lambda x, base: _rotate(x, *rope_tables(base, x.shape[3], 0, x.shape[1])),
+    "rope": lambda x, base: _rotate(x, *rope_tables(base, x.shape[3], x.shape[1])),
     "scale": lambda x, factor: factor * x,
     "softmax": lambda x: torch.softmax(x, -1),
     "swiglu": _swiglu,
@@ -293,36 +294,23 @@ def decoder(
 ) -> Callable[[], Array]:
     """Return a function that decodes one token at ``position`` of a cache (L, B, S, H, d)."""
     model = Model(config, master)
-    k_cache = torch.from_numpy(np.ascontiguousarray(cache.k.transpose(0, 1, 3, 2, 4)))
-    v_cache = torch.from_numpy(np.ascontiguousarray(cache.v.transpose(0, 1, 3, 2, 4)))
-    cos, sin = rope_tables(config.rope_base, config.d_head, position, 1)
-    token = torch.tensor([[7]])
-    sizes = [config.n_heads, config.n_kv_heads, config.n_kv_heads]
-    table = model.w("embedding.weight")
+    keys, values = (
+        torch.from_numpy(np.ascontiguousarray(x.transpose(0, 1, 3, 2, 4)))
+        for x in (cache.k, cache.v)
+    )
+    token, table = torch.tensor([[7]]), model.w("embedding.weight")
     assert table is not None
+
+    def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys[i, :, :, position], values[i, :, :, position] = k[:, 0], v[:, 0]
+        seen = keys[i, :, :, : position + 1], values[i, :, :, : position + 1]
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), *seen, enable_gqa=True)
+        return o.transpose(1, 2)
 
     def step() -> Array:
         with torch.inference_mode():
-            x = F.embedding(token, table)
-            for i in range(config.n_layers):
-                name = f"layers.{i}"
-                h = model.norm(x, f"{name}.attention_norm")
-                qkv = model.linear(h, f"{name}.attention.wqkv", "")
-                q, k, v = qkv.view(1, 1, sum(sizes), config.d_head).split_with_sizes(sizes, dim=2)
-                q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-                k_cache[i, :, :, position], v_cache[i, :, :, position] = k[:, 0], v[:, 0]
-                o = F.scaled_dot_product_attention(
-                    q.transpose(1, 2),
-                    k_cache[i, :, :, : position + 1],
-                    v_cache[i, :, :, : position + 1],
-                    enable_gqa=True,
-                )
-                x = x + model.linear(
-                    o.transpose(1, 2).reshape(1, 1, -1), f"{name}.attention.wo", ""
-                )
-                h = model.linear(model.norm(x, f"{name}.ffn_norm"), f"{name}.ffn.w_gate_up", "")
-                x = x + model.linear(_swiglu(h), f"{name}.ffn.w_down", "")
-            logits: Array = F.linear(model.norm(x, "final_norm"), table).view(1, -1).numpy()
+            x = model.hidden(F.embedding(token, table), position, attend)
+            logits: Array = F.linear(x, table).view(1, -1).numpy()
             return logits
 
     return step

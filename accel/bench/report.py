@@ -152,7 +152,7 @@ def run(
                     status = 1
         except KeyboardInterrupt:
             count = f"{len(rows)} row{'s' * (len(rows) != 1)}"
-            kept = "" if given.table is None else f", which {given.table} keeps"
+            kept = "" if given.table is None or not rows else f", which {given.table} keeps"
             print(f"\n{p.prog}: interrupted after {count}{kept}", file=sys.stderr)
             status = 130
     if given.chart is not None:

@@ -12,6 +12,7 @@ long list, and for us an array. On one thread seconds are CPU seconds, on two of
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         p.error("--rounds must be at least 1")
     paths = given.paths or [str(Path(sysconfig.get_paths()["stdlib"]) / "**/*.py")]
     peers = [name for name in ("rustbpe", "tokenizers", "tiktoken") if find_spec(name)]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         n_bytes = _prepare(folder, paths, given)
 
@@ -189,42 +190,40 @@ def _work(work: dict[str, Any]) -> dict[str, Any]:
     kind, who = work["task"].split()
     folder = Path(work["folder"])
     if kind == "large":
-        return _train_large(folder)
-    with (folder / "corpus.jsonl").open() as file:
-        texts = [json.loads(line) for line in file]
+        return _train(who, _large(folder), min_count=2)
+    texts = list(_corpus(folder))
     if kind == "train":
         return _train(who, texts)
-    part, size = [], 0
-    for text in texts:
-        if size and size + len(text) > work["mb"] * 1e6:
-            break
-        part.append(text)
-        size += len(text)
+    whole = np.cumsum([len(text) for text in texts]) <= work["mb"] * 1e6
+    texts = texts[: max(1, int(whole.sum()))]
     tokenizer = Tokenizer.load(folder / "ours.tok")
-    expected = tokenizer.encode_batch(part, disallowed_special=(), num_threads=1)
     run = _encode if kind == "encode" else _decode
-    return run(who, folder, part, tokenizer, expected, work["threads"])
+    return run(who, folder, texts, tokenizer, work["threads"])
 
 
-def _timed(function: Callable[[], Any], n_threads: int = 1) -> tuple[Any, float]:
-    """Run three times; return the result and the median of the seconds.
+def _corpus(folder: Path) -> Iterator[str]:
+    with (folder / "corpus.jsonl").open() as file:
+        yield from map(json.loads, file)
 
-    On one thread they are CPU seconds, which other work on the machine disturbs less.
+
+def _large(folder: Path, size: int = 500_000_000) -> Iterator[str]:
+    """Yield so many characters that are never all in memory: the corpus, again and again.
+
+    Each time round every word gets another ending, so that the words are not the same ones again.
     """
-    clock = time.process_time if n_threads == 1 else time.perf_counter
-    runs = []
-    for _ in range(3):
-        out = None  # the memory of the run before is free again
-        start = clock()
-        out = function()
-        runs.append(clock() - start)
-    return out, statistics.median(runs)
+    for k in itertools.count():
+        for text in _corpus(folder):
+            if size <= 0:
+                return
+            ending = chr(0x61 + k % 26) + chr(0x61 + k // 26) + " "
+            yield text.replace("e ", ending) if k else text
+            size -= len(text)
 
 
-def _train(who: str, texts: list[str]) -> dict[str, Any]:
+def _train(who: str, texts: Iterable[str], min_count: int = 1) -> dict[str, Any]:
     start = time.process_time()
     if who == "ours":
-        ours = train_from_iterator(texts, VOCAB, min_count=1, num_threads=1)
+        ours = train_from_iterator(texts, VOCAB, min_count=min_count, num_threads=1)
         n = len(ours.vocabulary.tokens)
     elif who == "rustbpe":
         import rustbpe
@@ -244,34 +243,24 @@ def _train(who: str, texts: list[str]) -> dict[str, Any]:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        face.train_from_iterator(texts, trainer, length=len(texts))
+        face.train_from_iterator(texts, trainer)
         n = face.get_vocab_size()
     return {"seconds": time.process_time() - start, "size": n, "peak_mb": memory() / 1e6}
 
 
-def _train_large(folder: Path) -> dict[str, Any]:
-    """Train on 500 M characters that are never all in memory: the corpus, again and again.
+def _timed(function: Callable[[], Any], n_threads: int = 1) -> tuple[Any, float]:
+    """Run three times; return the result and the median of the seconds.
 
-    Each time round every word gets another ending, so that the words are not the same ones again.
+    On one thread they are CPU seconds, which other work on the machine disturbs less.
     """
-
-    def texts() -> Any:
-        done = k = 0
-        while done < 500_000_000:
-            with (folder / "corpus.jsonl").open() as file:
-                for line in file:
-                    text = json.loads(line)
-                    if k:
-                        text = text.replace("e ", chr(0x61 + k % 26) + chr(0x61 + k // 26) + " ")
-                    yield text
-                    done += len(text)
-                    if done >= 500_000_000:
-                        return
-            k += 1
-
-    start = time.process_time()
-    ours = train_from_iterator(texts(), VOCAB, num_threads=1)
-    return {"seconds": time.process_time() - start, "size": ours.n_vocab, "peak_mb": memory() / 1e6}
+    clock = time.process_time if n_threads == 1 else time.perf_counter
+    runs = []
+    for _ in range(3):
+        out = None  # the memory of the run before is free again
+        start = clock()
+        out = function()
+        runs.append(clock() - start)
+    return out, statistics.median(runs)
 
 
 def _tiktoken(folder: Path, tokenizer: Tokenizer) -> Any:
@@ -287,69 +276,50 @@ def _tiktoken(folder: Path, tokenizer: Tokenizer) -> Any:
 
 
 def _encode(
-    who: str,
-    folder: Path,
-    texts: list[str],
-    tokenizer: Tokenizer,
-    expected: list[list[int]],
-    n_threads: int,
+    who: str, folder: Path, texts: list[str], tokenizer: Tokenizer, n_threads: int
 ) -> dict[str, Any]:
+    ours = partial(tokenizer.encode_batch, texts, disallowed_special=())
+    to_arrays = partial(tokenizer.encode_batch_to_numpy, texts, disallowed_special=())
+    expected = ours(num_threads=1)
+    arrays: Callable[[], Any] | None = None
     if who == "ours":
-        lists = lambda: tokenizer.encode_batch(  # noqa: E731 - what is timed
-            texts, disallowed_special=(), num_threads=n_threads
-        )
-        arrays = _arrays_of(tokenizer, texts, n_threads)
-        (got, first), (_, second) = _timed(lists, n_threads), _timed(arrays, n_threads)
+        lists: Callable[[], Any] = partial(ours, num_threads=n_threads)
+        arrays = partial(to_arrays, num_threads=n_threads)
     elif who == "tiktoken":
         encoding = _tiktoken(folder, tokenizer)
+        lists = partial(encoding.encode_ordinary_batch, texts, num_threads=n_threads)
         if n_threads == 1:
-            lists = lambda: [encoding.encode_ordinary(text) for text in texts]  # noqa: E731
-        else:
-            lists = lambda: encoding.encode_ordinary_batch(texts, num_threads=n_threads)  # noqa: E731
-        arrays = lambda: [encoding.encode_to_numpy(t, disallowed_special=()) for t in texts]  # noqa: E731
-        got, first = _timed(lists, n_threads)
-        second = _timed(arrays)[1] if n_threads == 1 else first
+            lists = lambda: [encoding.encode_ordinary(t) for t in texts]  # noqa: E731
+            arrays = lambda: [encoding.encode_to_numpy(t, disallowed_special=()) for t in texts]  # noqa: E731
     else:
         import tokenizers
 
         face = tokenizers.Tokenizer.from_file(str(folder / "ours.json"))
-        got, first = _timed(
-            lambda: [face.encode(text, add_special_tokens=False).ids for text in texts]
-        )
-        second = first
-    n_bytes = sum(len(text.encode()) for text in texts)
+        lists = lambda: [face.encode(t, add_special_tokens=False).ids for t in texts]  # noqa: E731
+    got, first = _timed(lists, n_threads)
+    second = first if arrays is None else _timed(arrays, n_threads)[1]
+    mb = sum(len(text.encode()) for text in texts) / 1e6
     same = sum(a == b for a, b in zip(got, expected, strict=True)) / len(texts)
-    out = {"mb_s": n_bytes / first / 1e6, "mb_s_array": n_bytes / second / 1e6, "same": same}
+    out = {"mb_s": mb / first, "mb_s_array": mb / second, "same": same}
     if who == "ours" and n_threads == 2:  # the same work on one thread, by the same clock
-        out["mb_s_one"] = n_bytes / _timed(_arrays_of(tokenizer, texts, 1), 2)[1] / 1e6
+        out["mb_s_one"] = mb / _timed(partial(to_arrays, num_threads=1), 2)[1]
     return out
 
 
-def _arrays_of(tokenizer: Tokenizer, texts: list[str], n_threads: int) -> Callable[[], Any]:
-    return lambda: tokenizer.encode_batch_to_numpy(
-        texts, disallowed_special=(), num_threads=n_threads
-    )
-
-
 def _decode(
-    who: str,
-    folder: Path,
-    texts: list[str],
-    tokenizer: Tokenizer,
-    expected: list[list[int]],
-    n_threads: int,
+    who: str, folder: Path, texts: list[str], tokenizer: Tokenizer, n_threads: int
 ) -> dict[str, Any]:
-    ids = [i for row in expected for i in row]
-    whole = "".join(texts).encode()
+    del n_threads
+    rows = tokenizer.encode_batch(texts, disallowed_special=(), num_threads=1)
+    ids = [i for row in rows for i in row]
+    decode = (tokenizer if who == "ours" else _tiktoken(folder, tokenizer)).decode_bytes
+    decode(ids[:10])
+    got, first = _timed(lambda: decode(ids))
+    got_too, second = got, first
     if who == "ours":
-        tokenizer.decode_bytes(ids[:10])
-        got, first = _timed(lambda: tokenizer.decode_bytes(ids))
         array = np.array(ids, tokenizer.dtype)
-        got_too, second = _timed(lambda: tokenizer.decode_bytes(array))
-    else:
-        encoding = _tiktoken(folder, tokenizer)
-        got, first = _timed(lambda: encoding.decode_bytes(ids))
-        got_too, second = got, first
+        got_too, second = _timed(lambda: decode(array))
+    whole = "".join(texts).encode()
     if not got == got_too == whole:
         raise ValueError(f"{who} decodes to other bytes")
     return {"mb_s": len(whole) / first / 1e6, "mb_s_array": len(whole) / second / 1e6}

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if given.threads < 2:
         p.error("two ranks need two threads at least")
     title = f"{report.machine('numpy', 'mpi4py')}, {given.threads} threads: `myllm demo`'s model"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         measure = partial(_measure, Path(folder), given.rounds, given.steps, given.threads)
         return report.run(p, given, title, {"train": measure})
 
