@@ -1,28 +1,24 @@
 """The kernel cache: how every Numba kernel of this project is compiled, kept and found again.
 
 ``@jit`` is ``numba.njit`` with another cache behind it. Numba's own looks at the file of the
-function being compiled and at nothing else: change a helper, a constant or an intrinsic in the file
-next door, and the old machine code is served as if nothing had happened. Here all compiled code of
+function being compiled and at nothing else: after a change of a helper, a constant or an intrinsic
+in another file, it still serves the old machine code. Here all compiled code of
 a folder of sources lives in one cache folder whose **name** is a hash of
 
 - the text of every ``*.py`` file in the folder of the kernel, and of this file;
 - the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
-- the name and the features of the processor.
+- the name and the features of the processor, and ``$MYLLM_BF16`` (``cpu/bf16_tiles.py``).
 
-Whatever changes, the name changes, and the kernels are compiled again. The rule this asks for:
+Whatever changes, the name changes, and the kernels are compiled again. This asks for one rule:
 **a kernel and everything it freezes (helpers, constants, intrinsics) lie in one folder.** A kernel
 that calls a kernel of another folder is refused.
 
-Where: ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the user's cache folder, in all of them
-under ``kernels/``. A folder that can be read but not written still serves what it holds. Nothing is
-looked up, created or compiled before a kernel is first called.
+The cache lies in ``kernels/`` under ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the
+user's cache folder. A folder that can be read but not written still serves what it holds. Nothing
+is looked up, created or compiled before a kernel is first called.
 
 Several processes that start together on a cold cache take turns through a lock file: each kernel is
 compiled by one of them, and the others load what it wrote.
-
-Threads: one number, ``threads()``, governs all of the project's own parallelism. It comes from
-``set_threads``, else ``$MYLLM_THREADS``, else the processor cores this process may use, shared out
-between the ranks that MPI started on this machine.
 """
 
 import atexit
@@ -48,6 +44,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _C
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.np import numpy_support
+
+from accel.threads import ready_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,7 +108,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         """Load or compile the version of this kernel for the argument types ``sig``."""
         with global_compiler_lock:
             if _parallel(self):
-                _ready_threads()
+                ready_pool()
             if self._store is None:
                 return super().compile(sig)
             with self._store.compiling(self.py_func):
@@ -119,9 +117,9 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     def _compile_and_load(self, args: Any, return_type: Any) -> Any:
         """Compile, store, and return what every later process will load.
 
-        What runs where it was compiled is not what is stored: there the body of a ``prange`` or a
-        called kernel is machine code already, to which calls are bound, while the stored code holds
-        a copy that was optimised once more together with its caller, and may add in another order.
+        Freshly compiled code calls the body of a ``prange``, or another kernel, as machine code
+        that exists already. The stored code holds a copy of it that was optimised again together
+        with its caller, and may add in another order. So the process that compiled loads, too.
         """
         compiled = self._compile_here(args, return_type)
         self._cache.store(args, compiled)
@@ -130,6 +128,15 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             return compiled
         self.targetctx.insert_user_function(loaded.entry_point, loaded.fndesc, [loaded.library])
         return loaded
+
+
+def _parallel(kernel: Kernel) -> bool:
+    """Whether a kernel, or one that it calls, uses Numba's pool: stored code does not start it."""
+    function = kernel.py_func
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return bool(kernel.targetoptions.get("parallel")) or any(
+        isinstance(other, Kernel) and _parallel(other) for other in called
+    )
 
 
 # --- where compiled code is kept -----------------------------------------------------------------
@@ -150,9 +157,7 @@ class Store:
         self._root: Path | None = None
         self._name: str | None = None
         self._apart = False
-        self._lock: int | None = (
-            None  # file descriptor of the lock file while this process holds it
-        )
+        self._lock: int | None = None  # descriptor of the lock file while this process holds it
         self._silent = False  # an announcement was made, here or by a process we waited for
 
     @property
@@ -181,6 +186,7 @@ class Store:
             f"{config.OPT} {config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}",
             # triple, processor name and processor features
             str(cpu_target.target_context.codegen().magic_tuple()),
+            os.environ.get("MYLLM_BF16", ""),
         ]
         hashed = hashlib.sha256("\n".join(parts).encode())
         for path in [*self._files(), Path(__file__)]:
@@ -249,7 +255,7 @@ class Store:
             self._lock = None
 
     def _keep_apart_if_changed(self) -> None:
-        """Keep no kernels, from now on, where the present sources' are: ours may be older ones."""
+        """If the sources have changed, keep the kernels of this process in a folder of its own."""
         if not self._apart and self._changed_since_import():
             self._apart = True
             _say(f"{self.sources} changed while it was in use: kernels compiled now are not kept")
@@ -366,8 +372,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         return self._disk
 
     def _read(self, sig: Any, target_context: Any) -> Any:
-        # In an engine of its own: in a common one, a kernel's calls are bound to the first copy of
-        # their callee that was loaded, optimised as it may be for another caller.
+        # Each in its own engine: a common one would bind a kernel's calls to the first copy of
+        # the callee that was loaded, which may have been optimised for another caller.
         common = target_context._internal_codegen
         target_context._internal_codegen = codegen.JITCPUCodegen("myllm.stored")
         try:
@@ -430,82 +436,3 @@ def _private_folder() -> Path:
 
 def _say(message: str) -> None:
     print(f"myllm: {message}", file=sys.stderr, flush=True)
-
-
-# --- threads -------------------------------------------------------------------------------------
-
-_threads: int | None = None
-_pool_started = False
-
-
-def available_cores() -> int:
-    """Return how many processor cores this process may run on; NUMBA_NUM_THREADS may say fewer."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    if "NUMBA_NUM_THREADS" in os.environ:  # Numba's pool is never larger than what it read there
-        cores = min(cores, int(config.NUMBA_NUM_THREADS))
-    return cores
-
-
-def threads() -> int:
-    """Return the number of threads that parallel kernels and pools of this process use.
-
-    Raises
-    ------
-    ValueError
-        If ``$MYLLM_THREADS`` is not a number from 1 to the cores available.
-    """
-    if _threads is not None:
-        return _threads
-    cores = available_cores()
-    text = os.environ.get("MYLLM_THREADS")
-    if text:
-        return _checked("MYLLM_THREADS", int(text) if text.isdecimal() else text)
-    if cores < (os.cpu_count() or 1):
-        return cores  # the launcher has bound this rank to cores of its own
-    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    return max(1, cores // max(1, int(ranks)))
-
-
-def set_threads(n: int) -> None:
-    """Let parallel kernels and pools of this process use ``n`` threads.
-
-    Numba keeps its number for each thread of Python: kernels that another thread than the caller's
-    starts use all cores, unless ``$NUMBA_NUM_THREADS`` says fewer.
-
-    Raises
-    ------
-    ValueError
-        If ``n`` is not a number from 1 to the cores available.
-    """
-    global _threads
-    _threads = _checked("threads", n)
-    if _pool_started:
-        numba.set_num_threads(_threads)
-
-
-def _checked(name: str, value: object) -> int:
-    cores = available_cores()
-    if not isinstance(value, int) or not 1 <= value <= cores:
-        raise ValueError(
-            f"{name} must be a number from 1 to {cores}, the cores here, got {value!r}"
-        )
-    return value
-
-
-def _parallel(kernel: Kernel) -> bool:
-    """Whether a kernel, or one that it calls, uses Numba's pool: stored code does not start it."""
-    function = kernel.py_func
-    called = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return bool(kernel.targetoptions.get("parallel")) or any(
-        isinstance(other, Kernel) and _parallel(other) for other in called
-    )
-
-
-def _ready_threads() -> None:
-    """Tell Numba's pool the number of threads, before the first parallel kernel starts it."""
-    global _pool_started
-    if not _pool_started:
-        _pool_started = True
-        numba.set_num_threads(threads())

@@ -2,7 +2,7 @@
 
 The bulk of what ranks exchange, gradients and weights, lies on the GPUs. NCCL moves it from one to
 the other without a detour. Where it cannot, the arrays are copied to host memory, sent by MPI and
-copied back: slow, and right. Everything small (losses, norms, signals) goes by MPI in both cases,
+copied back, which is slow but correct. Everything small (losses, norms, signals) is sent by MPI,
 since only that can also carry Python's objects and end a rank that hangs.
 
 Both move bytes and compute nothing, so they give the same bits. The sums are ``step.py``'s.
@@ -136,7 +136,7 @@ def _slices(flat: Array, bounds: Sequence[int]) -> list[Array]:
 
 
 def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
-    """Return the ranks with a way to move a backend's arrays, and which way that is, in words.
+    """Return the ranks with a carrier for a backend's arrays, and a sentence that names it.
 
     Parameters
     ----------
@@ -183,8 +183,8 @@ def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
 
 
 def _nccl_module() -> ModuleType:
-    """Return CuPy's binding of NCCL; what it has to say when there is no library, we say."""
-    with warnings.catch_warnings():
+    """Return CuPy's binding of NCCL."""
+    with warnings.catch_warnings():  # about a missing library, which _why_not_nccl explains
         warnings.simplefilter("ignore")
         from cupy.cuda import nccl
 

@@ -1,8 +1,8 @@
 """The command ``myllm``: a thin dispatcher.
 
-Every package keeps its own subcommands; a module is imported only when one of its subcommands is
-called, so ``myllm --help`` costs nothing. A subcommand is a function that takes the remaining
-arguments and returns an exit status: 0 for success, 1 for failure, 2 for wrong usage.
+``COMMANDS`` names the function behind each subcommand; its module is imported only when the
+subcommand is called, so ``myllm --help`` costs nothing. The function takes the remaining arguments
+and returns an exit status: 0 for success, 1 for failure, 2 for wrong usage.
 
 What a subcommand raises as ``ValueError``, ``OSError`` or ``ImportError`` is taken as a message to
 the person at the terminal: one sentence on stderr and status 1. ``MYLLM_TRACEBACK=1`` in the

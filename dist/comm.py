@@ -161,7 +161,7 @@ def start() -> Comm:
 
 
 def bounds_of_slices(n: int, block: int, size: int) -> list[int]:
-    """Return W + 1 offsets that share n elements out in whole blocks; the last may be partial."""
+    """Return W + 1 offsets that divide n elements into ranges of whole blocks, one a rank."""
     blocks = -(-n // block)
     return [min(n, blocks * r // size * block) for r in range(size + 1)]
 

@@ -70,7 +70,7 @@ def train(argv: Sequence[str]) -> int:
     args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
     add_set(args)
     args.add_argument(
-        "--ranks", type=int, default=1, help="start so many MPI ranks on this machine (default 1)"
+        "--ranks", type=int, default=1, help="MPI ranks to start on this machine (default 1)"
     )
     args.add_argument(
         "--changed",

@@ -84,7 +84,7 @@ class Run:
     backend: str = "cpu"
     compute: str = "float32"
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
-    recompute: Recompute = "none"  # norms, block: made again in the backward, for less memory
+    recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # held-out windows looked at, from the first
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped

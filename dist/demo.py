@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 HELDOUT = 0.05  # of the documents
-SHARED = 0.3  # a held-out document with so many of its eight-word runs in training ones is dropped
+SHARED = 0.3  # of its eight-word runs in training text: a held-out document is dropped from here on
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
 PROBE_STEPS = 10  # that tell how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training

@@ -42,7 +42,7 @@ def find_mpirun() -> tuple[str, str]:
 
 
 def command(mpirun: str, kind: str, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``myllm ARGUMENTS`` on so many ranks."""
+    """Return the command line that runs ``myllm ARGUMENTS`` on ``ranks`` ranks."""
     start = [mpirun, "-n", str(ranks)]
     if kind == "openmpi":
         # Open MPI binds each rank to one core, so that all its threads would share that core, and
@@ -64,7 +64,7 @@ def cores() -> int:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """Return the environment of the ranks: the processor's cores shared out between them."""
+    """Return the environment of the ranks: the processor's cores divided among them."""
     env = dict(os.environ)
     threads = str(max(1, cores() // ranks))
     for name in ("MYLLM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):

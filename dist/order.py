@@ -23,7 +23,7 @@ _WORD = (1 << 64) - 1
 
 
 class Mixture(NamedTuple):
-    """One phase: so many positions, drawn from sources by weight."""
+    """One phase: a number of positions, drawn from sources by weight."""
 
     windows: int  # positions of this phase
     sources: tuple[int, ...]  # which sources, by number
@@ -152,7 +152,7 @@ class DataOrder:
         return Place(source, window, epoch)
 
     def _slot(self, phase: int, block: int, slot: int) -> tuple[int, int]:
-        """Return which source of the phase has a slot of a block, and its how-manieth there."""
+        """Return which source owns a slot of a block, and the slot's index among that source's."""
         counts = self._shares[phase]
         if len(counts) == 1:
             return 0, slot

@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
     tokenizer: str
     field: str = "text"
-    window: int = 0  # layout "truncate": one window of so many tokens a document; 0: one stream
+    window: int = 0  # layout "truncate": tokens of the one window of a document; 0: one stream
     bos: bool = False
     heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
@@ -184,7 +184,7 @@ def encode_all(
         waiting: deque[Future[list[Encoded]]] = deque()
         for batch in _batches(documents):
             waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * processes:  # so much text is in memory, and no more
+            if len(waiting) > 2 * processes:  # a bound on the text in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -199,7 +199,7 @@ def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> 
 
 
 def plain_bytes(inputs: list[str]) -> int:
-    """Return the bytes of text in the inputs, 0 when that cannot be told beforehand."""
+    """Return the bytes of text in the inputs, 0 when they cannot be known in advance."""
     files = expand(inputs)
     if any(name == "-" or name.endswith((".gz", ".zst", ".parquet")) for name in files):
         return 0

@@ -9,7 +9,8 @@ from dist.config import RunFile
 from dist.monitor import bytes_text, duration
 from dist.shards import dtype_for
 from reference.config import Config
-from reference.flops import forward_flops, training_flops, windows
+from reference.flops import forward_flops, training_flops
+from reference.kv import slots
 from reference.params import decoder_layout
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
@@ -39,17 +40,17 @@ class Plan(NamedTuple):
 def kv_cache_bytes(model: Config, item: int) -> int:
     """Return 2·Hkv·d·s for each token that a layer sees of one sequence of the whole context."""
     T = model.context_length
-    seen = sum(min(T, window or T) for window in windows(model))
+    seen = sum(slots(model, layer, T) for layer in range(model.n_layers))
     return 2 * model.n_kv_heads * model.d_head * seen * item
 
 
 def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
-    """Return what a forward pass over so many tokens keeps for its backward, by ``run.recompute``.
+    """Return the bytes that a forward pass keeps for its backward, by ``run.recompute``.
 
-    As the backend cuda keeps it, between embedding and head, ``item`` bytes a number. Of a block's
-    two branches: what each norm reads and gives; q, k and v, their turned form alone; attention's
-    output, and a float32 a head; what the activation reads and gives. A norm keeps one or two
-    float32 a token. ``block`` has one block at a time whole, while its gradient is made.
+    These are the arrays that the backend cuda keeps between embedding and head, ``item`` bytes a
+    number. Of each block: the input and output of both norms; q, k and v, after rotation only;
+    attention's output and a float32 a head; the input and output of the activation. A norm keeps
+    one or two float32 a token. With ``block``, one block at a time is whole, during its backward.
     """
     c = model
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
@@ -72,7 +73,7 @@ def score_bytes(model: Config, item: int) -> int:
 
 
 def make_plan(run: RunFile, ranks: int) -> Plan:
-    """Return the figures of a run on so many ranks.
+    """Return the figures of a run on ``ranks`` ranks.
 
     Raises
     ------

@@ -53,7 +53,7 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 def count_windows(n_tokens: int, window: int) -> int:
-    """Return the whole windows in so many tokens; the rest, shorter than one, is not used."""
+    """Return how many whole windows there are; the tokens left over are not used."""
     return n_tokens // window
 
 

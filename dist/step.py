@@ -133,7 +133,7 @@ class Stepper:
     seed : int
         Of dropout.
     recompute : str
-        What the backward makes again instead of keeping it.
+        What the backward recomputes instead of keeping it.
     """
 
     def __init__(

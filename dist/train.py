@@ -23,7 +23,7 @@ from accel import load as load_backend
 from dist import checkpoint, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import RunFile
+from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.files import replace_durably
@@ -71,12 +71,12 @@ class StopRequest:
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
     """Return the keys in which two runs would learn differently, as ``table.key: old -> new``."""
-    fresh = new.to_dict()
+    before, fresh = from_tables(old).to_dict(), new.to_dict()  # an older file has fewer keys
     return [
-        f"{table}.{key}: {old[table].get(key)!r} -> {value!r}"
+        f"{table}.{key}: {before[table][key]!r} -> {value!r}"
         for table in LEARNING_TABLES
         for key, value in fresh[table].items()
-        if old[table].get(key) != value
+        if before[table][key] != value
     ]
 
 
@@ -98,7 +98,7 @@ class Trainer:
 
     def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
         self.config, self.comm = config, comm
-        self.carried = ""  # how a GPU's arrays travel, in words
+        self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
         together(comm, self._open)

@@ -20,16 +20,21 @@ from reference.ops import (
     block_site,
 )
 from reference.params import Layout
-from reference.types import Array, DropoutKey, KVCache
+from reference.types import Array, DropoutKey
 
 Params = Mapping[str, Array]
 Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
 
-# What a forward does not keep, because the backward makes it again, with the same bits:
-#   none    nothing is made again
-#   norms   the outputs of pre-norms and of the activation, each from its kept input
+# What a forward does not keep, because the backward recomputes it, with the same bits:
+#   none    nothing is recomputed
+#   norms   the outputs of pre-norms and of the activation, each from its kept input; those of
+#           QK-norm are what attention reads, and are kept
 #   block   all of a block but its input
 Recompute = Literal["none", "norms", "block"]
+
+# What a cached pass does with a layer's new keys and values: writes them down and returns the keys
+# and values to attend to, and attention's options that say which of them are seen.
+Remember = Callable[[int, Array, Array], tuple[Array, Array, dict[str, Any]]]
 
 
 class Pass(NamedTuple):
@@ -54,13 +59,6 @@ class Pass(NamedTuple):
         return self.recompute != "norms"
 
 
-class DecodeState(NamedTuple):
-    """Where the tokens of a cached pass go."""
-
-    cache: KVCache
-    length: int  # S, keys to read: those up to the furthest row
-
-
 class ResidualCache(NamedTuple):
     norm: Any
     branch: Any
@@ -71,8 +69,9 @@ class ResidualCache(NamedTuple):
 
 class AttentionBranchCache(NamedTuple):
     inputs: tuple[Any, ...]  # the projections into attention
-    rope: Any
+    rope: Any  # of queries and keys together
     split: Any
+    heads: tuple[Any, ...]  # QK-norm and RoPE of the queries, then of the keys
     attention: Any
     merge: Any
     output: Any  # the projection out of it
@@ -92,13 +91,13 @@ class BlockCache(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """What is kept of a block that the backward makes again."""
+    """What is kept of a block that the backward recomputes."""
 
     forward: Callable[[Array], tuple[Array, BlockCache]]
     x: Array  # (B, T, D)
 
 
-# ---- norm, dropout, linear: an op with its parameters looked up by name --------------------------
+# ---- norm, linear, RoPE, dropout: an op with what it needs looked up -----------------------------
 
 
 def norm_forward(run: Pass, name: str, x: Array) -> tuple[Array, Any]:
@@ -135,6 +134,22 @@ def linear_backward(
 ) -> Array:
     """Write the gradients of weight and bias, return dx; ``x`` unless the forward kept it."""
     return run.ops.linear_backward(dout, cache, x=x, out=(grads[weight], grads.get(bias)))[0]
+
+
+def rope_forward(
+    run: Pass, x: Array, start: int | Array, rotate_heads: int | None = None
+) -> tuple[Array, Any]:
+    """Return heads x (B, T, H, d) turned where positions are RoPE's, x itself otherwise."""
+    if run.config.position != "rope":
+        return x, None
+    return run.ops.rope_forward(
+        x, base=run.config.rope_base, start=start, rotate_heads=rotate_heads
+    )
+
+
+def rope_backward(run: Pass, dout: Array, cache: Any) -> Array:
+    """Return dx."""
+    return dout if cache is None else run.ops.rope_backward(dout, cache)
 
 
 def dropout_forward(run: Pass, x: Array, p: float, site: int) -> tuple[Array, Any]:
@@ -210,12 +225,13 @@ def self_attention_forward(
     key_mask: Array | None = None,
     documents: Array | None = None,
     start: int | Array = 0,
-    decode: DecodeState | None = None,
+    remember: Remember | None = None,
 ) -> tuple[Array, AttentionBranchCache]:
-    """Return self-attention of x (B, T, D).
+    """Return self-attention of x (B, T, D), the first token at position ``start``.
 
-    With ``decode`` the keys and values of x are written into the cache at ``start`` and attention
-    reads the cache.
+    With QK-norm queries and keys pass through RMSNorm, head by head, before they are turned (Henry
+    et al. 2020, with a gain for each coordinate as in Qwen3): scores stay bounded whatever the
+    weights do.
     """
     ops, config = run.ops, run.config
     B, T, _ = x.shape
@@ -226,29 +242,31 @@ def self_attention_forward(
     )
     qkv = qkv.reshape(B, T, sum(heads), config.d_head)
     rope_cache = None
-    if config.position == "rope":
-        qkv, rope_cache = ops.rope_forward(
-            qkv, base=config.rope_base, start=start, rotate_heads=heads[0] + heads[1]
-        )
+    head_caches: tuple[Any, ...] = ()
+    if not config.qk_norm:
+        qkv, rope_cache = rope_forward(run, qkv, start, heads[0] + heads[1])
     (q, k, v), split_cache = ops.split_heads_forward(qkv, heads=heads)
-    if decode is not None:
-        ops.write_kv(decode.cache, k, v, layer=block, position=start)
-        k = decode.cache.k[block, :, : decode.length]
-        v = decode.cache.v[block, :, : decode.length]
+    if config.qk_norm:
+        q, q_cache = normed_heads_forward(run, f"{name}.q_norm", q, start)
+        k, k_cache = normed_heads_forward(run, f"{name}.k_norm", k, start)
+        head_caches = (q_cache, k_cache)
+    seen: dict[str, Any] = {"key_mask": key_mask, "documents": documents, "causal": causal}
+    seen["window"] = config.window_of(block)
+    if remember is not None:
+        k, v, seen = remember(block, k, v)
     out, attention_cache = ops.attention_forward(
         q,
         k,
         v,
         run.alibi,
-        key_mask,
-        documents,
-        causal=causal,
+        **seen,
         **_attention_dropout(run, block_site(block, ATTENTION_PROBABILITIES)),
     )
     out, merge_cache = ops.merge_heads_forward(out)
     out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
     return out, AttentionBranchCache(
-        (input_cache,), rope_cache, split_cache, attention_cache, merge_cache, output_cache
+        *((input_cache,), rope_cache, split_cache, head_caches),
+        *(attention_cache, merge_cache, output_cache),
     )
 
 
@@ -264,13 +282,34 @@ def self_attention_backward(
     ops = run.ops
     dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
     dout = ops.merge_heads_backward(dout, cache.merge)
-    dqkv = ops.split_heads_backward(ops.attention_backward(dout, cache.attention), cache.split)
-    if cache.rope is not None:
-        dqkv = ops.rope_backward(dqkv, cache.rope)
+    dq, dk, dv = ops.attention_backward(dout, cache.attention)
+    if cache.heads:
+        dq = normed_heads_backward(run, grads, f"{name}.q_norm", dq, cache.heads[0])
+        dk = normed_heads_backward(run, grads, f"{name}.k_norm", dk, cache.heads[1])
+    dqkv = rope_backward(run, ops.split_heads_backward((dq, dk, dv), cache.split), cache.rope)
     B, T, H, d = dqkv.shape
     dqkv = dqkv.reshape(B, T, H * d)
     input_cache, x = cache.inputs[0], again()
     return linear_backward(run, grads, f"{name}.wqkv", f"{name}.bqkv", dqkv, input_cache, x)
+
+
+def normed_heads_forward(
+    run: Pass, name: str, x: Array, start: int | Array
+) -> tuple[Array, tuple[Any, Any]]:
+    """Return QK-norm and then RoPE of the queries or the keys x (B, T, H, d)."""
+    gain = run.params[f"{name}.gain"]
+    x, norm_cache = run.ops.rmsnorm_forward(x, gain, eps=run.config.norm_eps)
+    x, rope_cache = rope_forward(run, x, start)
+    return x, (norm_cache, rope_cache)
+
+
+def normed_heads_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: tuple[Any, Any]
+) -> Array:
+    """Write the gradient of the gain, return dx."""
+    norm_cache, rope_cache = cache
+    dx = rope_backward(run, dout, rope_cache)
+    return run.ops.rmsnorm_backward(dx, norm_cache, out=grads[f"{name}.gain"])[0]
 
 
 def cross_attention_forward(
@@ -278,7 +317,7 @@ def cross_attention_forward(
 ) -> tuple[Array, AttentionBranchCache]:
     """Return attention of x (B, T, D) over memory (B, S, D), an encoder's output.
 
-    Positions play no part here: memory already carries its own.
+    Positions play no part here, as memory already carries its own, nor does QK-norm.
     """
     ops, config = run.ops, run.config
     d, kv_heads = config.d_head, config.n_kv_heads
@@ -299,7 +338,8 @@ def cross_attention_forward(
     out, merge_cache = ops.merge_heads_forward(out)
     out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
     return out, AttentionBranchCache(
-        (q_cache, kv_cache), None, split_cache, attention_cache, merge_cache, output_cache
+        *((q_cache, kv_cache), None, split_cache, ()),
+        *(attention_cache, merge_cache, output_cache),
     )
 
 

@@ -46,12 +46,16 @@ class Config:
     attn_bias: bool = False  # on the projections into and out of attention
     ffn_bias: bool = False
     head_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE (Qwen3)
+    window: int | tuple[int, ...] = 0  # keys a query sees, itself too; 0: all; or one a layer
     tied: bool = True  # the head is the embedding table
     dropout_embedding: float = 0.0  # rate p, after the embedding and its positions
     dropout_attention: float = 0.0  # on attention probabilities
     dropout_residual: float = 0.0  # on each branch before it joins the residual stream
 
     def __post_init__(self) -> None:
+        if isinstance(self.window, list):  # as TOML and JSON write it
+            object.__setattr__(self, "window", tuple(self.window))
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
         for name, choices in _CHOICES.items():
@@ -73,6 +77,17 @@ class Config:
                 "position 'sinusoidal' pairs sines with cosines, so d_model must be even, "
                 f"got {self.d_model}"
             )
+        windows = self.window if isinstance(self.window, tuple) else (self.window,)
+        if not all(isinstance(w, int) and not isinstance(w, bool) and w >= 0 for w in windows):
+            raise ValueError(
+                f"window must be an integer >= 0 (0: no limit) or one for each layer, "
+                f"got {self.window!r}"
+            )
+        if isinstance(self.window, tuple) and len(windows) != self.n_layers:
+            raise ValueError(
+                f"window has {len(windows)} entries, but the model has n_layers = {self.n_layers}: "
+                "give one number for all layers, or one for each"
+            )
 
     def _check_type(self, name: str, annotation: Any) -> None:
         value = getattr(self, name)
@@ -91,10 +106,9 @@ class Config:
             elif not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
 
-    @property
-    def group_size(self) -> int:
-        """G = Hq/Hkv, the query heads that share one key/value head."""
-        return self.n_heads // self.n_kv_heads
+    def window_of(self, layer: int) -> int:
+        """Return the window of a layer's attention; 0: no limit."""
+        return self.window[layer] if isinstance(self.window, tuple) else self.window
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, in order: what a checkpoint or TOML table holds."""

@@ -1,12 +1,13 @@
 """The loss of a language model: minus the log-probability of each next token, summed.
 
-For logits z and target y: ℓ = -log softmax(z)_y = log Σ_j exp(z_j) - z_y, computed as lse(z) - z_y
-with the maximum taken out of the log-sum-exp. Its gradient is the whole reason why softmax and
-cross-entropy belong together::
+For logits z and target y: ℓ = -log softmax(z)_y = log Σ_j exp(z_j) - z_y = lse(z) - z_y. With m the
+maximum of z, lse(z) = m + log Σ_j exp(z_j - m), which does not overflow. The gradient is the whole
+reason why softmax and cross-entropy belong together::
 
     ∂ℓ/∂z_j = exp(z_j)/Σ exp(z) - [j = y] = p_j - onehot(y)_j
 
-Its Hessian, diag(p) - ppᵀ, is positive semidefinite: the loss is convex in the logits.
+Its Hessian is softmax's Jacobian, diag(p) - ppᵀ (``softmax.py``). For any a, aᵀ(diag(p) - ppᵀ)a is
+the variance of a under p and so not negative: the loss is convex in the logits.
 
 The loss is a sum, not a mean: micro-batches and ranks hold different numbers of valid targets, and
 only a division by the global number, once, gives every token the same weight.
@@ -19,32 +20,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_ids, check_mask, check_shape
 from reference.softmax import softmax
 from reference.types import Array, Loss
 
 
 class CrossEntropyCache(NamedTuple):
-    logits: Array  # (..., V)
+    z: Array  # (..., V) logits
     targets: Array  # (...)
     mask: Array  # (...) bool
 
 
-def cross_entropy_forward(
-    logits: Array, targets: Array, mask: Array | None = None
-) -> tuple[Loss, CrossEntropyCache]:
-    """Return the summed loss of logits (..., V) and targets (...), where ``mask`` is True."""
-    check_float("cross_entropy", logits=logits)
-    mask = check_targets("cross_entropy", targets, mask, logits.shape[:-1], logits.shape[-1])
-    losses = nll(logits, np.where(mask, targets, 0))
-    total = float(np.sum(losses, where=mask, dtype=np.float64))
-    return Loss(total, int(np.sum(mask))), CrossEntropyCache(logits, targets, mask)
+def forward(z: Array, targets: Array, mask: Array | None = None) -> tuple[Loss, CrossEntropyCache]:
+    """Return the summed loss of logits z (..., V) and targets (...), where ``mask`` is True."""
+    valid = np.ones(targets.shape, np.bool_) if mask is None else mask
+    losses = nll(z, np.where(valid, targets, 0))
+    total = float(np.sum(losses, where=valid, dtype=np.float64))
+    return Loss(total, int(np.sum(valid))), CrossEntropyCache(z, targets, valid)
 
 
-def cross_entropy_backward(dloss: float, cache: CrossEntropyCache) -> Array:
-    """Return dlogits (..., V) of dloss · total."""
-    logits, targets, mask = cache
-    return dlogits(logits, targets, mask) * float(dloss)
+def backward(dloss: float, cache: CrossEntropyCache) -> Array:
+    """Return dz (..., V) of dloss · total."""
+    return dlogits(*cache) * float(dloss)
 
 
 def perplexity(loss: Loss) -> float:
@@ -61,28 +57,16 @@ def perplexity(loss: Loss) -> float:
     return math.exp(mean) if mean < 709 else math.inf  # exp(709.8) is beyond float64
 
 
-def nll(logits: Array, targets: Array) -> Array:
-    """Return lse(z) - z_y for each row of logits (..., V), shape (...)."""
-    top = np.max(logits, axis=-1, keepdims=True)
-    lse = top[..., 0] + np.log(np.sum(np.exp(logits - top), axis=-1))
-    return np.asarray(lse - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
+def nll(z: Array, targets: Array) -> Array:
+    """Return lse(z) - z_y for each row of logits z (..., V), shape (...)."""
+    m = np.max(z, axis=-1, keepdims=True)
+    lse = m[..., 0] + np.log(np.sum(np.exp(z - m), axis=-1))
+    return np.asarray(lse - np.take_along_axis(z, targets[..., None], axis=-1)[..., 0])
 
 
-def dlogits(logits: Array, targets: Array, mask: Array) -> Array:
+def dlogits(z: Array, targets: Array, mask: Array) -> Array:
     """Return (softmax(z) - onehot(y)), zero where masked, shape (..., V)."""
-    p = softmax(logits)
+    p = softmax(z)
     at_target = np.where(mask, targets, 0)[..., None]
     np.put_along_axis(p, at_target, np.take_along_axis(p, at_target, axis=-1) - 1, axis=-1)
     return np.where(mask[..., None], p, 0)
-
-
-def check_targets(
-    op: str, targets: Array, mask: Array | None, shape: tuple[int, ...], vocab_size: int
-) -> Array:
-    """Check targets and mask, and return the mask, all True when None was given."""
-    check_shape(op, "targets", targets, shape, "the rows it scores")
-    if mask is None:
-        mask = np.ones(shape, dtype=np.bool_)
-    check_mask(op, "mask", mask, shape, "targets")
-    check_ids(op, "targets", np.where(mask, targets, 0), vocab_size)
-    return mask

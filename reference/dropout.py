@@ -10,47 +10,24 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reference.checks import check_float, check_rows, check_shape
 from reference.philox import keep_mask
-from reference.types import Array, DropoutKey
+from reference.types import Array, Dropout
 
 
 class DropoutCache(NamedTuple):
-    keep: npt.NDArray[np.bool_] | None  # of x's shape; None when p is 0
+    k: npt.NDArray[np.bool_] | None  # of x's shape; None when nothing is dropped
     p: float
 
 
-def check_dropout(p: float, key: DropoutKey | None) -> None:
-    """Raise unless p is a probability below 1 with, if positive, a key to draw by."""
-    if np.ndim(p) != 0 or not 0 <= p < 1:
-        raise ValueError(f"dropout: p must lie in [0, 1), got {p}")
-    if p > 0 and key is None:
-        raise ValueError(f"dropout: p = {p} needs a key (seed, step, sample, site) to draw bits by")
-
-
-def dropout_forward(
-    x: Array, *, p: float, key: DropoutKey | None = None
-) -> tuple[Array, DropoutCache]:
-    """Return x with elements dropped, shape (B, ...); p = 0 is the identity.
-
-    Raises
-    ------
-    ValueError
-        When p is not in [0, 1) or a positive p comes without a key.
-    """
-    check_float("dropout", x=x)
-    check_rows("dropout", x)
-    check_dropout(p, key)
-    if p == 0 or key is None:
+def forward(x: Array, dropout: Dropout | None) -> tuple[Array, DropoutCache]:
+    """Return y (B, ...); None is the identity."""
+    if dropout is None:
         return x, DropoutCache(None, 0.0)
-    keep = keep_mask(x.shape, p, key)
-    return np.where(keep, x / (1 - float(p)), 0), DropoutCache(keep, float(p))
+    k = keep_mask(x.shape, *dropout)
+    return np.where(k, x / (1 - dropout.p), 0), DropoutCache(k, dropout.p)
 
 
-def dropout_backward(dout: Array, cache: DropoutCache) -> Array:
+def backward(dy: Array, cache: DropoutCache) -> Array:
     """Return dx."""
-    if cache.keep is None:
-        return dout
-    check_shape("dropout_backward", "dout", dout, cache.keep.shape, "the output")
-    check_float("dropout_backward", dout=dout)
-    return np.where(cache.keep, dout / (1 - cache.p), 0)
+    k, p = cache
+    return dy if k is None else np.where(k, dy / (1 - p), 0)

@@ -57,6 +57,11 @@ class EncoderDecoderConfig(Config):
                 "position 'alibi' lowers scores by the distance to earlier keys, but an encoder "
                 "also sees later ones, whose scores it would raise; choose another position"
             )
+        if self.window:
+            raise ValueError(
+                f"an encoder-decoder attends to whole sentences, so window must be 0, "
+                f"got {self.window!r}"
+            )
 
 
 ORIGINAL = EncoderDecoderConfig(

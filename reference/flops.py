@@ -20,12 +20,6 @@ def keys_seen(T: int, *, causal: bool, window: int = 0) -> float:
     return w - w * w / (2 * T) if causal else w
 
 
-def windows(config: Config) -> list[int]:
-    """Return the window of each layer; 0: none."""
-    window_of = getattr(config, "window_of", lambda layer: 0)
-    return [window_of(layer) for layer in range(config.n_layers)]
-
-
 def attention_flops(T: int, heads: int, d: int, *, causal: bool, window: int = 0) -> float:
     """Return the operations of a layer's scores and values, forward, per token: 4·H·d·keys."""
     return 4.0 * heads * d * keys_seen(T, causal=causal, window=window)
@@ -40,7 +34,7 @@ def forward_flops(config: Config, T: int, *, causal: bool) -> dict[str, float]:
         "projections": 2.0 * c.n_layers * c.d_model * projected,
         "attention": sum(
             attention_flops(T, c.n_heads, c.d_head, causal=causal, window=window)
-            for window in windows(c)
+            for window in map(c.window_of, range(c.n_layers))
         ),
         "feed-forward": 2.0 * c.n_layers * matrices * c.d_model * c.d_ff,
         "head": 2.0 * c.vocab_size * c.d_model,

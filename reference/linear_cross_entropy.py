@@ -3,7 +3,8 @@
 The logits of all B·T tokens would be the largest array of a training step (2 GiB for 8,192 tokens
 and 65,536 entries in float32, as much again for the probabilities), so rows are taken in chunks and
 neither logits nor probabilities outlive theirs. With the head E (V, D), z = x Eᵀ + b and
-dz = softmax(z) - onehot(y) from ``cross_entropy.py``, times the scalar that multiplies the loss::
+dz = softmax(z) - onehot(y) from ``cross_entropy.py``, times the scalar that multiplies the loss;
+the rest is the linear layer's backward::
 
     dx = dz E          dE = dzᵀ x          db = Σ_rows dz
 """
@@ -13,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import check_float, check_scalar, write_out
-from reference.cross_entropy import check_targets, dlogits, nll
-from reference.linear import check_head, logits
+from reference.cross_entropy import dlogits, nll
+from reference.logits import logits
 from reference.types import Array, Loss
 
 CHUNK_ROWS = 256
@@ -23,80 +23,53 @@ CHUNK_ROWS = 256
 
 class LinearCrossEntropyCache(NamedTuple):
     x: Array  # (N, D)
-    head: Array  # (V, D)
-    targets: Array  # (N,)
+    E: Array  # (V, D)
+    y: Array  # (N,) targets
     mask: Array  # (N,) bool
-    bias: Array | None  # (V,)
+    b: Array | None  # (V,)
     x_shape: tuple[int, ...]
 
 
-def linear_cross_entropy_forward(
-    x: Array,
-    head: Array,
-    targets: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    *,
-    need_backward: bool = True,
+def forward(
+    x: Array, E: Array, y: Array, mask: Array | None = None, b: Array | None = None
 ) -> tuple[Loss, LinearCrossEntropyCache]:
-    """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets.
+    """Return the summed loss of the logits x Eᵀ + b, and the number of valid targets.
 
     Parameters
     ----------
     x : (..., D)
-    head : (V, D)
-    targets : (...) int32, in 0 .. V - 1 where valid
+    E : (V, D)
+    y : (...) int32, in 0 .. V - 1 where valid
     mask : (...) bool, optional
         Which targets count; all, when None. It is indexed like the targets.
-    bias : (V,), optional
-    need_backward : bool
-        False promises that no backward follows. It saves nothing here; a fast backend that makes
-        gradients while it has the logits at hand then leaves them out.
-
-    Raises
-    ------
-    ValueError
-        When shapes or dtypes do not fit or a valid target lies outside the vocabulary.
+    b : (V,), optional
     """
-    del need_backward
-    check_float("linear_cross_entropy", x=x, head=head, bias=bias)
-    check_head("linear_cross_entropy", x, head, bias)
-    mask = check_targets("linear_cross_entropy", targets, mask, x.shape[:-1], head.shape[0])
+    mask = np.ones(y.shape, np.bool_) if mask is None else mask
     cache = LinearCrossEntropyCache(
-        x.reshape(-1, x.shape[-1]), head, targets.reshape(-1), mask.reshape(-1), bias, x.shape
+        x.reshape(-1, x.shape[-1]), E, y.reshape(-1), mask.reshape(-1), b, x.shape
     )
     total = 0.0
     for rows in _chunks(len(cache.x)):
-        z = logits(cache.x[rows], head, bias)
-        losses = nll(z, np.where(cache.mask[rows], cache.targets[rows], 0))
+        z = logits(cache.x[rows], E, b)
+        losses = nll(z, np.where(cache.mask[rows], cache.y[rows], 0))
         total += float(np.sum(losses, where=cache.mask[rows], dtype=np.float64))
     return Loss(total, int(np.sum(mask))), cache
 
 
-def linear_cross_entropy_backward(
-    dloss: float,
-    cache: LinearCrossEntropyCache,
-    *,
-    out: tuple[Array | None, Array | None] | None = None,
-) -> tuple[Array, Array, Array | None]:
-    """Return (dx, dhead, dbias) of dloss · total; dbias is None when there was no bias."""
-    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
-    x, head, targets, mask, bias, x_shape = cache
+def backward(dloss: float, cache: LinearCrossEntropyCache) -> tuple[Array, Array, Array | None]:
+    """Return (dx, dE, db) of dloss · total; db is None when there was no bias."""
+    x, E, y, mask, b, x_shape = cache
     dx = np.empty_like(x)
-    dhead = np.zeros_like(head)
-    dbias = None if bias is None else np.zeros_like(bias)
+    dE = np.zeros_like(E)
+    db = None if b is None else np.zeros_like(b)
     for rows in _chunks(len(x)):
-        z = logits(x[rows], head, bias)
-        dz = dlogits(z, targets[rows], mask[rows]) * float(dloss)
-        dx[rows] = dz @ head
-        dhead += dz.T @ x[rows]
-        if dbias is not None:
-            dbias += np.sum(dz, axis=0)
-    if out is not None:
-        write_out(out[0], dhead)
-        if dbias is not None:
-            write_out(out[1], dbias)
-    return dx.reshape(x_shape), dhead, dbias
+        z = logits(x[rows], E, b)
+        dz = dlogits(z, y[rows], mask[rows]) * float(dloss)
+        dx[rows] = dz @ E
+        dE += dz.T @ x[rows]
+        if db is not None:
+            db += np.sum(dz, axis=0)
+    return dx.reshape(x_shape), dE, db
 
 
 def _chunks(n_rows: int) -> Iterator[slice]:

@@ -21,19 +21,19 @@ from reference.alibi import alibi_slopes
 from reference.blocks import (
     BlockCache,
     BlockInput,
-    DecodeState,
     Grads,
     Params,
     Pass,
     Recompute,
+    Remember,
     block_backward,
     block_forward,
     dropout_forward,
     norm_backward,
     norm_forward,
 )
-from reference.checks import check_position
 from reference.config import Config
+from reference.kv import check_decode, held, room
 from reference.ops import EMBEDDING_SITE, Ops
 from reference.params import Layout, check_names, decoder_layout
 from reference.sinusoidal import sinusoidal_table
@@ -88,7 +88,7 @@ def loss_forward(
     need_backward : bool
         False promises that ``loss_backward`` will not be called.
     recompute : str
-        What the backward makes again, so that it need not be kept: ``"none"``, ``"norms"`` or
+        What the backward recomputes, so that it need not be kept: ``"none"``, ``"norms"`` or
         ``"block"``. Dropout is keyed, and an op on the same arrays gives the same bits, so the
         gradients are the same, bit for bit.
 
@@ -146,7 +146,8 @@ def prefill(
     ----------
     ids : (B, T) int32
         Prompts, padded at the end: causality keeps padding from being seen by any token before it,
-        and decoding overwrites its cache entries before they can be read.
+        and decoding overwrites its cache entries before they can be read. Where a layer keeps
+        fewer tokens than these, padding is left out, or it would take the slots of tokens.
     lengths : (B,) int, NumPy
         Tokens of each prompt, 1 .. T.
     cache : KVCache
@@ -155,8 +156,26 @@ def prefill(
     B, T = ids.shape
     if np.shape(lengths) != (B,) or np.min(lengths) < 1 or np.max(lengths) > T:
         raise ValueError(f"prefill: lengths must be ({B},) with values in 1..{T}, got {lengths}")
+    if T > room(config, cache):
+        raise ValueError(
+            f"prefill: the cache has room for {room(config, cache)} tokens, the prompts have {T}"
+        )
+
+    def remember(layer: int, k: Array, v: Array) -> tuple[Array, Array, dict[str, Any]]:
+        kept = {"k": k, "v": v}
+        n_slots = cache.k[layer].shape[1]
+        if T > n_slots:
+            # a slot that holds nothing yet (position < 0) may take any token: it is not seen
+            tokens = np.maximum(held(np.asarray(lengths) - 1, n_slots), 0)
+            rows = ops.from_numpy((np.arange(B)[:, None] * T + tokens).astype(np.int32))
+            for name, x in kept.items():
+                picked, _ = ops.embedding_forward(rows, x.reshape(B * T, -1))
+                kept[name] = picked.reshape(B, n_slots, *x.shape[2:])
+        ops.write_kv(cache, **kept, layer=layer, position=0)
+        return k, v, {"window": config.window_of(layer)}
+
     run = start_pass(ops, params, config, decoder_layout(config))
-    x, _ = hidden_forward(run, ids, decode=DecodeState(cache, T), need_backward=False)
+    x, _ = hidden_forward(run, ids, remember=remember, need_backward=False)
     # the head is applied to one row of each prompt; a lookup by row number picks them
     rows = ops.from_numpy((np.arange(B) * T + np.asarray(lengths) - 1).astype(np.int32))
     last, _ = ops.embedding_forward(rows, x.reshape(B * T, config.d_model))
@@ -184,26 +203,25 @@ def decode_step(
     ValueError
         When a position lies outside the cache.
     """
-    B, capacity = token.shape[0], cache.k.shape[2]
-    check_position("decode_step", "position", position, B)
-    positions = np.broadcast_to(np.asarray(position), (B,))
-    if positions.min() < 0 or positions.max() >= capacity:
-        raise ValueError(
-            f"decode_step: position must lie in 0..{capacity - 1}, the cache's room, got {position}"
-        )
-    positions = positions.astype(np.int32)
+    positions = check_decode(config, token, cache, position)
+    masks: dict[tuple[int, int], Array] = {}
+
+    def remember(layer: int, k: Array, v: Array) -> tuple[Array, Array, dict[str, Any]]:
+        window, n_slots = config.window_of(layer), cache.k[layer].shape[1]
+        ops.write_kv(cache, k, v, layer=layer, position=positions % n_slots)
+        used = min(n_slots, int(positions.max()) + 1)
+        if (window, used) not in masks:
+            where = held(positions, n_slots)[:, :used]
+            first = np.maximum(positions - window + 1, 0) if window else 0 * positions
+            masks[window, used] = ops.from_numpy(where >= first[:, None])
+        mask = masks[window, used]
+        return cache.k[layer][:, :used], cache.v[layer][:, :used], {"key_mask": mask}
+
     run = start_pass(ops, params, config, decoder_layout(config))
-    length = int(positions.max()) + 1
-    key_mask = ops.from_numpy(np.arange(length)[None, :] <= positions[:, None])
     x, _ = hidden_forward(
-        run,
-        token.reshape(B, 1),
-        key_mask=key_mask,
-        start=positions,
-        decode=DecodeState(cache, length),
-        need_backward=False,
+        run, token.reshape(-1, 1), start=positions, remember=remember, need_backward=False
     )
-    return ops.logits(x.reshape(B, config.d_model), head(run), params.get("head.bias"))
+    return ops.logits(x.reshape(-1, config.d_model), head(run), params.get("head.bias"))
 
 
 # ---- the parts -----------------------------------------------------------------------------------
@@ -217,8 +235,8 @@ def start_pass(
     dropout: DropoutKey | None = None,
     recompute: Recompute = "none",
 ) -> Pass:
-    """Bundle what the layers of a pass share, once the parameters are seen to fit the layout."""
-    check_names(list(params), layout)
+    """Bundle what the layers of a pass share, after checking the parameters' names."""
+    check_names(params, layout)
     alibi = None
     if config.position == "alibi":
         slopes = alibi_slopes(config.n_heads, constant_dtype(params))
@@ -241,9 +259,8 @@ def hidden_forward(
     ids: Array,
     documents: Array | None = None,
     *,
-    key_mask: Array | None = None,
     start: int | Array = 0,
-    decode: DecodeState | None = None,
+    remember: Remember | None = None,
     need_backward: bool = True,
 ) -> tuple[Array, ModelCache]:
     """Return what the head reads, (B, T, D), for ids (B, T), the first at position ``start``."""
@@ -255,10 +272,9 @@ def hidden_forward(
             run,
             f"layers.{layer}",
             layer,
-            key_mask=key_mask,
             documents=documents,
             start=start,
-            decode=decode,
+            remember=remember,
         )
         out, block_cache = forward(x)
         if need_backward:

@@ -1,6 +1,6 @@
-"""The op contract: every public op with its full signature.
+"""The op contract: every public op, declared once.
 
-A backend is a module that offers the functions of ``Ops`` below: same names, same parameters, same
+A backend is a module that offers the functions of ``OPS`` below: same names, same parameters, same
 results. This module is itself one (the reference), ``accel.load`` returns the fast ones, and the
 models in ``model.py`` and ``encoder_decoder.py`` are written once and take such a module.
 
@@ -21,106 +21,28 @@ The rules that all ops obey::
   backend may reuse memory: all arrays but parameters and ``out=`` die when that block ends.
 
 Letters: B batch, T queries, S keys, D width, V vocabulary, Hq/Hkv query/key-value heads, d head
-width, F feed-forward width. The mathematics is in the file that each op is defined in.
+width, F feed-forward width. The mathematics is in the file that each op is named after, the
+machinery in ``contract.py``; ``python -m reference.ops`` prints the table of ops.
 
 Dropout sites (``DropoutKey.site``): 0 is the embedding, 1 an encoder's embedding, and block n has
 the eight sites from 8·(n + 1); see ``block_site``. An encoder's blocks are numbered after the
 decoder's.
 """
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from reference.accumulate import accumulate
-from reference.adamw import adamw
-from reference.add import add_backward, add_forward
-from reference.attention import attention_backward, attention_forward
-from reference.config import Config
-from reference.dropout import dropout_backward, dropout_forward
-from reference.embedding import embedding_backward, embedding_forward
-from reference.gelu import gelu_backward, gelu_forward, gelu_tanh_backward, gelu_tanh_forward
-from reference.global_norm import global_norm, square_sums
-from reference.heads import (
-    merge_heads_backward,
-    merge_heads_forward,
-    split_heads_backward,
-    split_heads_forward,
-)
-from reference.kv import kv_cache, write_kv
-from reference.layernorm import layernorm_backward, layernorm_forward
-from reference.linear import linear_backward, linear_forward, logits
-from reference.linear_cross_entropy import (
-    linear_cross_entropy_backward,
-    linear_cross_entropy_forward,
-)
-from reference.memory import memory
-from reference.relu import relu_backward, relu_forward
-from reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from reference.rope import rope_backward, rope_forward
-from reference.scale import scale_backward, scale_forward
-from reference.softmax import softmax
-from reference.swiglu import swiglu_backward, swiglu_forward
-from reference.types import Array, DropoutKey, KVCache, Loss
+import numpy as np
 
-__all__ = [
-    "ATTENTION_BRANCH",
-    "ATTENTION_PROBABILITIES",
-    "CROSS_BRANCH",
-    "CROSS_PROBABILITIES",
-    "EMBEDDING_SITE",
-    "ENCODER_EMBEDDING_SITE",
-    "FFN_BRANCH",
-    "Ops",
-    "accumulate",
-    "adamw",
-    "add_backward",
-    "add_forward",
-    "attention_backward",
-    "attention_forward",
-    "block_site",
-    "decode_step",
-    "dropout_backward",
-    "dropout_forward",
-    "embedding_backward",
-    "embedding_forward",
-    "from_numpy",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_tanh_backward",
-    "gelu_tanh_forward",
-    "global_norm",
-    "kv_cache",
-    "layernorm_backward",
-    "layernorm_forward",
-    "linear_backward",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_forward",
-    "linear_forward",
-    "logits",
-    "memory",
-    "merge_heads_backward",
-    "merge_heads_forward",
-    "parameters",
-    "relu_backward",
-    "relu_forward",
-    "rmsnorm_backward",
-    "rmsnorm_forward",
-    "rope_backward",
-    "rope_forward",
-    "scale_backward",
-    "scale_forward",
-    "softmax",
-    "split_heads_backward",
-    "split_heads_forward",
-    "square_sums",
-    "step",
-    "swiglu_backward",
-    "swiglu_forward",
-    "to_numpy",
-    "write_kv",
-]
+from reference.boundary import Rules, mathematics, offer
+from reference.contract import Dims, Op, Operand, flag, integer, number, passed, positions, table
+from reference.memory import memory as memory
+from reference.philox import check_counters
+from reference.types import Array, Dropout, DropoutKey
+from reference.visibility import Visibility
 
 EMBEDDING_SITE = 0
 ENCODER_EMBEDDING_SITE = 1
@@ -133,290 +55,365 @@ def block_site(block: int, kind: int) -> int:
 
 
 class Ops(Protocol):
-    """The functions that a backend module offers."""
+    """What a backend is: something with the functions of ``OPS`` and ``SERVICES`` by name."""
 
-    # ---- arrays in and out -------------------------------------------------------------------
-
-    def from_numpy(self, array: Array, *, activation: bool = False) -> Array:
-        """Take an array over; as an ``activation``, floats become the backend's activation type."""
-
-    def to_numpy(self, array: Array) -> Array:
-        """Give an array back as NumPy's; an activation type NumPy lacks comes as float32."""
-
-    def parameters(self, master: Mapping[str, Array]) -> dict[str, Array]:
-        """Make, once after each optimizer step, the weights that the ops read.
-
-        The identity here; low-precision copies or packed tiles elsewhere. Ops accept plain weights
-        too.
-        """
-
-    def step(self) -> AbstractContextManager[None]:
-        """Open a scope in which the backend may reuse memory for activations and gradients."""
-
-    def memory(self) -> int:
-        """Return the most bytes that this process has held where the backend's arrays lie."""
-
-    # ---- differentiable ops ------------------------------------------------------------------
-
-    def add_forward(self, a: Array, b: Array) -> tuple[Array, Any]:
-        """a + b, with NumPy's broadcasting."""
-
-    def add_backward(self, dout: Array, cache: Any) -> tuple[Array, Array]:
-        """(da, db)."""
-
-    def scale_forward(
-        self, x: Array, *, factor: float, out: Array | None = None
-    ) -> tuple[Array, Any]:
-        """factor · x; ``out`` receives it and may be x itself."""
-
-    def scale_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def embedding_forward(self, ids: Array, table: Array) -> tuple[Array, Any]:
-        """table[ids]: ids (...) int32, table (V, D) -> (..., D)."""
-
-    def embedding_backward(
-        self, dout: Array, cache: Any, *, out: Array | None = None, accumulate: bool = False
-    ) -> Array:
-        """dtable (V, D); with ``accumulate`` it is added onto ``out``."""
-
-    def linear_forward(
-        self, x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
-    ) -> tuple[Array, Any]:
-        """x W + b: x (..., I), weight (I, O), bias (O,) -> (..., O).
-
-        ``keep_x=False`` leaves x out of the cache: the backward must be given it again.
-        """
-
-    def linear_backward(
-        self,
-        dout: Array,
-        cache: Any,
-        *,
-        x: Array | None = None,
-        out: tuple[Array | None, Array | None] | None = None,
-    ) -> tuple[Array, Array, Array | None]:
-        """(dx, dweight, dbias); ``out`` receives (dweight, dbias).
-
-        ``x`` is the forward's, given when and only when that was told not to keep it.
-        """
-
-    def split_heads_forward(
-        self, x: Array, *, heads: tuple[int, ...]
-    ) -> tuple[tuple[Array, ...], Any]:
-        """(B, T, sum of heads, d) -> one (B, T, H, d) for each H in ``heads``."""
-
-    def split_heads_backward(self, dout: tuple[Array, ...], cache: Any) -> Array:
-        """dx."""
-
-    def merge_heads_forward(self, x: Array) -> tuple[Array, Any]:
-        """(B, T, H, d) -> (B, T, H·d)."""
-
-    def merge_heads_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def rmsnorm_forward(self, x: Array, gain: Array, *, eps: float) -> tuple[Array, Any]:
-        """x / √(mean(x²) + eps) · gain: x (..., D), gain (D,)."""
-
-    def rmsnorm_backward(
-        self, dout: Array, cache: Any, *, out: Array | None = None
-    ) -> tuple[Array, Array]:
-        """(dx, dgain); ``out`` receives dgain."""
-
-    def layernorm_forward(
-        self, x: Array, gain: Array, bias: Array, *, eps: float
-    ) -> tuple[Array, Any]:
-        """(x - mean) / √(var + eps) · gain + bias: x (..., D), gain and bias (D,)."""
-
-    def layernorm_backward(
-        self, dout: Array, cache: Any, *, out: tuple[Array | None, Array | None] | None = None
-    ) -> tuple[Array, Array, Array]:
-        """(dx, dgain, dbias); ``out`` receives (dgain, dbias)."""
-
-    def rope_forward(
-        self,
-        x: Array,
-        *,
-        base: float,
-        start: int | Array = 0,
-        rotate_heads: int | None = None,
-    ) -> tuple[Array, Any]:
-        """Rotate pairs (2j, 2j+1) of x (B, T, H, d) at positions start + t; start int or (B,).
-
-        Only the first ``rotate_heads`` heads turn (all, when None); the others pass unchanged.
-        """
-
-    def rope_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def attention_forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        alibi: Array | None = None,
-        key_mask: Array | None = None,
-        documents: Array | None = None,
-        *,
-        causal: bool = True,
-        window: int = 0,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        dropout_key: DropoutKey | None = None,
-    ) -> tuple[Array, Any]:
-        """Scaled dot-product attention: q (B, T, Hq, d), k (B, S, Hkv, d), v (B, S, Hkv, dv).
-
-        alibi (Hq,) slopes, key_mask (B, S) bool, documents (B, S) int32 -> (B, T, Hq, dv).
-        """
-
-    def attention_backward(self, dout: Array, cache: Any) -> tuple[Array, Array, Array]:
-        """(dq, dk, dv)."""
-
-    def swiglu_forward(self, x: Array) -> tuple[Array, Any]:
-        """silu(gate) · up: x (..., 2F) holds the gate, then the up -> (..., F)."""
-
-    def swiglu_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def gelu_forward(self, x: Array) -> tuple[Array, Any]:
-        """x Φ(x), exact."""
-
-    def gelu_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def gelu_tanh_forward(self, x: Array) -> tuple[Array, Any]:
-        """GELU by its tanh approximation."""
-
-    def gelu_tanh_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def relu_forward(self, x: Array) -> tuple[Array, Any]:
-        """max(x, 0)."""
-
-    def relu_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def dropout_forward(
-        self, x: Array, *, p: float, key: DropoutKey | None = None
-    ) -> tuple[Array, Any]:
-        """x / (1 - p) where kept, else 0; x (B, ...), row b of sample ``key.sample + b``."""
-
-    def dropout_backward(self, dout: Array, cache: Any) -> Array:
-        """dx."""
-
-    def linear_cross_entropy_forward(
-        self,
-        x: Array,
-        head: Array,
-        targets: Array,
-        mask: Array | None = None,
-        bias: Array | None = None,
-        *,
-        need_backward: bool = True,
-    ) -> tuple[Loss, Any]:
-        """Loss of the logits x headᵀ + bias: x (..., D), head (V, D), targets (...) int32.
-
-        Only targets where ``mask`` (...) is True count. ``need_backward=False`` promises that no
-        backward follows.
-        """
-
-    def linear_cross_entropy_backward(
-        self,
-        dloss: float,
-        cache: Any,
-        *,
-        out: tuple[Array | None, Array | None] | None = None,
-    ) -> tuple[Array, Array, Array | None]:
-        """(dx, dhead, dbias) of dloss · total; ``out`` receives (dhead, dbias)."""
-
-    # ---- without a backward ------------------------------------------------------------------
-
-    def softmax(self, x: Array) -> Array:
-        """Softmax over the last axis."""
-
-    def logits(self, x: Array, head: Array, bias: Array | None = None) -> Array:
-        """x headᵀ + bias: x (..., D), head (V, D), bias (V,) -> (..., V)."""
-
-    def square_sums(self, x: Array) -> Array:
-        """Return Σx² of each block of ``SUM_BLOCK`` elements of a flat x, in float64."""
-
-    def global_norm(self, x: Array) -> float:
-        """√Σx² of a flat x, by way of ``square_sums``."""
-
-    def accumulate(self, dst: Array, src: Array) -> None:
-        """dst += src, in place."""
-
-    def adamw(
-        self,
-        master: Array,
-        m: Array,
-        v: Array,
-        grad: Array,
-        *,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        n_decayed: int,
-        grad_scale: float = 1.0,
-    ) -> None:
-        """One AdamW step on flat arrays, in place; the first ``n_decayed`` elements decay."""
-
-    def kv_cache(
-        self, params: Mapping[str, Array], config: Config, batch: int, length: int
-    ) -> KVCache:
-        """Make an empty cache with room for ``length`` tokens of each of ``batch`` rows."""
-
-    def write_kv(
-        self, cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array
-    ) -> None:
-        """Write k, v (B, T, Hkv, d) of one layer at position, position + 1, …; int or (B,)."""
-
-    def decode_step(
-        self,
-        params: Mapping[str, Array],
-        config: Config,
-        token: Array,
-        cache: KVCache,
-        position: int | Array,
-    ) -> Array:
-        """Logits (B, V) after ``token`` (B,) at ``position`` (int or (B,)); extends the cache."""
+    def __getattr__(self, name: str, /) -> Any: ...
 
 
-# ---- the reference as a backend: arrays are NumPy's, and the rest is imported above ------------
+# ---- what a string of letters cannot say ---------------------------------------------------------
+
+
+def _broadcast(op: str, dims: Dims, a: Array, b: Array) -> None:
+    try:
+        np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ValueError(f"{op}: shapes {a.shape} and {b.shape} do not broadcast") from None
+
+
+def _parts(op: str, dims: Dims, x: Array, *, heads: Any) -> Any:
+    """Return the heads of each part as Python's integers; they must add up to x's."""
+    heads = tuple(heads)
+    if not all(n == int(n) >= 1 for n in heads) or sum(heads) != dims["H"]:
+        raise ValueError(
+            f"{op}: heads {heads} must add up to the head axis of x (B, T, H, d), got x {x.shape}"
+        )
+    return (x,), {"heads": tuple(int(n) for n in heads)}
+
+
+def _dropout(op: str, dims: Dims, x: Array, *, p: float, key: DropoutKey | None) -> Any:
+    return (x,), {"dropout": _drawn(p, key, x.shape[0] if x.ndim else 0, x.shape)}
+
+
+def _drawn(p: float, key: DropoutKey | None, batch: int, shape: tuple[int, ...]) -> Dropout | None:
+    """Return by what a mask of this shape is drawn; None when nothing is dropped."""
+    if p > 0 and key is None:
+        raise ValueError(f"dropout: p = {p} needs a key (seed, step, sample, site) to draw bits by")
+    if p == 0 or key is None:
+        return None
+    return Dropout(p, check_counters(batch, math.prod(shape[1:]), key))
+
+
+def _attention(
+    op: str,
+    dims: Dims,
+    q: Array,
+    k: Array,
+    v: Array,
+    alibi: Array | None,
+    key_mask: Array | None,
+    documents: Array | None,
+    *,
+    causal: bool,
+    window: int,
+    scale: float | None,
+    dropout_p: float,
+    dropout_key: DropoutKey | None,
+) -> Any:
+    """Gather who may see whom into one record, after checking heads and lengths."""
+    B, T, S, Hq, Hkv = (dims[letter] for letter in ("B", "T", "S", "Hq", "Hkv"))
+    if not (S and Hkv and dims["d"]):
+        raise ValueError(f"{op}: there must be a key and a key head, got k {k.shape}")
+    if Hq % Hkv:
+        raise ValueError(f"{op}: query heads ({Hq}) must be a multiple of key/value heads ({Hkv})")
+    if documents is not None and S < T:
+        raise ValueError(
+            f"{op}: documents need the queries to be the last T of the S positions, "
+            f"but T = {T} > S = {S}"
+        )
+    options = {
+        "scale": 1 / math.sqrt(dims["d"]) if scale is None else scale,
+        "dropout": _drawn(dropout_p, dropout_key, B, (B, Hq, T, S)),
+    }
+    return (q, k, v, Visibility(T, S, causal, window, alibi, key_mask, documents)), options
+
+
+# ---- the declarations ----------------------------------------------------------------------------
+
+
+def _x(shape: str, travels: str = "") -> Operand:
+    return Operand("x", shape, travels=travels)
+
+
+def _parameter(name: str, shape: str, *, optional: bool = False) -> Operand:
+    return Operand(name, shape, "parameter", optional)
+
+
+def _master(name: str, *, written: bool = False) -> Operand:
+    return Operand(name, "n", "master", written=written)
+
+
+def _object(name: str) -> Operand:
+    return Operand(name, kind="object")
+
+
+_KEY = "a DropoutKey, when p > 0"
+_MASK = Operand("mask", "...", "mask", optional=True)
+_TARGETS = Operand("targets", "...", "ids", below="V", where="mask")
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op(
+            "add",
+            "a + b, with NumPy's broadcasting.",
+            (Operand("a"), Operand("b")),
+            check=_broadcast,
+        ),
+        Op(
+            "scale",
+            "factor · x; ``out`` receives it and may be x itself.",
+            (_x("..."),),
+            (number("factor"),),
+            "...",
+            needs=("out",),
+        ),
+        Op(
+            "embedding",
+            "table[ids]; with ``accumulate`` the gradient is added onto ``out``.",
+            (Operand("ids", "...", "ids", below="V"), _parameter("table", "V D")),
+            out="... D",
+            accumulates=True,
+        ),
+        Op(
+            "linear",
+            "x W + b.",
+            (_x("... I"), _parameter("weight", "I O"), _parameter("bias", "O", optional=True)),
+            out="... O",
+            needs=("keep_x",),
+        ),
+        Op(
+            "split_heads",
+            "x cut along its heads into parts of ``heads`` heads each.",
+            (_x("B T H d"),),
+            (passed("heads", "heads of each part, H in all"),),
+            check=_parts,
+        ),
+        Op("merge_heads", "The heads of a token side by side.", (_x("B T H d"),), out="B T H·d"),
+        Op(
+            "rmsnorm",
+            "x / √(mean(x²) + eps) · gain.",
+            (_x("... D", travels="..."), _parameter("gain", "D")),
+            (number("eps", at_least=0),),
+            "... D",
+        ),
+        Op(
+            "layernorm",
+            "(x - mean) / √(var + eps) · gain + bias.",
+            (_x("... D", travels="..."), _parameter("gain", "D"), _parameter("bias", "D")),
+            (number("eps", at_least=0),),
+            "... D",
+        ),
+        Op(
+            "rope",
+            "Pairs (2j, 2j+1) of x turned at positions start + t; all heads, or the first "
+            "``rotate_heads``.",
+            (_x("B T H 2j", travels="B T H"),),
+            (
+                number("base", above=0),
+                positions("start", 0),
+                integer("rotate_heads", None, at_most="H"),
+            ),
+            "B T H 2j",
+        ),
+        Op(
+            "attention",
+            "Scaled dot-product attention: softmax(scale · q kᵀ + bias) v, head by head.",
+            (
+                Operand("q", "B T Hq d"),
+                Operand("k", "B S Hkv d"),
+                Operand("v", "B S Hkv dv"),
+                Operand("alibi", "Hq", "constant", optional=True),
+                Operand("key_mask", "B S", "mask", optional=True),
+                Operand("documents", "B S", "documents", optional=True),
+            ),
+            (
+                flag("causal", True),
+                integer("window", 0),
+                number("scale", None),
+                number("dropout_p", 0.0, at_least=0, below=1),
+                passed("dropout_key", _KEY, None),
+            ),
+            "B T Hq dv",
+            check=_attention,
+        ),
+        Op(
+            "swiglu",
+            "silu(gate) · up: x holds the gate, then the up.",
+            (_x("... 2F"),),
+            out="... F",
+        ),
+        Op("gelu", "x Φ(x), exact.", (_x("..."),), out="..."),
+        Op("gelu_tanh", "GELU by its tanh approximation.", (_x("..."),), out="..."),
+        Op("relu", "max(x, 0).", (_x("..."),), out="..."),
+        Op(
+            "dropout",
+            "x / (1 - p) where kept, else 0; row b belongs to sample ``key.sample + b``.",
+            (_x("B ..."),),
+            (number("p", at_least=0, below=1), passed("key", _KEY, None)),
+            "B ...",
+            check=_dropout,
+        ),
+        Op(
+            "linear_cross_entropy",
+            "Loss of the logits x headᵀ + bias, summed over the targets where ``mask`` is True.",
+            (
+                _x("... D"),
+                _parameter("head", "V D"),
+                _TARGETS,
+                _MASK,
+                _parameter("bias", "V", optional=True),
+            ),
+            out="Loss",
+            needs=("need_backward",),
+        ),
+        Op(
+            "softmax",
+            "Softmax over the last axis.",
+            (_x("... n", travels="..."),),
+            out="... n",
+            backward=False,
+        ),
+        Op(
+            "logits",
+            "x headᵀ + bias.",
+            (_x("... D"), _parameter("head", "V D"), _parameter("bias", "V", optional=True)),
+            out="... V",
+            backward=False,
+        ),
+        Op(
+            "square_sums",
+            "Σx² of each block of ``SUM_BLOCK`` elements of a flat x, in float64.",
+            (_master("x"),),
+            backward=False,
+            home="global_norm",
+            wide=True,
+        ),
+        Op(
+            "global_norm",
+            "√Σx² of a flat x, by way of ``square_sums``.",
+            (_master("x"),),
+            backward=False,
+            wide=True,
+        ),
+        Op(
+            "accumulate",
+            "dst += src, in place.",
+            (Operand("dst", "...", "master", written=True), Operand("src", "...", "master")),
+            backward=False,
+        ),
+        Op(
+            "adamw",
+            "One AdamW step on flat arrays, in place; the first ``n_decayed`` elements decay.",
+            (
+                _master("master", written=True),
+                _master("m", written=True),
+                _master("v", written=True),
+                _master("grad"),
+            ),
+            (
+                integer("step", at_least=1),
+                number("lr", at_least=0),
+                number("beta1", at_least=0, below=1),
+                number("beta2", at_least=0, below=1),
+                number("eps", at_least=0),
+                number("weight_decay", at_least=0),
+                integer("n_decayed", at_most="n"),
+                number("grad_scale", 1.0),
+            ),
+            backward=False,
+        ),
+        Op(
+            "kv_cache",
+            "An empty cache with room for ``length`` tokens of each of ``batch`` rows.",
+            tuple(_object(name) for name in ("params", "config", "batch", "length")),
+            backward=False,
+            home="kv",
+        ),
+        Op(
+            "write_kv",
+            "Write k and v of one layer at position, position + 1, … of each row.",
+            (_object("cache"), Operand("k", "B T Hkv d"), Operand("v", "B T Hkv d")),
+            (passed("layer", "a layer"), positions("position")),
+            backward=False,
+            home="kv",
+        ),
+        Op(
+            "decode_step",
+            "Logits (B, V) after ``token`` (B,) at ``position``; extends the cache.",
+            tuple(_object(n) for n in ("params", "config", "token", "cache", "position")),
+            backward=False,
+            home="model",
+        ),
+    )
+}
+
+# What a backend offers besides its ops: arrays in and out, weights, scope, memory.
+SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory")
+NAMES = (*(name for op in OPS.values() for name in op.names), *SERVICES)
+HOST = Rules({np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"})
+
+
+# ---- the reference as a backend: arrays are NumPy's ----------------------------------------------
 
 
 def from_numpy(array: Array, *, activation: bool = False) -> Array:
-    """Return the array itself."""
+    """Take an array over; as an ``activation``, floats become the backend's activation type."""
     del activation
     return array
 
 
 def to_numpy(array: Array) -> Array:
-    """Return the array itself."""
+    """Give an array back as NumPy's; an activation type NumPy lacks comes as float32."""
     return array
 
 
 def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the parameters themselves: the reference reads the master."""
+    """Make, once after each optimizer step, the weights that the ops read.
+
+    The identity here; low-precision copies or packed tiles elsewhere. Ops accept plain weights too.
+    """
     return dict(master)
 
 
 def step() -> AbstractContextManager[None]:
-    """Return a scope that reuses nothing."""
+    """Open a scope in which the backend may reuse memory for activations and gradients."""
     return nullcontext()
 
 
-def decode_step(
-    params: Mapping[str, Array],
-    config: Config,
-    token: Array,
-    cache: KVCache,
-    position: int | Array,
-) -> Array:
-    """Return ``model.decode_step`` composed of this module's ops."""
-    from reference.model import decode_step as compose  # here, as model.py reads the sites above
+def composed(module: str) -> Callable[..., Array]:
+    """Return the ``decode_step`` of a backend without a faster way: ``model.py``'s, of its ops."""
 
-    return compose(sys.modules[__name__], params, config, token, cache, position)
+    def decode_step(*arguments: Any) -> Array:
+        from reference import model  # here, as model.py reads the sites above
+
+        return model.decode_step(sys.modules[module], *arguments)
+
+    return decode_step
+
+
+def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module has to hold to be a backend: the public functions, and their names.
+
+    Parameters
+    ----------
+    module : str
+        Its ``__name__``.
+    rules : Rules
+        What its arrays are like.
+    *sources : mappings
+        The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
+    """
+    compose = {"decode_step": composed(module)}
+    offered = offer(OPS.values(), SERVICES, rules, *sources, compose)
+    return {**offered, "__all__": [*NAMES]}
+
+
+globals().update(backend(__name__, HOST, dict(globals()), mathematics(OPS.values())))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+if __name__ == "__main__":
+    print(table(OPS.values()))

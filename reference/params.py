@@ -16,7 +16,7 @@ blocks of two branches.
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +74,8 @@ def attention_specs(config: Config, name: str, residual_std: float) -> list[Para
     ]
     if config.attn_bias:
         specs += [bias(f"{name}.bqkv", fused), bias(f"{name}.bo", config.d_model)]
+    if config.qk_norm:
+        specs += [ParamSpec(f"{name}.{norm}.gain", (d,), 0.0, 1.0) for norm in ("q_norm", "k_norm")]
     return specs
 
 
@@ -218,7 +220,7 @@ def decoder_layout(config: Config) -> Layout:
     return Layout(decoder_specs(config))
 
 
-def check_names(params: Sequence[str], layout: Layout, what: str = "the parameters") -> None:
+def check_names(params: Collection[str], layout: Layout, what: str = "the parameters") -> None:
     """Raise a ``ValueError`` that names what is missing or unknown in a set of parameter names."""
     missing = [name for name in layout.offsets if name not in params]
     unknown = [name for name in params if name not in layout.offsets]

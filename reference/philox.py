@@ -43,7 +43,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def check_counters(batch: int, size: int, key: DropoutKey) -> DropoutKey:
-    """Return the key in Python's integers, once it and the samples are seen to fit the counters."""
+    """Return the key in Python's integers; it and the samples must fit the counters."""
     limits = {"seed": 64, "step": 32, "sample": 32, "site": 32}
     for name, bits in limits.items():
         value = getattr(key, name)
@@ -63,14 +63,8 @@ def keep_mask(shape: tuple[int, ...], p: float, key: DropoutKey) -> npt.NDArray[
     Element i of sample s (i counts within the sample, in C order) owns word i % 4 of the counter
     (i // 4, key.sample + s, step, site) under the seed's low and high half as key; it is dropped
     where the word is below floor(p·2³²).
-
-    Raises
-    ------
-    ValueError
-        When a number of the key, or the size of a sample, does not fit its counter.
     """
     batch, size = shape[0], int(np.prod(shape[1:], dtype=np.int64))
-    key = check_counters(batch, size, key)
     block = np.arange(-(-size // 4))[None, :]
     sample = key.sample + np.arange(batch)[:, None]
     words = philox(

@@ -19,55 +19,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.checks import (
-    check_dout,
-    check_float,
-    check_number,
-    check_rows,
-    check_shape,
-    write_out,
-)
 from reference.types import Array
 
 
 class RMSNormCache(NamedTuple):
     x: Array  # (..., D)
-    gain: Array  # (D,)
-    rstd: Array  # (..., 1) reciprocal of the root mean square
+    g: Array  # (D,) gain
+    r: Array  # (..., 1) reciprocal of the root mean square
 
 
-def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
-    """Return x / √(mean(x²) + eps) · gain, shape (..., D).
-
-    Parameters
-    ----------
-    x : (..., D)
-    gain : (D,)
-    eps : float
-        Keeps a row of zeros from dividing by zero; 1e-5 in the models here.
-
-    Raises
-    ------
-    ValueError
-        When gain does not have the width of x or the dtypes differ.
-    """
-    check_float("rmsnorm", x=x, gain=gain)
-    check_rows("rmsnorm", x)
-    check_number("rmsnorm", "eps", eps, at_least=0)
-    check_shape("rmsnorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
-    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + float(eps))
-    return x * rstd * gain, RMSNormCache(x, gain, rstd)
+def forward(x: Array, g: Array, eps: float) -> tuple[Array, RMSNormCache]:
+    """Return y (..., D); ε keeps a row of zeros from dividing by zero, 1e-5 in the models here."""
+    r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    n = x * r
+    return n * g, RMSNormCache(x, g, r)
 
 
-def rmsnorm_backward(
-    dout: Array, cache: RMSNormCache, *, out: Array | None = None
-) -> tuple[Array, Array]:
-    """Return (dx, dgain)."""
-    x, gain, rstd = cache
-    check_dout("rmsnorm", dout, x.shape, x)
-    n = x * rstd
-    dn = dout * gain
-    dx = rstd * (dn - n * np.mean(dn * n, axis=-1, keepdims=True))
-    dgain = np.sum(dout * n, axis=tuple(range(dout.ndim - 1)))
-    write_out(out, dgain)
-    return dx, dgain
+def backward(dy: Array, cache: RMSNormCache) -> tuple[Array, Array]:
+    """Return (dx, dg)."""
+    x, g, r = cache
+    n = x * r
+    dn = dy * g
+    dx = r * (dn - n * np.mean(dn * n, axis=-1, keepdims=True))
+    dg = np.sum(dy * n, axis=tuple(range(dy.ndim - 1)))
+    return dx, dg

@@ -1,5 +1,6 @@
 """The few types that every op and every backend share."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,15 @@ class DropoutKey(NamedTuple):
     site: int  # which dropout of the model: see sites in reference/ops.py, 0 .. 2³² - 1
 
 
-class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far, written in place by ``write_kv``."""
+class Dropout(NamedTuple):
+    """By what the mask of one dropout is drawn."""
 
-    k: Array  # (L, B, S, Hkv, d) with S the length there is room for
-    v: Array  # (L, B, S, Hkv, d)
+    p: float  # chance of being dropped, in (0, 1)
+    key: DropoutKey
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens seen so far, layer by layer, written by ``write_kv``."""
+
+    k: Sequence[Array]  # of a layer: (B, S, Hkv, d), S the tokens that this layer keeps
+    v: Sequence[Array]  # the same

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers import ROOT
+
 PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts)
 
 

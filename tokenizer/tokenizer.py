@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import regex
 
-from accel.jit import threads
+from accel.threads import threads
 from tokenizer import fileformat, reference
 from tokenizer.arrays import Array
 from tokenizer.kernels import decode as decoding
@@ -48,7 +48,7 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self._machine = machine_of(vocabulary.pattern)
         self._pattern = compiled(vocabulary.pattern)
-        self._idle: list[tuple[_Tables, Array]] = []  # tables and room no thread is using
+        self._idle: list[tuple[kernels.Tables, Array]] = []  # tables and room no thread is using
         self._marks: dict[tuple[object, ...], _Marks] = {}
 
     # --- files
@@ -160,7 +160,7 @@ class Tokenizer:
         allowed_special, disallowed_special : names or "all"
             As for ``encode``.
         num_threads : int, optional
-            How many threads work; ``accel.jit.threads()`` if not given. It changes nothing else.
+            How many threads work; ``accel.threads.threads()`` if not given. The result is the same.
         """
         groups = self._encode_groups(texts, allowed_special, disallowed_special, num_threads)
         return [self._ints[part].tolist() for group in groups for part in group]
@@ -241,7 +241,7 @@ class Tokenizer:
         return np.arange(self.n_vocab).astype(object)
 
     @cached_property
-    def _template(self) -> "_Tables":
+    def _template(self) -> kernels.Tables:
         return _fill_tables(self.vocabulary)
 
     @cached_property
@@ -267,10 +267,11 @@ class Tokenizer:
         try:
             tables, out = self._idle.pop()
         except IndexError:
-            tables, out = self._template.fresh(), np.empty(ROOM, np.int32)
+            tables, out = _fresh(self._template), np.empty(ROOM, np.int32)
         room = out if buf.size + 2 <= ROOM else np.empty(buf.size + 2, np.int32)
-        knowledge: tuple[Any, ...] = (*self._cutter, *tables)
-        kernels.encode_texts(buf, starts, part_stops, checked, ends, room, stops, *knowledge)
+        kernels.encode_texts(
+            buf, starts, part_stops, checked, ends, room, stops, *self._cutter, tuple(tables)
+        )
         ids = room[: stops[-1]].astype(self.dtype)
         self._idle.append((tables, out))
         begin = 0
@@ -374,30 +375,14 @@ def _any_of(names: set[str]) -> "regex.Pattern[str] | None":
     return regex.compile("(" + "|".join(map(regex.escape, longest_first)) + ")")
 
 
-class _Tables(NamedTuple):
-    """The fields of ``kernels.encode.Tables``, by the names given there."""
-
-    byte_ids: Array
-    pairs: Array
-    pair_shift: np.uint64
-    slots: Array
-    shift: np.uint64
-    long_slots: Array
-    long_shift: np.uint64
-    token_bytes: Array
-    cache: Array
-    cache_shift: np.uint64
-    long_cache: Array
-    long_cache_shift: np.uint64
-
-    def fresh(self) -> "_Tables":
-        """Return tables for another thread: the vocabulary is shared, the cache is empty."""
-        return self._replace(
-            cache=np.zeros_like(self.cache), long_cache=np.zeros_like(self.long_cache)
-        )
+def _fresh(tables: kernels.Tables) -> kernels.Tables:
+    """Return tables for another thread: the vocabulary is shared, the cache is empty."""
+    return tables._replace(
+        cache=np.zeros_like(tables.cache), long_cache=np.zeros_like(tables.long_cache)
+    )
 
 
-def _fill_tables(vocabulary: Vocabulary) -> _Tables:
+def _fill_tables(vocabulary: Vocabulary) -> kernels.Tables:
     """Make encoder tables that know the vocabulary."""
     tokens = list(vocabulary.tokens.values())
     left, right, rank, new = vocabulary.ranked_pairs()
@@ -405,7 +390,7 @@ def _fill_tables(vocabulary: Vocabulary) -> _Tables:
     pair_bits = (2 * left.size + 2).bit_length()
     bits = (2 * len(tokens) + 2).bit_length()
     long_bits = (2 * n_long + 2).bit_length()
-    tables = _Tables(
+    tables = kernels.Tables(
         byte_ids=vocabulary.byte_ids,
         pairs=np.zeros(2 << pair_bits, np.uint64),
         pair_shift=np.uint64(64 - pair_bits),
@@ -424,7 +409,7 @@ def _fill_tables(vocabulary: Vocabulary) -> _Tables:
     np.cumsum([len(token) for token in tokens], out=offsets[1:])
     ids = np.fromiter(vocabulary.tokens, np.int32, len(tokens))
     whole = vocabulary.whole_pieces or vocabulary.merges is None
-    kernels.fill_vocabulary(offsets, ids, whole, *tables)
+    kernels.fill_vocabulary(offsets, ids, whole, tuple(tables))
     return tables
 
 
@@ -469,7 +454,7 @@ def _id_array(ids: Sequence[int] | Array) -> Array:
 
 
 def decode_utf8(data: bytes, errors: str = "replace") -> str:
-    """Decode UTF-8 with lone surrogates; what is no character goes by ``errors``.
+    """Decode UTF-8 with lone surrogates; ``errors`` says what becomes of other bytes.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from accel.jit import threads
+from accel.threads import threads
 from tokenizer.classes import UnicodeClasses, installed_classes
 from tokenizer.counting import Words, count_words
 from tokenizer.kernels.train import learn_merges
@@ -37,7 +37,7 @@ def train_from_iterator(
     min_count : int
         How often a pair must occur to be merged. What occurs once is no regularity.
     num_threads : int, optional
-        Threads that count words; ``accel.jit.threads()`` if not given.
+        Threads that count words; ``accel.threads.threads()`` if not given.
 
     Raises
     ------

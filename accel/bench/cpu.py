@@ -19,7 +19,7 @@ from accel.bench.cases import OpCase, attention, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, within
 from accel.bench.training import SETTINGS, Training
-from accel.jit import set_threads, threads
+from accel.threads import set_threads, threads
 from reference.config import Config
 from reference.ops import Ops
 from reference.presets import GPT2_SMALL
@@ -218,8 +218,8 @@ class Bench:
             for position in (128, 512):
                 cache = model.ops.kv_cache(model.params, SMALL, 1, 1024)
                 rng, theirs = np.random.default_rng(2), None
-                for keys in (cache.k, cache.v):
-                    keys[...] = rng.standard_normal(keys.shape)
+                for layer in (*cache.k, *cache.v):
+                    layer[...] = rng.standard_normal(layer.shape)
                 token = np.array([7], np.int32)
                 ours = partial(model.ops.decode_step, model.params, SMALL, token, cache, position)
                 what = f"decode a token, {mode} weights / torch float32, position {position}"

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         "--recompute",
         choices=get_args(Recompute),
         default="none",
-        help="what our training step makes again instead of keeping it (default none)",
+        help="what our training step recomputes instead of keeping it (default none)",
     )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     given = report.parse(p, argv)

@@ -14,7 +14,7 @@ from accel import load
 from accel.bench.cpu import SMALL, peers
 from accel.bench.timing import Function
 from accel.bench.training import Training
-from accel.jit import set_threads
+from accel.threads import set_threads
 
 
 def added(side: str, mode: str) -> int:

@@ -295,8 +295,7 @@ def decoder(
     """Return a function that decodes one token at ``position`` of a cache (L, B, S, H, d)."""
     model = Model(config, master)
     keys, values = (
-        torch.from_numpy(np.ascontiguousarray(x.transpose(0, 1, 3, 2, 4)))
-        for x in (cache.k, cache.v)
+        torch.from_numpy(np.stack(layers).swapaxes(2, 3).copy()) for layers in (cache.k, cache.v)
     )
     token, table = torch.tensor([[7]]), model.w("embedding.weight")
     assert table is not None

@@ -103,7 +103,7 @@ def alternate(
 
 def _median(samples: list[tuple[float, float]]) -> float:
     clean = [seconds for seconds, share in samples if share < CLEAN]
-    if len(clean) < 3:  # never a quiet moment: those that waited least
+    if len(clean) < 3:  # no sample was clean: those that waited least
         clean = [seconds for seconds, _ in sorted(samples, key=lambda s: s[1])[:3]]
     return statistics.median(clean)
 

@@ -1,38 +1,33 @@
 """Attention for the CPU: ``reference/attention.py`` tile by tile, in memory linear in T.
 
-The mathematics is the reference's; how it is cut into tiles and tasks is told in
-``attention_kernels.py``. This file is the boundary: it checks what arrives, says where it lies in
-memory, and allocates what leaves. Arrays are read where they are, whatever the strides of their
-first three axes; q, k and v are usually views of one array (B, T, Hq + 2·Hkv, d), and then dq, dk
-and dv are as well, so that joining them costs nothing.
+The mathematics is the reference's, and who may see whom its ``Visibility``; how it is cut into
+tiles and tasks is told in ``attention_kernels.py``. This file says where
+arrays lie in memory, and allocates what leaves. Arrays are read where they are,
+whatever the strides of their first three axes; q, k and v are usually views of one array
+(B, T, Hq + 2·Hkv, d), and then dq, dk and dv are as well, so that joining them costs nothing.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
 from accel.cpu import attention_kernels
-from accel.cpu.attention_tiles import BLOCK, Dropout, Mask, Sizes, View
+from accel.cpu.attention_layout import (
+    Attention,
+    BackwardRoom,
+    Drawn,
+    ForwardRoom,
+    Mask,
+    Sizes,
+    View,
+    cut_runs,
+    lay_out,
+)
+from accel.cpu.kernels import address
 from accel.cpu.memory import empty
-from reference.attention import check_documents, check_heads
-from reference.checks import check_dout, check_float, check_mask, check_number, check_shape
-from reference.dropout import check_dropout
-from reference.philox import check_counters
-from reference.types import Array, DropoutKey
-
-# The backward cuts its work into at least this many tasks where a batch has fewer key/value heads.
-# A number of tasks that followed the number of threads would make results depend on it.
-TASKS = 16
-
-
-class Extras(NamedTuple):
-    """What the options of an attention come to, and the arrays that their addresses point into."""
-
-    mask: Mask
-    dropout: Dropout
-    owners: tuple[Array, ...]
+from reference.types import Array, Dropout
+from reference.visibility import Visibility
 
 
 class AttentionCache(NamedTuple):
@@ -42,60 +37,34 @@ class AttentionCache(NamedTuple):
     k: Array  # (B, S, Hkv, d)
     v: Array  # (B, S, Hkv, dv)
     out: Array  # (B, T, Hq, dv)
-    lse: Array  # (B, Hq, T) log₂ Σ 2^s
+    lse2: Array  # (B, Hq, T) log₂ Σ 2^s of scores in units of log 2: log₂e times the natural one
+    who: Visibility  # its arrays as the kernels read them
     scale: float
-    extras: Extras
+    dropout: Drawn
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi: Array | None = None,
-    key_mask: Array | None = None,
-    documents: Array | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
+    q: Array, k: Array, v: Array, who: Visibility, *, scale: float, dropout: Dropout | None
 ) -> tuple[Array, AttentionCache]:
-    """Scaled dot-product attention: q (B, T, Hq, d), k (B, S, Hkv, d), v (B, S, Hkv, dv).
-
-    Parameters and result are those of ``reference.attention.attention_forward``.
-
-    Raises
-    ------
-    ValueError
-        When shapes, head counts or dtypes do not fit.
-    """
-    return tiled_forward(
-        attention_kernels,
-        q,
-        k,
-        v,
-        alibi,
-        key_mask,
-        documents,
-        causal,
-        scale,
-        dropout_p,
-        dropout_key,
-    )
+    """Return o (B, T, Hq, dv), as ``reference.attention.forward``."""
+    return tiled_forward(attention_kernels, q, k, v, who, scale=scale, dropout=dropout)
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
-    """Return (dq, dk, dv), shaped as q, k and v.
-
-    Raises
-    ------
-    ValueError
-        When ``dout`` does not have the shape and dtype of the result.
-    """
+    """Return (dq, dk, dv), shaped as q, k and v."""
     return tiled_backward(attention_kernels, dout, cache)
 
 
 # --- for both compute modes ----------------------------------------------------------------------
+
+
+def drawn(dropout: Dropout | None) -> Drawn:
+    """Return the dropout of the probabilities in the form that the kernels read."""
+    if dropout is None:
+        return Drawn(False, 0, 1.0, 0, 0, 0, 0, 0)
+    p, (seed, step, sample, site) = dropout
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    return Drawn(True, int(p * 2**32), 1 / (1 - p), low, high, step, sample, site)
 
 
 def tiled_forward(
@@ -103,48 +72,27 @@ def tiled_forward(
     q: Array,
     k: Array,
     v: Array,
-    alibi: Array | None,
-    key_mask: Array | None,
-    documents: Array | None,
-    causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    dropout_key: DropoutKey | None,
+    who: Visibility,
+    *,
+    scale: float,
+    dropout: Dropout | None,
 ) -> tuple[Array, AttentionCache]:
-    """Return ``attention_forward`` by the kernels of a module with ``forward`` and its scratch."""
-    check_float("attention", q=q, k=k, v=v, alibi=alibi)
-    check_heads(q, k, v)
-    extras = gather_extras(
-        q, k, alibi, key_mask, documents, causal=causal, p=dropout_p, key=dropout_key
-    )
+    """Return ``attention_forward`` by the kernels of a module with ``forward``."""
+    q, k, v, who = readable(q), readable(k), readable(v), owned(who, q.dtype)
     sizes = sizes_of(q, k, v)
-    if scale is not None:
-        check_number("attention", "scale", scale)
-    scale = 1 / math.sqrt(sizes.width) if scale is None else float(scale)
-    q, k, v = readable(q), readable(k), readable(v)
     out = empty((*q.shape[:3], sizes.value_width), q.dtype)
-    lse = empty((sizes.batch, sizes.heads, sizes.queries), q.dtype)
+    lse2 = empty((sizes.batch, sizes.heads, sizes.queries), q.dtype)
+    cache = AttentionCache(q, k, v, out, lse2, who, scale, drawn(dropout))
     if out.size:
-        kernels.forward(
-            sizes,
-            view(q),
-            view(k),
-            view(v),
-            view(out),
-            lse,
-            q.dtype.type(scale),
-            extras.mask,
-            extras.dropout,
-            empty(kernels.packed_elements(sizes), q.dtype),
-            scratch(kernels.forward_scratch(sizes), q.dtype),
-        )
-    return out, AttentionCache(q, k, v, out, lse, scale, extras)
+        packed = empty(kernels.packed_elements(sizes), q.dtype)
+        room = lay_out(ForwardRoom, sizes, kernels.OPERANDS)
+        kernels.forward(*attention(cache), lse2, packed, room, scratch(room.end, q.dtype))
+    return out, cache
 
 
 def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
     """Return ``attention_backward`` by the kernels of a module."""
-    q, k, v, out, lse, scale, extras = cache
-    check_dout("attention", dout, out.shape, q)
+    q, k, v, out, lse2, who, _, _ = cache
     sizes = sizes_of(q, k, v)
     dq, dk, dv = gradients(sizes, q.dtype)
     if not out.size:
@@ -152,34 +100,48 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
             gradient.fill(0)
         return dq, dk, dv
     dout = readable(dout)
-    cuts = cut_runs(sizes, extras.mask.causal)
-    runs = len(cuts) - 1
+    runs = cut_runs(sizes, who)
     dk_of_runs, dv_of_runs = dk, dv
-    if runs > 1:
-        dk_of_runs = empty((runs * sizes.batch, *dk.shape[1:]), dk.dtype)
-        dv_of_runs = empty((runs * sizes.batch, *dv.shape[1:]), dv.dtype)
-    kernels.backward(
-        sizes,
+    if len(runs) > 1:
+        dk_of_runs = empty((len(runs) * sizes.batch, *dk.shape[1:]), dk.dtype)
+        dv_of_runs = empty((len(runs) * sizes.batch, *dv.shape[1:]), dv.dtype)
+    views = (view(x) for x in (dout, dq, dk_of_runs, dv_of_runs))
+    room = lay_out(BackwardRoom, sizes, kernels.OPERANDS)
+    kernels.backward(*attention(cache), *views, lse2, runs, room, scratch(room.end, q.dtype))
+    if len(runs) > 1:
+        for parts, total in ((dk_of_runs, dk), (dv_of_runs, dv)):
+            width, zero = total.shape[-1], q.dtype.type(0)
+            attention_kernels.add_runs(sizes, view(parts), runs, view(total), width, zero)
+    return dq, dk, dv
+
+
+def attention(cache: AttentionCache) -> Attention:
+    """Return what the drivers of both directions read; addresses hold while the cache does."""
+    q, k, v, out, _, who, scale, dropout = cache
+    arrays = (0 if x is None else address(x) for x in (who.alibi, who.key_mask, who.documents))
+    return Attention(
+        sizes_of(q, k, v),
         view(q),
         view(k),
         view(v),
         view(out),
-        view(dout),
-        lse,
-        view(dq),
-        view(dk_of_runs),
-        view(dv_of_runs),
-        cuts,
         q.dtype.type(scale),
-        extras.mask,
-        extras.dropout,
-        scratch(kernels.backward_scratch(sizes), q.dtype),
+        Mask(who.causal, who.window, *arrays),
+        dropout,
     )
-    if runs > 1:
-        for parts, total in ((dk_of_runs, dk), (dv_of_runs, dv)):
-            width = total.shape[-1]
-            kernels.add_runs(sizes, view(parts), runs, view(total), width, q.dtype.type(0))
-    return dq, dk, dv
+
+
+def owned(who: Visibility, dtype: np.dtype) -> Visibility:
+    """Return the rules with arrays of the layout and element types that the kernels read."""
+    documents = who.documents
+    if documents is not None and not np.can_cast(documents.dtype, np.int32):
+        # only which are equal matters
+        documents = np.unique(documents, return_inverse=True)[1].reshape(documents.shape)
+    return who._replace(
+        alibi=None if who.alibi is None else np.ascontiguousarray(who.alibi, dtype),
+        key_mask=None if who.key_mask is None else np.ascontiguousarray(who.key_mask, np.uint8),
+        documents=None if documents is None else np.ascontiguousarray(documents, np.int32),
+    )
 
 
 def sizes_of(q: Array, k: Array, v: Array) -> Sizes:
@@ -196,7 +158,7 @@ def view(x: Array) -> View:
 
 
 def readable(x: Array) -> Array:
-    """Return x, or a copy if its last axis is not contiguous or its elements lie crooked."""
+    """Return x, or a copy if its last axis is not contiguous or its elements are misaligned."""
     steps = [stride % x.itemsize for stride in x.strides[:3]]
     if x.strides[3] != x.itemsize or any(steps) or not x.flags.aligned:
         return np.ascontiguousarray(x)
@@ -204,64 +166,8 @@ def readable(x: Array) -> Array:
 
 
 def scratch(elements: int, dtype: np.dtype) -> Array:
-    """Return scratch memory for every thread: (threads, elements)."""
+    """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
     return empty((numba.get_num_threads(), -(-elements // 16) * 16), dtype)
-
-
-def gather_extras(
-    q: Array,
-    k: Array,
-    alibi: Array | None,
-    key_mask: Array | None,
-    documents: Array | None,
-    *,
-    causal: bool,
-    p: float,
-    key: DropoutKey | None,
-) -> Extras:
-    """Check the options and put them into the form that the kernels read.
-
-    Raises
-    ------
-    ValueError
-        When one does not fit q (B, T, Hq, d) and k (B, S, Hkv, d).
-    """
-    B, T, Hq, _ = q.shape
-    S = k.shape[1]
-    owners: list[Array] = []
-
-    def keep(array: Array | None, dtype: type) -> int:
-        if array is None:
-            return 0
-        owners.append(np.ascontiguousarray(array, dtype))
-        return int(owners[-1].ctypes.data)
-
-    if alibi is not None:
-        check_shape("attention", "alibi", alibi, (Hq,), f"the query heads of q {q.shape}")
-    if key_mask is not None:
-        check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
-    if documents is not None:
-        check_documents(documents, B, T, S)
-        if not np.can_cast(documents.dtype, np.int32):  # only which are equal matters
-            documents = np.unique(documents, return_inverse=True)[1].reshape(B, S)
-    mask = Mask(
-        bool(causal), keep(alibi, q.dtype.type), keep(key_mask, np.uint8), keep(documents, np.int32)
-    )
-    check_dropout(p, key)
-    dropout = Dropout(False, 0, 1.0, 0, 0, 0, 0, 0)
-    if p > 0 and key is not None:
-        key = check_counters(B, Hq * T * S, key)
-        dropout = Dropout(
-            True,
-            int(p * 2**32),
-            1 / (1 - float(p)),
-            key.seed & 0xFFFFFFFF,
-            key.seed >> 32,
-            key.step,
-            key.sample,
-            key.site,
-        )
-    return Extras(mask, dropout, tuple(owners))
 
 
 def gradients(sizes: Sizes, dtype: np.dtype) -> tuple[Array, Array, Array]:
@@ -275,27 +181,3 @@ def gradients(sizes: Sizes, dtype: np.dtype) -> tuple[Array, Array, Array]:
         empty((B, S, Hkv, d), dtype),
         empty((B, S, Hkv, dv), dtype),
     )
-
-
-def cut_runs(sizes: Sizes, causal: bool, tasks: int = TASKS) -> Array:
-    """Cut the query tiles of a group into runs of about equal work, by shapes alone.
-
-    The list has the tiles of the group's first head, then those of its second, and so on; the work
-    of a tile is the number of key tiles that it can see.
-
-    Returns
-    -------
-    cuts : (runs + 1,) int64
-        Run r has the tiles cuts[r] .. cuts[r + 1] - 1 of the list.
-    """
-    group = sizes.heads // sizes.kv_heads
-    ends = np.minimum(np.arange(BLOCK, sizes.queries + BLOCK, BLOCK), sizes.queries)
-    if causal:
-        ends = np.clip(ends + sizes.keys - sizes.queries, 0, sizes.keys)
-    else:
-        ends = np.full_like(ends, sizes.keys)
-    work = np.tile(-(-ends // BLOCK), group)
-    runs = min(len(work), -(-tasks // (sizes.batch * sizes.kv_heads)))
-    done = np.cumsum(work)
-    cuts = np.searchsorted(done, done[-1] * np.arange(1, runs) / runs, side="right")
-    return np.concatenate([[0], cuts, [len(work)]]).astype(np.int64)

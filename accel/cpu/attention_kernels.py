@@ -1,5 +1,8 @@
 """Tiled exact attention, forward and backward, for float32 and float64.
 
+``forward`` and ``backward`` are those of ``reference/attention.py``; a tile of queries meets the
+keys in its range of ``reference/visibility.py`` and no others.
+
 The tables S and P of T × S numbers never exist: a tile of 64 keys by 64 queries at a time is made,
 used and forgotten (Dao et al. 2022, algorithm 1; Rabe & Staats 2021), and the forward keeps one
 number for each query, log₂ Σ 2^s, from which the backward makes every tile again.
@@ -23,13 +26,15 @@ Backward. A task owns a run of query tiles of the G heads that read one key/valu
 their dQ, and sums dK and dV of its own in scratch memory. For each query tile Qᵀ, dOᵀ, Q and dO are
 copied, and for each key tile that it sees::
 
-    Sᵀ = K Qᵀ;  dPᵀ = V dOᵀ;  P = 2^(S - lse);  dS = scale · P (dP - delta)
+    Sᵀ = K Qᵀ;  dPᵀ = V dOᵀ;  P = 2^(S - lse2);  dS = scale · P (dP - delta)
     dV += Pᵀ dO;  dK += dSᵀ Q;  dQ += dS K            delta_t = Σ dO_t O_t
 
 For 5 · 64·64·64 multiply-adds, 32 KiB of K and V are read and 32 KiB of dK and dV read and written.
 Nothing is shared between tasks, so nothing is locked, and no result depends on the number of
 threads. Where a batch has few key/value heads, the query tiles of a group are cut into several runs
-of about equal work, by shapes alone; a second pass then adds the dK and dV of the runs, in order.
+of about equal work, by shapes and window alone; a second pass then adds the dK and dV of the runs,
+in order. With a window w, a run copies, sums and writes the keys alone that its queries can see:
+together the runs read T + runs · w keys, and every part of the work is linear in T.
 """
 
 from typing import Any
@@ -37,66 +42,52 @@ from typing import Any
 import numpy as np
 from numba import get_thread_id, prange
 
-from accel.cpu.attention_tiles import (
+from accel.cpu.attention_layout import (
     BLOCK,
+    Attention,
+    BackwardRoom,
+    Drawn,
+    ForwardRoom,
+    Mask,
+    Operands,
+    Sizes,
+    Tile,
+    View,
+    forward_task,
+    forward_tasks,
+    padded,
+    row,
+    run_tile,
+)
+from accel.cpu.attention_tiles import (
     FAST,
-    MASKED,
+    LOG2_E,
     SKIP,
     START,
-    Dropout,
-    Mask,
-    Sizes,
-    View,
-    add_alibi,
+    UNSEEN,
     copy_rows,
     dot,
     dropout_tile,
     exponentials,
     fill,
-    keys_end,
+    keys_of,
     mask_tile,
     multiply,
-    padded,
-    row,
     running_maximum,
     scale_row,
     score_gradients,
     tile_kind,
     transpose,
 )
-from accel.cpu.simd import at, exp2, pointer, start, tile_gemm, wide_vectors
+from accel.cpu.simd import at, exp2, start, tile_gemm, wide_vectors
 from accel.jit import jit
 
-LOG2_E = 1.4426950408889634
-
-# lse of a query that sees no key: 2^(s - UNSEEN) is 0 for every score, LOW among them.
-UNSEEN = 1e38
+OPERANDS = Operands(keys=BLOCK, side=1, pair=1, spare=0)
 
 
 def packed_elements(sizes: Sizes) -> int:
     """Return the elements of the head-by-head copy of K and V."""
     return sizes.batch * sizes.kv_heads * sizes.keys * (sizes.width + sizes.value_width)
-
-
-def forward_scratch(sizes: Sizes) -> int:
-    """Return the elements of scratch memory that a thread needs in ``forward``."""
-    return BLOCK * (sizes.width + sizes.value_width) + _TILES + 3 * BLOCK
-
-
-def backward_scratch(sizes: Sizes) -> int:
-    """Return the elements of scratch memory that a thread needs in ``backward``."""
-    widths = sizes.width + sizes.value_width
-    return (
-        (2 * sizes.keys + 2 * BLOCK) * widths
-        + BLOCK * sizes.width
-        + BLOCK * BLOCK
-        + _TILES
-        + 2 * BLOCK
-    )
-
-
-# Elements of a tile of scores, of its dropout factors, and of the draws behind them.
-_TILES = BLOCK * (3 * BLOCK + 7)
 
 
 @jit(nogil=True, parallel=True, fastmath=FAST)
@@ -106,102 +97,87 @@ def forward(
     k: View,
     v: View,
     out: View,
-    lse: Any,
     scale: Any,
     mask: Mask,
-    dropout: Dropout,
+    dropout: Drawn,
+    lse2: Any,
     packed: Any,
+    room: ForwardRoom,
     scratch: Any,
 ) -> None:
     """Attention of q over k and v.
 
     Parameters
     ----------
-    q, k, v, out : View
-        (B, T, Hq, d), (B, S, Hkv, d), (B, S, Hkv, dv) and the result, (B, T, Hq, dv).
-    lse : (B, Hq, T)
+    sizes .. dropout
+        Those of ``Attention``.
+    lse2 : (B, Hq, T)
         Receives log₂ Σ 2^s of each query.
-    scale : scalar of the element type
     packed : (packed_elements,)
-    scratch : (threads, forward_scratch)
+        Receives K and V.
+    room, scratch : ForwardRoom and (threads, room.end)
     """
+    d, dv = sizes.width, sizes.value_width
     blocks = (sizes.keys + BLOCK - 1) // BLOCK
     heads = sizes.batch * sizes.kv_heads
-    values = heads * sizes.keys * sizes.width  # where V begins
+    values = heads * sizes.keys * d  # where V begins
     for task in prange(heads * blocks):
         bg, u0 = task // blocks, task % blocks * BLOCK
         b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
         nk = min(BLOCK, sizes.keys - u0)
         kept = bg * sizes.keys + u0
-        d, dv = sizes.width, sizes.value_width
         copy_rows(row(k, b, u0, g, scale), k.position, at(start(packed), kept * d), d, nk, d)
         target = at(start(packed), values + kept * dv)
         copy_rows(row(v, b, u0, g, scale), v.position, target, dv, nk, dv)
 
-    tiles = (sizes.queries + BLOCK - 1) // BLOCK
-    pairs = (tiles + 1) // 2
-    for task in prange(sizes.batch * sizes.heads * pairs):
-        bh, first = task // pairs, task % pairs
-        b, h = bh // sizes.heads, bh % sizes.heads
-        bg = b * sizes.kv_heads + h // (sizes.heads // sizes.kv_heads)
-        keys = at(start(packed), bg * sizes.keys * sizes.width)
-        data = at(start(packed), values + bg * sizes.keys * sizes.value_width)
+    for task in prange(forward_tasks(sizes)):
+        b, h, bg, first, last = forward_task(sizes, task)
+        call = Attention(sizes, q, k, v, out, scale, mask, dropout)
+        keys = at(start(packed), bg * sizes.keys * d)
+        data = at(start(packed), values + bg * sizes.keys * dv)
         own = at(start(scratch), get_thread_id() * scratch.shape[1])
-        line = at(start(lse), bh * sizes.queries)
-        last = tiles - 1 - first
-        _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, first)
-        if last != first:
-            _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, last)
+        line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
+        for i in range(first, last + 1, max(1, last - first)):
+            _forward_tile(call, keys, data, line, room, own, b, h, i)
 
 
 @jit(fastmath=FAST)
 def _forward_tile(
-    sizes: Sizes,
-    q: View,
+    call: Attention,
     keys: Any,
     values: Any,
-    out: View,
-    lse: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
-    scratch: Any,
+    lse2: Any,
+    room: ForwardRoom,
+    own: Any,
     b: int,
     h: int,
     i: int,
 ) -> None:
     """Compute the rows of query tile i of one head from its K (S, d) and V (S, dv)."""
     wide_vectors()
+    sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     t0 = i * BLOCK
     n = min(BLOCK, sizes.queries - t0)
     width = padded(n, scale)
-    log2_e = type(scale)(LOG2_E)
 
-    qt = scratch
-    o = at(qt, BLOCK * d)
-    s = at(o, BLOCK * dv)
-    factors = at(s, BLOCK * BLOCK)
-    drawn = at(factors, BLOCK * BLOCK)
-    top = at(drawn, BLOCK * (BLOCK + 7))
-    total = at(top, BLOCK)
-    correction = at(total, BLOCK)
+    qt, o, s = at(own, room.queries_t), at(own, room.o), at(own, room.s)
+    factors, drawn = at(own, room.factors), at(own, room.drawn)
+    top, total, correction = at(own, room.top), at(own, room.total), at(own, room.correction)
 
-    transpose(row(q, b, t0, h, scale), q.position, d, n, qt, width, scale * log2_e)
+    transpose(row(q, b, t0, h, scale), q.position, d, n, qt, width, scale * type(scale)(LOG2_E))
     fill(top, type(scale)(START), width)
     fill(total, scale * 0, width)
     fill(o, scale * 0, n * dv)
-    for u0 in range(0, keys_end(mask, sizes, t0 + n), BLOCK):
+    low, end = keys_of(sizes, call.mask, t0, t0 + n)
+    for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
         nk = min(BLOCK, sizes.keys - u0)
-        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        tile = Tile(b, h, t0, n, width, u0, nk)
+        kind = tile_kind(call, tile)
         if kind == SKIP:
             continue
         tile_gemm(nk, width, d, at(keys, u0 * d), d, 1, qt, width, s, width, False)
-        if mask.alibi != 0:
-            slope = pointer(mask.alibi, scale)[h] * log2_e
-            add_alibi(s, slope, sizes, t0, width, u0, nk)
-        if kind == MASKED:
-            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
+        mask_tile(s, call, tile, kind)
         for c in range(width):
             correction[c] = top[c]
         running_maximum(s, top, width, nk)
@@ -210,8 +186,8 @@ def _forward_tile(
             correction[c] = x
             total[c] *= x
         exponentials(s, top, total, width, nk)
-        if dropout.active:
-            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+        if call.dropout.active:
+            dropout_tile(factors, drawn, call, tile)
             multiply(s, factors, nk * width)
         for t in range(n):
             if correction[t] != 1:
@@ -220,8 +196,8 @@ def _forward_tile(
     for t in range(n):
         some = total[t] != 0
         scale_row(at(o, t * dv), 1 / total[t] if some else scale * 0, dv)
-        lse[t0 + t] = top[t] + np.log2(total[t]) if some else type(scale)(UNSEEN)
-    copy_rows(o, dv, row(out, b, t0, h, scale), out.position, n, dv)
+        lse2[t0 + t] = top[t] + np.log2(total[t]) if some else type(scale)(UNSEEN)
+    copy_rows(o, dv, row(call.out, b, t0, h, scale), call.out.position, n, dv)
 
 
 @jit(nogil=True, parallel=True, fastmath=FAST)
@@ -231,128 +207,117 @@ def backward(
     k: View,
     v: View,
     out: View,
+    scale: Any,
+    mask: Mask,
+    dropout: Drawn,
     dout: View,
-    lse: Any,
     dq: View,
     dk: View,
     dvalue: View,
-    cuts: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
+    lse2: Any,
+    runs: Any,
+    room: BackwardRoom,
     scratch: Any,
 ) -> None:
     """Gradients of attention.
 
     Parameters
     ----------
-    out, lse
-        What ``forward`` made.
+    sizes .. dropout
+        Those of ``Attention``.
     dout, dq, dk, dvalue : View
         Laid out as out, q, k and v, but each run has its own B batch rows of dk and dvalue: run r
-        writes rows r · B ...
-    cuts : (runs + 1,) int64
-        Where the runs of query tiles begin in the list of the G · tiles of a group.
-    scratch : (threads, backward_scratch)
+        writes rows r · B ..., of these the keys that it can see.
+    lse2 : (B, Hq, T)
+        What ``forward`` made.
+    runs : (runs, 4) int64
+        Made by ``cut_runs``.
+    room, scratch : BackwardRoom and (threads, room.end)
     """
-    runs = len(cuts) - 1
-    tiles = (sizes.queries + BLOCK - 1) // BLOCK
-    group = sizes.heads // sizes.kv_heads
     d, dv = sizes.width, sizes.value_width
-    for task in prange(sizes.batch * sizes.kv_heads * runs):
-        run, bg = task % runs, task // runs
+    for task in prange(sizes.batch * sizes.kv_heads * len(runs)):
+        r, bg = task % len(runs), task // len(runs)
         b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
-        keys = at(start(scratch), get_thread_id() * scratch.shape[1])
-        values = at(keys, sizes.keys * d)
-        dkeys = at(values, sizes.keys * dv)
-        dvalues = at(dkeys, sizes.keys * d)
-        own = at(dvalues, sizes.keys * dv)
-        copy_rows(row(k, b, 0, g, scale), k.position, keys, d, sizes.keys, d)
-        copy_rows(row(v, b, 0, g, scale), v.position, values, dv, sizes.keys, dv)
-        fill(dkeys, scale * 0, sizes.keys * (d + dv))
-        for tile in range(cuts[run], cuts[run + 1]):
-            h, i = g * group + tile // tiles, tile % tiles
-            line = at(start(lse), (b * sizes.heads + h) * sizes.queries)
+        call = Attention(sizes, q, k, v, out, scale, mask, dropout)
+        first, end, low, span = runs[r, 0], runs[r, 1], runs[r, 2], runs[r, 3] - runs[r, 2]
+        own = at(start(scratch), get_thread_id() * scratch.shape[1])
+        keys, values = at(own, room.keys), at(own, room.values)
+        dkeys, dvalues = at(own, room.dkeys), at(own, room.dvalues)
+        copy_rows(row(k, b, low, g, scale), k.position, keys, d, span, d)
+        copy_rows(row(v, b, low, g, scale), v.position, values, dv, span, dv)
+        fill(dkeys, scale * 0, span * d)
+        fill(dvalues, scale * 0, span * dv)
+        for place in range(first, end):
+            h, i = run_tile(sizes, mask, g, place)
+            line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
             _backward_tile(
-                sizes, q, keys, values, out, dout, line, dq, dkeys, dvalues, scale, mask, dropout,
-                own, b, h, i,
+                call, at(keys, -low * d), at(values, -low * dv), dout, line, dq,
+                at(dkeys, -low * d), at(dvalues, -low * dv), room, own, b, h, i,
             )  # fmt: skip
-        slot = run * sizes.batch + b
-        copy_rows(dkeys, d, row(dk, slot, 0, g, scale), dk.position, sizes.keys, d)
-        copy_rows(dvalues, dv, row(dvalue, slot, 0, g, scale), dvalue.position, sizes.keys, dv)
+        slot = r * sizes.batch + b
+        copy_rows(dkeys, d, row(dk, slot, low, g, scale), dk.position, span, d)
+        copy_rows(dvalues, dv, row(dvalue, slot, low, g, scale), dvalue.position, span, dv)
 
 
 @jit(fastmath=FAST)
 def _backward_tile(
-    sizes: Sizes,
-    q: View,
+    call: Attention,
     keys: Any,
     values: Any,
-    out: View,
     dout: View,
-    lse: Any,
+    lse2: Any,
     dq: View,
     dkeys: Any,
     dvalues: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
-    scratch: Any,
+    room: BackwardRoom,
+    own: Any,
     b: int,
     h: int,
     i: int,
 ) -> None:
     """Compute dQ of query tile i of head h, and add its part to dK (S, d) and dV (S, dv)."""
     wide_vectors()
+    sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     t0 = i * BLOCK
     n = min(BLOCK, sizes.queries - t0)
     width = padded(n, scale)
     zero = scale * 0
-    log2_e = type(scale)(LOG2_E)
 
-    qt = scratch  # (d, width), scaled
-    dot_ = at(qt, BLOCK * d)  # (dv, width)
-    queries = at(dot_, BLOCK * dv)  # (n, d)
-    gradient = at(queries, BLOCK * d)  # (n, dv)
-    dqueries = at(gradient, BLOCK * dv)  # (n, d)
-    s = at(dqueries, BLOCK * d)
-    dp = at(s, BLOCK * BLOCK)
-    factors = at(dp, BLOCK * BLOCK)
-    drawn = at(factors, BLOCK * BLOCK)
-    top = at(drawn, BLOCK * (BLOCK + 7))  # lse
-    delta = at(top, BLOCK)
+    queries_t, gradient_t = at(own, room.queries_t), at(own, room.gradient_t)
+    queries, gradient = at(own, room.queries), at(own, room.gradient)
+    dqueries, s, dp = at(own, room.dq), at(own, room.s), at(own, room.dp)
+    factors, drawn = at(own, room.factors), at(own, room.drawn)
+    top, delta = at(own, room.lse2), at(own, room.delta)
 
     copy_rows(row(q, b, t0, h, scale), q.position, queries, d, n, d)
     copy_rows(row(dout, b, t0, h, scale), dout.position, gradient, dv, n, dv)
-    transpose(queries, d, d, n, qt, width, scale * log2_e)
-    transpose(gradient, dv, dv, n, dot_, width, zero + 1)
+    transpose(queries, d, d, n, queries_t, width, scale * type(scale)(LOG2_E))
+    transpose(gradient, dv, dv, n, gradient_t, width, zero + 1)
     fill(dqueries, zero, n * d)
     for t in range(n):
-        top[t] = lse[t0 + t]
-        delta[t] = dot(at(gradient, t * dv), row(out, b, t0 + t, h, scale), dv)
+        top[t] = lse2[t0 + t]
+        delta[t] = dot(at(gradient, t * dv), row(call.out, b, t0 + t, h, scale), dv)
     for t in range(n, width):
         top[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
-    for u0 in range(0, keys_end(mask, sizes, t0 + n), BLOCK):
+    low, end = keys_of(sizes, call.mask, t0, t0 + n)
+    for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
         nk = min(BLOCK, sizes.keys - u0)
-        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        tile = Tile(b, h, t0, n, width, u0, nk)
+        kind = tile_kind(call, tile)
         if kind == SKIP:
             continue
         tile_keys, tile_values = at(keys, u0 * d), at(values, u0 * dv)
-        tile_gemm(nk, width, d, tile_keys, d, 1, qt, width, s, width, False)
-        tile_gemm(nk, width, dv, tile_values, dv, 1, dot_, width, dp, width, False)
-        if mask.alibi != 0:
-            slope = pointer(mask.alibi, scale)[h] * log2_e
-            add_alibi(s, slope, sizes, t0, width, u0, nk)
-        if kind == MASKED:
-            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
-        if dropout.active:
-            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+        tile_gemm(nk, width, d, tile_keys, d, 1, queries_t, width, s, width, False)
+        tile_gemm(nk, width, dv, tile_values, dv, 1, gradient_t, width, dp, width, False)
+        mask_tile(s, call, tile, kind)
+        if call.dropout.active:
+            dropout_tile(factors, drawn, call, tile)
             multiply(dp, factors, nk * width)
         score_gradients(s, dp, top, delta, scale, width, nk)
-        if dropout.active:
+        if call.dropout.active:
             multiply(s, factors, nk * width)
         tile_gemm(nk, dv, n, s, width, 1, gradient, dv, at(dvalues, u0 * dv), dv, True)
         tile_gemm(nk, d, n, dp, width, 1, queries, d, at(dkeys, u0 * d), d, True)
@@ -361,14 +326,23 @@ def _backward_tile(
 
 
 @jit(nogil=True, parallel=True, fastmath=FAST)
-def add_runs(sizes: Sizes, parts: View, runs: int, target: View, width: int, like: Any) -> None:
+def add_runs(sizes: Sizes, parts: View, runs: Any, target: View, width: int, like: Any) -> None:
     """Sum what the runs wrote, (runs · B, S, Hkv, width), in order into (B, S, Hkv, width)."""
     for bu in prange(sizes.batch * sizes.keys):
         b, u = bu // sizes.keys, bu % sizes.keys
+        first = 0  # the runs that can see a key are neighbours
+        while first < len(runs) and runs[first, 3] <= u:
+            first += 1
+        end = first
+        while end < len(runs) and runs[end, 2] <= u:
+            end += 1
         for g in range(sizes.kv_heads):
             x = row(target, b, u, g, like)
+            if first == end:
+                fill(x, like * 0, width)
+                continue
             for e in range(width):
-                total = row(parts, b, u, g, like)[e]
-                for r in range(1, runs):
+                total = row(parts, first * sizes.batch + b, u, g, like)[e]
+                for r in range(first + 1, end):
                     total += row(parts, r * sizes.batch + b, u, g, like)[e]
                 x[e] = total

@@ -1,5 +1,9 @@
 """The element-wise half of tiled attention: what happens to one tile of scores.
 
+``keys_of`` and ``queries_of`` are those of ``reference/visibility.py``, and ``tile_kind`` and
+``mask_tile`` its ``allowed``, tile by tile; what is done to scores is ``reference/attention.py``'s
+softmax and its backward. Both compute modes use them, on the same records and tasks.
+
 A tile holds the scores of ``nk`` keys (rows) and ``n`` queries (columns), Sᵀ = K Qᵀ, its rows
 padded with queries that do not exist to ``width``, a multiple of 64 bytes. Queries run along the
 vector lanes, so the running maximum and sum of each query are vectors as well, a key that is masked
@@ -8,18 +12,19 @@ is one row, and no reduction crosses lanes.
 Scores are in units of log 2: log₂e is folded into the scale, and 2ˣ takes the place of eˣ.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from accel.cpu.attention_layout import Attention, Mask, Sizes, Tile
 from accel.cpu.philox import philox
-from accel.cpu.simd import at, exp2, pad_columns, pointer
+from accel.cpu.simd import at, exp2, pointer
 from accel.jit import jit
 
 # Reassociation and contraction, but NaN and infinities mean what they mean.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 
-BLOCK = 64  # queries, and keys, of a tile
+LOG2_E = 1.4426950408889634
 
 # What tile_kind says about a tile.
 SKIP, PLAIN, MASKED = 0, 1, 2
@@ -30,81 +35,50 @@ SKIP, PLAIN, MASKED = 0, 1, 2
 LOW = -3e38
 START = -1e38
 
-
-class View(NamedTuple):
-    """Where the rows of an array (batch, position, head, width) lie; strides in elements."""
-
-    address: int
-    batch: int
-    position: int
-    head: int
+# lse2 of a query that sees no key: 2^(s - UNSEEN) is 0 for every score, LOW among them.
+UNSEEN = 1e38
 
 
-class Sizes(NamedTuple):
-    """The extents of one attention."""
-
-    batch: int  # B
-    queries: int  # T
-    keys: int  # S
-    heads: int  # Hq
-    kv_heads: int  # Hkv
-    width: int  # d, of queries and keys
-    value_width: int  # dv
-
-
-class Mask(NamedTuple):
-    """Who may see whom, and by how much less; an address of 0 says that there is none."""
-
-    causal: bool
-    alibi: int  # address of (Hq,) slopes, of the element type
-    key_mask: int  # address of (B, S) uint8
-    documents: int  # address of (B, S) int32
-
-
-class Dropout(NamedTuple):
-    """The dropout of probabilities; see ``reference/philox.py`` for the counters."""
-
-    active: bool
-    threshold: int  # floor(p · 2³²): a word below it drops
-    keep_scale: float  # 1 / (1 - p)
-    seed_low: int
-    seed_high: int
-    step: int
-    sample: int  # of batch row 0
-    site: int
+# --- who may see whom ----------------------------------------------------------------------------
 
 
 @jit
-def row(view: View, b: int, t: int, h: int, like: Any) -> Any:
-    """Return the pointer to element 0 of row (b, t, h)."""
-    return at(pointer(view.address, like), b * view.batch + t * view.position + h * view.head)
-
-
-@jit
-def padded(n: int, like: Any) -> int:
-    """Return ``n`` rounded up to whole vectors of elements like ``like``."""
-    lanes: int = pad_columns(like)
-    return (n + lanes - 1) // lanes * lanes
-
-
-@jit
-def keys_end(mask: Mask, sizes: Sizes, t_end: int) -> int:
-    """Return one past the last key that the queries before ``t_end`` can see."""
+def keys_of(sizes: Sizes, mask: Mask, first: int, end: int) -> tuple[int, int]:
+    """Return the range of keys that queries ``first`` .. ``end - 1`` can see, by position."""
+    shift = sizes.keys - sizes.queries
+    low = first + shift - mask.window + 1 if mask.window else 0
+    high = sizes.keys
     if mask.causal:
-        return max(0, min(sizes.keys, t_end + sizes.keys - sizes.queries))
-    return sizes.keys
+        high = end + shift
+    elif mask.window:
+        high = end + shift + mask.window - 1
+    low = min(max(low, 0), sizes.keys)
+    return low, max(low, min(high, sizes.keys))
 
 
 @jit
-def tile_kind(mask: Mask, sizes: Sizes, b: int, t0: int, n: int, u0: int, nk: int) -> int:
-    """Say whether queries t0.. and keys u0.. see each other: none (SKIP), all (PLAIN), some."""
-    kind = PLAIN
-    offset = sizes.keys - sizes.queries
+def queries_of(sizes: Sizes, mask: Mask, first: int, end: int) -> tuple[int, int]:
+    """Return the range of queries that can see keys ``first`` .. ``end - 1``, by position."""
+    shift = sizes.keys - sizes.queries
+    low = 0
     if mask.causal:
-        if u0 > t0 + n - 1 + offset:
-            return SKIP
-        if u0 + nk - 1 > t0 + offset:
-            kind = MASKED
+        low = first - shift
+    elif mask.window:
+        low = first - shift - mask.window + 1
+    high = end - shift + mask.window - 1 if mask.window else sizes.queries
+    low = min(max(low, 0), sizes.queries)
+    return low, max(low, min(high, sizes.queries))
+
+
+@jit
+def tile_kind(call: Attention, tile: Tile) -> int:
+    """Say whether the tile's queries and keys see each other: none (SKIP), all (PLAIN), some."""
+    sizes, mask = call.sizes, call.mask
+    b, t0, n, u0, nk = tile.b, tile.t0, tile.n, tile.u0, tile.nk
+    # All queries see the keys from where the last one's range begins to where the first one's ends.
+    low = keys_of(sizes, mask, t0 + n - 1, t0 + n)[0]
+    high = keys_of(sizes, mask, t0, t0 + 1)[1]
+    kind = PLAIN if low <= u0 and u0 + nk <= high else MASKED
     if mask.key_mask != 0:
         allowed = pointer(mask.key_mask + b * sizes.keys + u0, np.uint8(0))
         count = 0
@@ -116,84 +90,81 @@ def tile_kind(mask: Mask, sizes: Sizes, b: int, t0: int, n: int, u0: int, nk: in
             kind = MASKED
     if mask.documents != 0:
         document = pointer(mask.documents + 4 * b * sizes.keys, np.int32(0))
+        queries = at(document, sizes.keys - sizes.queries)
         first = last = document[u0]
         for u in range(u0, u0 + nk):
             first, last = min(first, document[u]), max(last, document[u])
-        low = high = document[t0 + offset]
-        for t in range(t0 + offset, t0 + offset + n):
-            low, high = min(low, document[t]), max(high, document[t])
-        if last < low or high < first:
+        earliest = latest = queries[t0]
+        for t in range(t0, t0 + n):
+            earliest, latest = min(earliest, queries[t]), max(latest, queries[t])
+        if last < earliest or latest < first:
             return SKIP
-        if first != last or low != high:
+        if first != last or earliest != latest:
             kind = MASKED
     return kind
 
 
 @jit(fastmath=FAST)
-def add_alibi(s: Any, slope: Any, sizes: Sizes, t0: int, width: int, u0: int, nk: int) -> None:
-    """Subtract slope · (t' - u) from every score; t' = t + (S - T)."""
-    for r in range(nk):
-        line = at(s, r * width)
-        distance = t0 + sizes.keys - sizes.queries - (u0 + r)  # of column 0
-        for c in range(width):
+def _add_alibi(s: Any, call: Attention, tile: Tile) -> None:
+    """Subtract m_h log₂e · (t' - u) from every score; t' = t + (S - T)."""
+    slope = pointer(call.mask.alibi, call.scale)[tile.h] * type(call.scale)(LOG2_E)
+    for r in range(tile.nk):
+        line = at(s, r * tile.width)
+        distance = tile.t0 + call.sizes.keys - call.sizes.queries - (tile.u0 + r)  # of column 0
+        for c in range(tile.width):
             line[c] = line[c] - slope * type(slope)(distance + c)
 
 
 @jit
-def mask_tile(
-    s: Any, mask: Mask, sizes: Sizes, b: int, t0: int, n: int, width: int, u0: int, nk: int
-) -> None:
-    """Set the scores of pairs that may not see each other to LOW."""
-    offset = sizes.keys - sizes.queries
+def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
+    """Apply ALiBi, and in a MASKED tile set the scores of pairs that may not meet to LOW."""
+    sizes, mask = call.sizes, call.mask
+    if mask.alibi != 0:
+        _add_alibi(s, call, tile)
+    if kind != MASKED:
+        return
     low = type(s[0])(LOW)
-    for r in range(nk):
-        u = u0 + r
-        line = at(s, r * width)
-        if mask.key_mask != 0 and pointer(mask.key_mask + b * sizes.keys, np.uint8(0))[u] == 0:
-            for c in range(width):
+    for r in range(tile.nk):
+        u = tile.u0 + r
+        line = at(s, r * tile.width)
+        if mask.key_mask != 0 and pointer(mask.key_mask + tile.b * sizes.keys, np.uint8(0))[u] == 0:
+            for c in range(tile.width):
                 line[c] = low
             continue
-        if mask.causal:
-            for c in range(min(width, max(0, u - offset - t0))):
-                line[c] = low
+        first, end = queries_of(sizes, mask, u, u + 1)
+        for c in range(min(tile.n, first - tile.t0)):
+            line[c] = low
+        for c in range(max(0, end - tile.t0), tile.n):
+            line[c] = low
         if mask.documents != 0:
-            document = pointer(mask.documents + 4 * b * sizes.keys, np.int32(0))
-            queries = at(document, t0 + offset)
+            document = pointer(mask.documents + 4 * tile.b * sizes.keys, np.int32(0))
+            queries = at(document, tile.t0 + sizes.keys - sizes.queries)
             own = document[u]
-            for c in range(n):
+            for c in range(tile.n):
                 line[c] = line[c] if queries[c] == own else low
 
 
 @jit(fastmath=FAST)
-def dropout_tile(
-    factors: Any,
-    drawn: Any,
-    dropout: Dropout,
-    sizes: Sizes,
-    b: int,
-    h: int,
-    t0: int,
-    n: int,
-    width: int,
-    u0: int,
-    nk: int,
-) -> None:
+def dropout_tile(factors: Any, drawn: Any, call: Attention, tile: Tile) -> None:
     """Write the factor of every pair of the tile, 1/(1 - p) or 0, into ``factors``.
 
     Four keys that follow one another for a query share a counter. A row of the tile may start
     within such a four, at another place for each query; so whole fours are drawn, vectorised over
     the queries, and then shifted into place. ``drawn`` has room for ``nk + 7`` rows.
     """
+    sizes, dropout = call.sizes, call.dropout
+    n, width, nk = tile.n, tile.width, tile.nk
     keep = type(factors[0])(dropout.keep_scale)
     drop = type(factors[0])(0)
-    start = (h * sizes.queries + t0) * sizes.keys + u0  # the flat index of query t0, key u0
+    # the flat index of query t0, key u0
+    start = (tile.h * sizes.queries + tile.t0) * sizes.keys + tile.u0
     for four in range((nk + 6) // 4):
         w0, w1 = at(drawn, 4 * four * width), at(drawn, (4 * four + 1) * width)
         w2, w3 = at(drawn, (4 * four + 2) * width), at(drawn, (4 * four + 3) * width)
         for c in range(n):
             x0, x1, x2, x3 = philox(
                 np.uint64((start + c * sizes.keys) // 4 + four),
-                np.uint64(dropout.sample + b),
+                np.uint64(dropout.sample + tile.b),
                 np.uint64(dropout.step),
                 np.uint64(dropout.site),
                 np.uint64(dropout.seed_low),
@@ -209,6 +180,9 @@ def dropout_tile(
             line[c] = drawn[(r + (start + c * sizes.keys) % 4) * width + c]
         for c in range(n, width):
             line[c] = drop
+
+
+# --- loops over a tile ---------------------------------------------------------------------------
 
 
 @jit(fastmath=FAST)
@@ -321,11 +295,13 @@ def dot(x: Any, y: Any, n: int) -> Any:
 
 
 @jit(fastmath=FAST)
-def score_gradients(s: Any, dp: Any, lse: Any, delta: Any, scale: Any, width: int, nk: int) -> None:
-    """S becomes the probabilities P = 2^(S - lse), dP becomes scale · P (dP - delta)."""
+def score_gradients(
+    s: Any, dp: Any, lse2: Any, delta: Any, scale: Any, width: int, nk: int
+) -> None:
+    """S becomes the probabilities P = 2^(S - lse2), dP becomes scale · P (dP - delta)."""
     for r in range(nk):
         a, g = at(s, r * width), at(dp, r * width)
         for c in range(width):
-            p = exp2(a[c] - lse[c])
+            p = exp2(a[c] - lse2[c])
             a[c] = p
             g[c] = p * (g[c] - delta[c]) * scale

@@ -18,25 +18,27 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu import bf16_attention, bf16_gemm, bf16_tiles
-from accel.cpu.attention import AttentionCache, tiled_backward, tiled_forward
+from accel.cpu.attention import (
+    AttentionCache,
+    tiled_backward,
+    tiled_forward,
+)
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
-from accel.cpu.bf16_tiles import SIDE, STEP, pack_columns, pack_rows
+from accel.cpu.bf16_portable import SIDE, STEP
+from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
-from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
+from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_dout, check_float, given_again
 from reference.config import Config
-from reference.cross_entropy import check_targets
-from reference.linear import check_head, check_linear
-from reference.types import DropoutKey, KVCache, Loss
+from reference.types import Dropout, KVCache, Loss
+from reference.visibility import Visibility
 
 Array = npt.NDArray[Any]
 
-CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
-CHUNK_ROWS = 256  # chunks are a multiple of it, the rows of one task of a product
+CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -129,32 +131,20 @@ def decode_step(
     return decode(params, matrices, config, token, cache, position)
 
 
-def _check_float32(op: str, **arrays: Array | None) -> None:
-    check_float(op, **arrays)
-    dtype = next(array.dtype for array in arrays.values() if array is not None)
-    if dtype != np.float32:
-        raise ValueError(
-            f"{op}: in the bf16 mode arrays are float32 (products round them), "
-            f"got {dtype}; load the backend with compute='float32'"
-        )
-
-
 # --- linear --------------------------------------------------------------------------------------
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: it is given again
+    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: x is given
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
-    _check_float32("linear", x=x, weight=weight, bias=bias)
-    check_linear(x, weight, bias)
     if bias is not None:
         bias = contiguous(bias)
     rows = as_rows(x)
@@ -166,22 +156,15 @@ def linear_forward(
 
 
 def linear_backward(
-    dout: Array,
-    cache: LinearCache,
-    *,
-    x: Array | None = None,
-    out: tuple[Array | None, Array | None] | None = None,
+    dout: Array, cache: LinearCache, *, x: Array | None, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
-    kept, weight, x_shape, has_bias = cache
-    x = given_again("linear", kept, x, x_shape)
-    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
-    packed = x
-    if kept is None:
-        check_float("linear_backward", x=x, weight=weight)
+    packed, weight, x_shape, has_bias = cache
+    if x is not None:
         packed = bf16_gemm.pack(as_rows(x), A, transposed=True)
+    assert packed is not None
     rows = as_rows(dout)
-    weight_out, bias_out = (None, None) if out is None else out
+    weight_out, bias_out = out
     dx = empty((len(rows), weight.shape[0]), dout.dtype)
     gradient = multiply_rows(rows, right_operand(weight, transposed=True), dx, also=B)
     assert gradient is not None
@@ -200,28 +183,15 @@ def linear_backward(
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi: Array | None = None,
-    key_mask: Array | None = None,
-    documents: Array | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
+    q: Array, k: Array, v: Array, who: Visibility, *, scale: float, dropout: Dropout | None
 ) -> tuple[Array, AttentionCache]:
-    """Scaled dot-product attention: q (B, T, Hq, d), k (B, S, Hkv, d), v (B, S, Hkv, dv).
+    """Return o (B, T, Hq, dv).
 
     Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
     bfloat16 where they are multiplied.
     """
-    _check_float32("attention", q=q, k=k, v=v, alibi=alibi)
     bf16_tiles.enable()
-    return tiled_forward(
-        bf16_attention, q, k, v, alibi, key_mask, documents, causal, scale, dropout_p, dropout_key
-    )
+    return tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
@@ -232,10 +202,8 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
 # --- the head ------------------------------------------------------------------------------------
 
 
-def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
-    _check_float32("logits", x=x, head=head, bias=bias)
-    check_head("logits", x, head, bias)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     bias = None if bias is None else contiguous(bias)
@@ -247,64 +215,37 @@ def linear_cross_entropy_forward(
     x: Array,
     head: Array,
     targets: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: Array | None,
+    bias: Array | None,
     *,
-    need_backward: bool = True,
+    need_backward: bool,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets.
 
     As in ``loss.py``, the gradients are made while a chunk's logits are at hand. The kernel that
     turns logits into their gradient packs it for both products at once, 32 rows at a time.
     """
-    op = "linear_cross_entropy"
-    _check_float32(op, x=x, head=head, bias=bias)
-    check_head(op, x, head, bias)
-    vocabulary = len(head)
-    valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
-    rows = as_rows(x)
-    ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
-    flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
     bias = None if bias is None else contiguous(bias)
 
-    chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
-    losses = empty(len(rows), np.float64)
-    dx = dhead = dbias = None
-    if need_backward:
-        dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
-        if bias is not None:
-            dbias = np.zeros_like(bias)
-    # The logits come last: what dies first shall not lie below what lives on.
-    z = empty((min(chunk, len(rows)), vocabulary), np.float32)
-    left = right = np.empty(0, np.uint32)
-    if need_backward:
-        left = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
-        right = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
-    for start in range(0, len(rows), chunk):
-        count = min(chunk, len(rows) - start)
-        part, shape = z[:count], (panels(count), panels(vocabulary))
-        forward = right_operand(head, transposed=True)
-        also = B if need_backward else None
-        packed = multiply_rows(rows[start : start + count], forward, part, bias=bias, also=also)
-        _cross_entropy(
-            *(np.float32(1), address(part), address(ids[start:]), address(flags[start:])),
-            *(address(losses[start:]), count, vocabulary, need_backward),
-            *(address(left), address(right)),
-        )
-        if dx is not None and dhead is not None and packed is not None:
-            gradient = left[: shape[0] * shape[1] * STEP].reshape(*shape, STEP)
-            backward = right_operand(head, transposed=False)
-            multiply(gradient, backward, dx[start : start + count])
-            turned = right[: gradient.size].reshape(shape[1], shape[0], STEP)
-            multiply(turned, packed, dhead, accumulate=start > 0)
-            if dbias is not None:
-                once = empty(dbias.shape, dbias.dtype)
-                sum_rows(part, once)
-                dbias += once
-    if dhead is not None and not len(rows):
-        dhead.fill(0)
-    cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)
-    return Loss(float(np.sum(losses)), int(np.sum(valid))), cache
+    def step(
+        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
+    ) -> None:
+        down, across = panels(len(z)), panels(len(head))
+        left = right = np.empty(0, np.uint32)
+        if gradients is not None:
+            left, right = (
+                empty((down, across, STEP), np.uint32),
+                empty((across, down, STEP), np.uint32),
+            )
+        forward, also = right_operand(head, transposed=True), None if gradients is None else B
+        packed = multiply_rows(rows, forward, z, bias=bias, also=also)
+        _cross_entropy(*(*arguments, address(left), address(right)))
+        if gradients is not None and packed is not None:
+            dx, dhead = gradients
+            multiply(left, right_operand(head, transposed=False), dx)
+            multiply(right, packed, dhead, accumulate=accumulate)
+
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
 
 
 @jit(**SUM)

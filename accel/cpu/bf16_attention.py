@@ -1,5 +1,8 @@
 """Tiled attention in the mode bf16: bfloat16 operands, float32 scores, softmax and sums.
 
+``forward`` and ``backward`` are those of ``reference/attention.py``; a tile of queries meets the
+keys in its range of ``reference/visibility.py`` and no others.
+
 The order of work is that of ``attention_kernels.py``, and so are the functions that mask, bias and
 drop. What differs is that operands are packed tiles (``bf16_tiles.py``) and that everything is kept
 transposed, keys or widths along the rows and queries along the columns. Then softmax runs across
@@ -9,13 +12,13 @@ queries, and P and dS come out of it as tiles of the next product without being 
     backward   Sᵀ = K (Q')ᵀ     dPᵀ = V dOᵀ          P, dS as in attention_kernels.py
                dV = P dO        dK = dS Q'           dQᵀ = Kᵀ dS
 
-(P and dS stand for tiles with keys along the rows.) The factors that Q' carries too many, and dQ
-too few, are put right when dK and dQ are written out.
+(P and dS stand for tiles with keys along the rows.) The factors that Q' has and dK must not have,
+and those that dQ lacks, are applied when dK and dQ are written out.
 
 A forward tile has up to 128 keys by 64 queries: scores of 32 KiB and probabilities of 16 KiB in the
 first-level cache, for 2 · 128·64·64 multiply-adds in half a microsecond. K and Vᵀ are packed once
 for all query tiles: 2 bytes an element, of which a tile reads 32 KiB. A backward tile has 64 by 64.
-Tails are padded with zeros to multiples of 32, and keys that are none are masked.
+Tails are padded with zeros to multiples of 32, and the padded keys are masked.
 """
 
 from typing import Any
@@ -23,34 +26,43 @@ from typing import Any
 import numpy as np
 from numba import get_thread_id, prange
 
-from accel.cpu.attention_kernels import LOG2_E, UNSEEN, add_runs
-from accel.cpu.attention_tiles import (
+from accel.cpu.attention_layout import (
     BLOCK,
+    Attention,
+    BackwardRoom,
+    Drawn,
+    ForwardRoom,
+    Mask,
+    Operands,
+    Sizes,
+    Tile,
+    View,
+    forward_task,
+    forward_tasks,
+    row,
+    run_tile,
+)
+from accel.cpu.attention_tiles import (
+    LOG2_E,
     LOW,
-    MASKED,
     SKIP,
     START,
-    Dropout,
-    Mask,
-    Sizes,
-    View,
-    add_alibi,
+    UNSEEN,
+    copy_rows,
     dot,
     dropout_tile,
     exponentials,
     fill,
-    keys_end,
+    keys_of,
     mask_tile,
     multiply,
-    row,
     running_maximum,
     score_gradients,
     tile_kind,
 )
+from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_softmax import gradients, probabilities
 from accel.cpu.bf16_tiles import (
-    SIDE,
-    STEP,
     block,
     configure,
     pack_columns,
@@ -62,37 +74,15 @@ from accel.cpu.kernels import SERIAL, SUM
 from accel.cpu.simd import at, exp2, pointer, start, wide_vectors
 from accel.jit import jit
 
-__all__ = ["add_runs", "backward", "backward_scratch", "forward", "forward_scratch"]
-
 KEYS = 128  # of a forward tile
 
-_SPARE = 1024  # elements for packing tails
-
-
-def _padded(n: int) -> int:
-    return -(-n // SIDE) * SIDE
+OPERANDS = Operands(keys=KEYS, side=SIDE, pair=2, spare=1024)
 
 
 def packed_elements(sizes: Sizes) -> int:
     """Return the elements (4 bytes) of K and Vᵀ, packed for every key/value head."""
-    widths = _padded(sizes.width) + _padded(sizes.value_width)
-    return sizes.batch * sizes.kv_heads * _padded(sizes.keys) * widths // 2
-
-
-def forward_scratch(sizes: Sizes) -> int:
-    """Return the elements (4 bytes) of scratch memory that a thread needs in ``forward``."""
-    d, dv = _padded(sizes.width), _padded(sizes.value_width)
-    tiles = 3 * KEYS * BLOCK + 7 * BLOCK + KEYS * BLOCK // 2
-    return _SPARE + 4 * BLOCK + BLOCK * d + BLOCK * d // 2 + 2 * BLOCK * dv + tiles
-
-
-def backward_scratch(sizes: Sizes) -> int:
-    """Return the elements (4 bytes) of scratch memory that a thread needs in ``backward``."""
-    d, dv = _padded(sizes.width), _padded(sizes.value_width)
-    per_key = 2 * d + dv + dv // 2
-    per_query = 3 * d + 2 * dv
-    tiles = 4 * BLOCK * BLOCK + 7 * BLOCK + 3 * BLOCK * BLOCK // 2
-    return _SPARE + 4 * BLOCK + _padded(sizes.keys) * per_key + BLOCK * per_query + tiles
+    keys, d, dv = (-(-n // SIDE) * SIDE for n in (sizes.keys, sizes.width, sizes.value_width))
+    return sizes.batch * sizes.kv_heads * keys * (d + dv) // 2
 
 
 @jit(**SERIAL)
@@ -136,11 +126,12 @@ def forward(
     k: View,
     v: View,
     out: View,
-    lse: Any,
     scale: Any,
     mask: Mask,
-    dropout: Dropout,
+    dropout: Drawn,
+    lse2: Any,
     packed: Any,
+    room: ForwardRoom,
     scratch: Any,
 ) -> None:
     """Attention of q over k and v; parameters as in ``attention_kernels.forward``."""
@@ -157,49 +148,41 @@ def forward(
         b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
         u0 = step * SIDE
         nk = min(SIDE, sizes.keys - u0)
-        spare = pointer(base + get_thread_id() * thread_bytes, scale)
+        spare = at(pointer(base + get_thread_id() * thread_bytes, scale), room.spare)
         target = at(all_packed, (bg * steps + step) * d_steps * STEP)
         pack_rows(row(k, b, u0, g, scale), k.position, nk, d, target, 0, spare)
         target = at(all_values, (bg * dv_steps * steps + step) * STEP)
         source = row(v, b, u0, g, scale)
         pack_columns(source, v.position, nk, dv, target, steps * STEP, 0, spare)
 
-    tiles = (sizes.queries + BLOCK - 1) // BLOCK
-    pairs = (tiles + 1) // 2
-    for task in prange(sizes.batch * sizes.heads * pairs):
-        bh, first = task // pairs, task % pairs
-        b, h = bh // sizes.heads, bh % sizes.heads
-        bg = b * sizes.kv_heads + h // (sizes.heads // sizes.kv_heads)
+    for task in prange(forward_tasks(sizes)):
+        b, h, bg, first, last = forward_task(sizes, task)
+        call = Attention(sizes, q, k, v, out, scale, mask, dropout)
         keys = at(all_packed, bg * steps * d_steps * STEP)
         data = at(all_values, bg * dv_steps * steps * STEP)
         own = base + get_thread_id() * thread_bytes
-        line = at(start(lse), bh * sizes.queries)
-        last = tiles - 1 - first
+        line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
         configure()
-        _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, first)
-        if last != first:
-            _forward_tile(sizes, q, keys, data, out, line, scale, mask, dropout, own, b, h, last)
+        for i in range(first, last + 1, max(1, last - first)):
+            _forward_tile(call, keys, data, line, room, own, b, h, i)
         release()
 
 
 @jit(**SERIAL)
 def _forward_tile(
-    sizes: Sizes,
-    q: View,
+    call: Attention,
     keys: Any,
     values: Any,
-    out: View,
-    lse: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
-    scratch: int,
+    lse2: Any,
+    room: ForwardRoom,
+    own: int,
     b: int,
     h: int,
     i: int,
 ) -> None:
     """Compute the rows of query tile i of one head from its packed K and Vᵀ."""
     wide_vectors()
+    sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE
     d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
@@ -207,33 +190,29 @@ def _forward_tile(
     n = min(BLOCK, sizes.queries - t0)
     width = (n + SIDE - 1) // SIDE * SIDE
     zero, one = scale * 0, scale * 0 + 1
-    log2_e = type(scale)(LOG2_E)
 
-    spare = pointer(scratch, scale)
-    top = at(spare, _SPARE)
-    total = at(top, BLOCK)
-    correction = at(total, BLOCK)
-    ot = at(correction, 2 * BLOCK)  # (dv, width)
-    s = at(ot, BLOCK * SIDE * dv_steps)  # (keys, width)
-    packed_queries = pointer(scratch + 4 * (_SPARE + 4 * BLOCK), np.uint32(0))
-    packed_queries = at(packed_queries, BLOCK * SIDE * dv_steps + KEYS * BLOCK)
-    p = at(packed_queries, BLOCK * SIDE * d_steps // 2)
-    rest = scratch + 4 * (_SPARE + 4 * BLOCK + BLOCK * SIDE * dv_steps + KEYS * BLOCK)
-    rest += 4 * (BLOCK * SIDE * d_steps // 2 + KEYS * BLOCK // 2)
-    factors = pointer(rest, scale)  # first of all the room for Q'
-    drawn = at(factors, KEYS * BLOCK)
+    floats, words = pointer(own, scale), pointer(own, np.uint32(0))
+    spare, queries = at(floats, room.spare), at(floats, room.scaled)
+    top, total, correction = (
+        at(floats, room.top), at(floats, room.total), at(floats, room.correction)
+    )  # fmt: skip
+    ot, s, p = at(floats, room.o), at(floats, room.s), at(words, room.p)
+    packed_queries = at(words, room.queries_t)
+    factors, drawn = at(floats, room.factors), at(floats, room.drawn)
 
-    _copy_scaled(row(q, b, t0, h, scale), q.position, factors, n, d, scale * log2_e)
+    factor = scale * type(scale)(LOG2_E)
+    _copy_scaled(row(q, b, t0, h, scale), q.position, queries, n, d, factor)
     for c in range(0, width, SIDE):
         target = at(packed_queries, c // SIDE * d_steps * STEP)
-        pack_rows(at(factors, c * d), d, min(SIDE, n - c), d, target, 1, spare)
+        pack_rows(at(queries, c * d), d, min(SIDE, n - c), d, target, 1, spare)
     fill(top, type(scale)(START), width)
     fill(total, zero, width)
     fill(ot, zero, SIDE * dv_steps * width)
-    end = keys_end(mask, sizes, t0 + n)
-    for u0 in range(0, end, KEYS):
+    low, end = keys_of(sizes, call.mask, t0, t0 + n)
+    for u0 in range(low // BLOCK * BLOCK, end, KEYS):
         nk = min(KEYS, end - u0)
-        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        tile = Tile(b, h, t0, n, width, u0, nk)
+        kind = tile_kind(call, tile)
         if kind == SKIP:
             continue
         key_steps = (nk + SIDE - 1) // SIDE
@@ -241,10 +220,7 @@ def _forward_tile(
         _scores(
             at(keys, first * d_steps * STEP), packed_queries, d_steps, key_steps * SIDE, width, s
         )
-        if mask.alibi != 0:
-            add_alibi(s, pointer(mask.alibi, scale)[h] * log2_e, sizes, t0, width, u0, nk)
-        if kind == MASKED:
-            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
+        mask_tile(s, call, tile, kind)
         fill(at(s, nk * width), type(scale)(LOW), (key_steps * SIDE - nk) * width)
         for c in range(width):
             correction[c] = top[c]
@@ -255,9 +231,9 @@ def _forward_tile(
             correction[c] = x
             total[c] *= x
             changed = changed or x != one
-        if dropout.active:
+        if call.dropout.active:
             exponentials(s, top, total, width, key_steps * SIDE)
-            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+            dropout_tile(factors, drawn, call, tile)
             multiply(s, factors, nk * width)
             for step in range(key_steps):
                 source, target = at(s, step * SIDE * width), at(p, step * STEP)
@@ -280,12 +256,13 @@ def _forward_tile(
         some = total[c] != zero
         correction[c] = one / total[c] if some else zero
         if c < n:
-            lse[t0 + c] = top[c] + np.log2(total[c]) if some else type(scale)(UNSEEN)
+            lse2[t0 + c] = top[c] + np.log2(total[c]) if some else type(scale)(UNSEEN)
     for e in range(dv):
         line = at(ot, e * width)
         for c in range(width):
             line[c] *= correction[c]
-    _write_transposed(ot, width, row(out, b, t0, h, scale), out.position, n, dv, spare)
+    out = row(call.out, b, t0, h, scale)
+    _write_transposed(ot, width, out, call.out.position, n, dv, spare)
 
 
 @jit(**SUM)
@@ -295,92 +272,84 @@ def backward(
     k: View,
     v: View,
     out: View,
+    scale: Any,
+    mask: Mask,
+    dropout: Drawn,
     dout: View,
-    lse: Any,
     dq: View,
     dk: View,
     dvalue: View,
-    cuts: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
+    lse2: Any,
+    runs: Any,
+    room: BackwardRoom,
     scratch: Any,
 ) -> None:
     """Gradients of attention; parameters as in ``attention_kernels.backward``."""
-    runs = len(cuts) - 1
-    tiles = (sizes.queries + BLOCK - 1) // BLOCK
-    group = sizes.heads // sizes.kv_heads
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE
     d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
     d_pad, dv_pad = SIDE * d_steps, SIDE * dv_steps
     base = scratch.ctypes.data
     thread_bytes = 4 * scratch.shape[1]
-    for task in prange(sizes.batch * sizes.kv_heads * runs):
-        run, bg = task % runs, task // runs
+    for task in prange(sizes.batch * sizes.kv_heads * len(runs)):
+        r, bg = task % len(runs), task // len(runs)
         b, g = bg // sizes.kv_heads, bg % sizes.kv_heads
+        call = Attention(sizes, q, k, v, out, scale, mask, dropout)
+        first, end, low, high = runs[r, 0], runs[r, 1], runs[r, 2], runs[r, 3]
         own = base + get_thread_id() * thread_bytes
-        spare = pointer(own, scale)
-        dkeys = at(spare, _SPARE + 4 * BLOCK)  # (S, d_pad)
-        dvalues = at(dkeys, steps * SIDE * d_pad)  # (S, dv_pad)
-        after = own + 4 * (_SPARE + 4 * BLOCK + steps * SIDE * (d_pad + dv_pad))
-        keys = pointer(after, np.uint32(0))
-        values = at(keys, steps * d_steps * STEP)
-        keys_t = at(values, steps * dv_steps * STEP)
-        after += 4 * STEP * steps * (2 * d_steps + dv_steps)
-        for step in range(steps):
-            u0 = step * SIDE
-            nk = min(SIDE, sizes.keys - u0)
+        floats, words = pointer(own, scale), pointer(own, np.uint32(0))
+        spare = at(floats, room.spare)
+        # Where key 0 would lie: what lies there begins with key ``low``.
+        dkeys = at(floats, room.dkeys - low * d_pad)
+        dvalues = at(floats, room.dvalues - low * dv_pad)
+        keys = at(words, room.keys - low // SIDE * d_steps * STEP)
+        values = at(words, room.values - low // SIDE * dv_steps * STEP)
+        keys_t = at(words, room.keys_t - low // SIDE * STEP)
+        for u0 in range(low, high, SIDE):
+            step, nk = u0 // SIDE, min(SIDE, high - u0)
             source, data = row(k, b, u0, g, scale), row(v, b, u0, g, scale)
             pack_rows(source, k.position, nk, d, at(keys, step * d_steps * STEP), 0, spare)
             pack_rows(data, v.position, nk, dv, at(values, step * dv_steps * STEP), 0, spare)
             target = at(keys_t, step * STEP)
             pack_columns(source, k.position, nk, d, target, steps * STEP, 0, spare)
-        fill(dkeys, scale * 0, steps * SIDE * (d_pad + dv_pad))
+            fill(at(dkeys, u0 * d_pad), scale * 0, SIDE * d_pad)
+            fill(at(dvalues, u0 * dv_pad), scale * 0, SIDE * dv_pad)
         configure()
-        for tile in range(cuts[run], cuts[run + 1]):
-            h, i = g * group + tile // tiles, tile % tiles
-            line = at(start(lse), (b * sizes.heads + h) * sizes.queries)
+        for place in range(first, end):
+            h, i = run_tile(sizes, mask, g, place)
+            line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
             _backward_tile(
-                sizes, q, keys, values, keys_t, out, dout, line, dq, dkeys, dvalues, scale, mask,
-                dropout, own, after, b, h, i,
-            )  # fmt: skip
+                call, keys, values, keys_t, dout, line, dq, dkeys, dvalues, room, own, b, h, i
+            )
         release()
-        slot = run * sizes.batch + b
+        slot = r * sizes.batch + b
         ln2 = type(scale)(1 / LOG2_E)
-        for u in range(sizes.keys):
-            x, y = at(dkeys, u * d_pad), row(dk, slot, u, g, scale)
-            for e in range(d):
-                y[e] = x[e] * ln2
-            x, y = at(dvalues, u * dv_pad), row(dvalue, slot, u, g, scale)
-            for e in range(dv):
-                y[e] = x[e]
+        for u in range(low, high):
+            _copy_scaled(at(dkeys, u * d_pad), d, row(dk, slot, u, g, scale), 1, d, ln2)
+        x, y = at(dvalues, low * dv_pad), row(dvalue, slot, low, g, scale)
+        copy_rows(x, dv_pad, y, dvalue.position, high - low, dv)
 
 
 @jit(**SERIAL)
 def _backward_tile(
-    sizes: Sizes,
-    q: View,
+    call: Attention,
     keys: Any,
     values: Any,
     keys_t: Any,
-    out: View,
     dout: View,
-    lse: Any,
+    lse2: Any,
     dq: View,
     dkeys: Any,
     dvalues: Any,
-    scale: Any,
-    mask: Mask,
-    dropout: Dropout,
-    scratch: int,
-    rest: int,
+    room: BackwardRoom,
+    own: int,
     b: int,
     h: int,
     i: int,
 ) -> None:
     """Compute dQ of query tile i of head h, and add its part to dK and dV."""
     wide_vectors()
+    sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE
     d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
@@ -390,28 +359,20 @@ def _backward_tile(
     width = (n + SIDE - 1) // SIDE * SIDE
     query_steps = width // SIDE
     zero = scale * 0
-    log2_e = type(scale)(LOG2_E)
 
-    spare = pointer(scratch, scale)
-    top = at(spare, _SPARE)  # lse
-    delta = at(top, BLOCK)
-    dqt = pointer(rest, scale)  # (d_pad, width)
-    s = at(dqt, BLOCK * d_pad)
-    dp = at(s, BLOCK * BLOCK)
-    factors = at(dp, BLOCK * BLOCK)
-    drawn = at(factors, BLOCK * BLOCK)
-    source = at(drawn, BLOCK * (BLOCK + 7))  # Q', (n, d)
-    after = rest + 4 * (2 * BLOCK * d_pad + 4 * BLOCK * BLOCK + 7 * BLOCK)
-    queries_t = pointer(after, np.uint32(0))  # (Q')ᵀ and dOᵀ, right operands along the widths
-    gradient_t = at(queries_t, BLOCK * d_pad // 2)
-    queries = at(gradient_t, BLOCK * dv_pad // 2)  # Q' and dO, right operands along the queries
-    gradient = at(queries, BLOCK * d_pad // 2)
-    p_rows = at(gradient, BLOCK * dv_pad // 2)
-    ds_rows = at(p_rows, BLOCK * BLOCK // 2)
-    ds_columns = at(ds_rows, BLOCK * BLOCK // 2)
+    floats, words = pointer(own, scale), pointer(own, np.uint32(0))
+    spare, source, dqt = at(floats, room.spare), at(floats, room.scaled), at(floats, room.dq)
+    top, delta = at(floats, room.lse2), at(floats, room.delta)
+    s, dp = at(floats, room.s), at(floats, room.dp)
+    factors, drawn = at(floats, room.factors), at(floats, room.drawn)
+    queries_t, gradient_t = at(words, room.queries_t), at(words, room.gradient_t)
+    queries, gradient = at(words, room.queries), at(words, room.gradient)
+    p_rows, ds_rows = at(words, room.p_rows), at(words, room.ds_rows)
+    ds_columns = at(words, room.ds_columns)
 
     upstream = row(dout, b, t0, h, scale)
-    _copy_scaled(row(q, b, t0, h, scale), q.position, source, n, d, scale * log2_e)
+    factor = scale * type(scale)(LOG2_E)
+    _copy_scaled(row(q, b, t0, h, scale), q.position, source, n, d, factor)
     for j in range(query_steps):
         left = min(SIDE, n - j * SIDE)
         x, y = at(source, j * SIDE * d), at(upstream, j * SIDE * dout.position)
@@ -422,16 +383,17 @@ def _backward_tile(
         pack_columns(y, dout.position, left, dv, at(gradient, j * STEP), panel, 1, spare)
     fill(dqt, zero, d_pad * width)
     for t in range(n):
-        top[t] = lse[t0 + t]
-        delta[t] = dot(at(upstream, t * dout.position), row(out, b, t0 + t, h, scale), dv)
+        top[t] = lse2[t0 + t]
+        delta[t] = dot(at(upstream, t * dout.position), row(call.out, b, t0 + t, h, scale), dv)
     for t in range(n, width):
         top[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
-    end = keys_end(mask, sizes, t0 + n)
-    for u0 in range(0, end, BLOCK):
+    low, end = keys_of(sizes, call.mask, t0, t0 + n)
+    for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
         nk = min(BLOCK, end - u0)
-        kind = tile_kind(mask, sizes, b, t0, n, u0, nk)
+        tile = Tile(b, h, t0, n, width, u0, nk)
+        kind = tile_kind(call, tile)
         if kind == SKIP:
             continue
         key_steps = (nk + SIDE - 1) // SIDE
@@ -439,13 +401,10 @@ def _backward_tile(
         rows = key_steps * SIDE
         _scores(at(keys, first * d_steps * STEP), queries_t, d_steps, rows, width, s)
         _scores(at(values, first * dv_steps * STEP), gradient_t, dv_steps, rows, width, dp)
-        if mask.alibi != 0:
-            add_alibi(s, pointer(mask.alibi, scale)[h] * log2_e, sizes, t0, width, u0, nk)
-        if kind == MASKED:
-            mask_tile(s, mask, sizes, b, t0, n, width, u0, nk)
+        mask_tile(s, call, tile, kind)
         fill(at(s, nk * width), type(scale)(LOW), (rows - nk) * width)
-        if dropout.active:
-            dropout_tile(factors, drawn, dropout, sizes, b, h, t0, n, width, u0, nk)
+        if call.dropout.active:
+            dropout_tile(factors, drawn, call, tile)
             fill(at(factors, nk * width), zero, (rows - nk) * width)
             multiply(dp, factors, rows * width)
             score_gradients(s, dp, top, delta, zero + 1, width, rows)

@@ -1,5 +1,8 @@
 """The softmax of attention between packed tiles: from scores in float32 to packed bfloat16.
 
+``probabilities`` and ``gradients`` are P and dS of ``reference/attention.py``, of one tile; who may
+see whom has been settled in the scores.
+
 Beside bfloat16 products the exponentials are what attention waits for, so they are written
 vector by vector, as LLVM intermediate code: scores are loaded once, and leave as tiles of the next
 product without a stop in memory. The mode bf16 has AVX-512, whose ``VREDUCEPS`` and
@@ -18,17 +21,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from accel.cpu.bf16_tiles import (
+from accel.cpu.bf16_portable import (
     FLOATS,
     PAIRS,
     STEP,
     TILE,
     constant,
     declare,
+    floor_and_power,
     load_floats,
-    pairs_of,
-    round_pair,
+    portable,
 )
+from accel.cpu.bf16_tiles import pairs_of, round_pair
 from accel.cpu.simd import Builder, Context, Value
 
 # The first is 1, so that the largest score of a query gives exactly 1.
@@ -44,6 +48,9 @@ def _splat(x: float) -> Value:
 
 def _exp2(builder: Builder, x: Value) -> Value:
     """Return 2ˣ of a vector."""
+    if portable():
+        f, power = floor_and_power(builder, x)
+        return builder.fmul(_polynomial(builder, f), power)
     int16, int32 = ir.IntType(16), ir.IntType(32)
     every, rounding = ir.Constant(int16, -1), ir.Constant(int32, _CURRENT_ROUNDING)
     reduce = declare(
@@ -58,12 +65,18 @@ def _exp2(builder: Builder, x: Value) -> Value:
         [FLOATS, FLOATS, FLOATS, int16, int32],
         FLOATS,
     )
-    fma = declare(builder, "llvm.fma.v16f32", [FLOATS] * 3, FLOATS)
     f = builder.call(reduce, [x, ir.Constant(int32, _FLOOR), _splat(0.0), every, rounding])
+    p = _polynomial(builder, f)
+    return builder.call(scale, [p, x, _splat(0.0), every, rounding])
+
+
+def _polynomial(builder: Builder, f: Value) -> Value:
+    """Return p(f) by Horner's rule."""
+    fma = declare(builder, "llvm.fma.v16f32", [FLOATS] * 3, FLOATS)
     p = _splat(_COEFFICIENTS[-1])
     for c in reversed(_COEFFICIENTS[:-1]):
         p = builder.call(fma, [p, f, _splat(c)])
-    return builder.call(scale, [p, x, _splat(0.0), every, rounding])
+    return p
 
 
 def _store_pairs(builder: Builder, value: Value, p: Value) -> None:
@@ -115,19 +128,19 @@ def gradients(
     s: Any,
     dp: Any,
     width: Any,
-    lse: Any,
+    lse2: Any,
     delta: Any,
     p_rows: Any,
     ds_rows: Any,
     ds_columns: Any,
 ) -> Any:
-    """P = 2^(S - lse) and dS = P (dP - delta) of 32 keys and 32 queries, packed three ways.
+    """P = 2^(S - lse2) and dS = P (dP - delta) of 32 keys and 32 queries, packed three ways.
 
     Parameters
     ----------
     s, dp : pointer to float32
         Scores and gradients of probabilities: 32 keys (rows, ``width`` apart), 32 queries.
-    lse, delta : pointer to float32
+    lse2, delta : pointer to float32
         32 numbers each.
     p_rows, ds_rows : pointer to uint32
         A step of a left operand whose rows are keys.
@@ -136,9 +149,9 @@ def gradients(
     """
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        s, dp, width, lse, delta, p_rows, ds_rows, ds_columns = args
+        s, dp, width, lse2, delta, p_rows, ds_rows, ds_columns = args
         halves = [constant(0), constant(_LANES)]
-        normal = [load_floats(builder, builder.gep(lse, [h])) for h in halves]
+        normal = [load_floats(builder, builder.gep(lse2, [h])) for h in halves]
         mean = [load_floats(builder, builder.gep(delta, [h])) for h in halves]
         with cgutils.for_range(builder, constant(16)) as loop:
             ds: list[list[Value]] = []
@@ -162,5 +175,5 @@ def gradients(
                 _store_pairs(builder, both, builder.gep(ds_columns, [offset]))
         return context.get_dummy_value()
 
-    pointers = (s, dp, types.int64, lse, delta, p_rows, ds_rows, ds_columns)
+    pointers = (s, dp, types.int64, lse2, delta, p_rows, ds_rows, ds_columns)
     return types.none(*pointers), codegen

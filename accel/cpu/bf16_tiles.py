@@ -1,6 +1,6 @@
 """Blocks of bfloat16 products as Numba intrinsics, on AMX tiles or AVX-512, and their operands.
 
-``block`` adds up a 32 × 32 block of C, in one of two ways:
+``block`` adds up a 32 × 32 block of C, in one of two ways for users and a third for tests:
 
 - AMX-BF16 (Intel from Sapphire Rapids on) has eight tile registers of 16 rows of 64 bytes.
   ``TDPBF16PS`` takes a tile of A (16 × 32 bfloat16), a tile of B (32 × 16, stored as 16 rows of
@@ -12,8 +12,11 @@
   block is four bands of 8 rows, each of 16 vectors in registers; a row of a tile of B is a vector
   as it lies there, and a pair of A is read into all lanes.
 
-Both multiply exactly, add in float32, round to nearest and take denormal numbers for zero. They add
-in another order, so that their results are close and not equal.
+- ``MYLLM_BF16=portable`` widens the pairs to float32 by shifts and multiplies these, on any
+  processor and slowly, so that the whole mode can be tested where neither is.
+
+All multiply exactly, add in float32 and round to nearest; the first two take denormal numbers for
+zero. They add in another order, so that their results are close and not equal.
 
 Operands are packed so that all a block reads is one run of memory::
 
@@ -42,12 +45,24 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from accel.cpu.bf16_portable import (
+    FLOATS,
+    INT32,
+    INT64,
+    PAIRS,
+    SIDE,
+    STEP,
+    TILE,
+    constant,
+    declare,
+    emit_portable,
+    load_floats,
+    offset,
+    portable,
+    round_portably,
+)
 from accel.cpu.simd import Builder, Context, Value, at
 from accel.jit import jit
-
-SIDE = 32  # rows and columns of a block of C, and the step along k
-TILE = 256  # elements of a packed tile: 16 rows of 16 pairs
-STEP = 2 * TILE  # of the two tiles of one step along k
 
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
@@ -60,8 +75,8 @@ def _features() -> set[str]:
 
 
 def has_tiles() -> bool:
-    """Whether ``block`` is compiled for AMX; else for AVX512-BF16."""
-    return {"+amx-tile", "+amx-bf16"} <= _features()
+    """Whether ``block`` is compiled for AMX; else for AVX512-BF16, unless it is ``portable``."""
+    return not portable() and {"+amx-tile", "+amx-bf16"} <= _features()
 
 
 @functools.cache
@@ -73,7 +88,7 @@ def enable() -> None:
     ImportError
         When the processor has no AVX512-BF16, or AMX-BF16 that the system does not hand out.
     """
-    if "+avx512bf16" not in _features():
+    if not portable() and "+avx512bf16" not in _features():
         raise ImportError(
             "the backend 'cpu' computes in bf16 on processors with AMX-BF16 (Intel Xeon from "
             "Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on), and this one has neither; "
@@ -99,11 +114,7 @@ def _request_tiles() -> int:
 # --- instructions --------------------------------------------------------------------------------
 
 _INT8 = ir.IntType(8)
-_INT32 = ir.IntType(32)
-_INT64 = ir.IntType(64)
 _BYTES = ir.PointerType(_INT8)
-FLOATS = ir.VectorType(ir.FloatType(), 16)
-PAIRS = ir.VectorType(_INT32, 16)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -122,15 +133,6 @@ class _BFloat(ir.types.Type):  # type: ignore[misc]
 
 
 _BFLOATS = ir.VectorType(_BFloat(), 32)
-
-
-def declare(builder: Builder, name: str, arguments: list[Any], result: Any = None) -> Any:
-    signature = ir.FunctionType(ir.VoidType() if result is None else result, arguments)
-    return cgutils.get_or_insert_function(builder.module, signature, name)
-
-
-def constant(n: int) -> Value:
-    return ir.Constant(_INT64, n)
 
 
 # The configuration of the tile registers: palette 1, each of 16 rows of 64 bytes.
@@ -165,17 +167,13 @@ def release(typingctx: Context) -> Any:
     return types.none(), codegen
 
 
-def _offset(builder: Builder, p: Value, *elements: int) -> Value:
-    return builder.gep(p, [constant(sum(elements))])
-
-
 def emit_tiles(
     builder: Builder, a: Value, b: Value, c: Value, c_row: Value, steps: Value, add: Value
 ) -> None:
     """Emit the block on AMX tiles."""
     zero = declare(builder, "llvm.x86.tilezero", [_INT8])
-    load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, _INT64])
-    store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, _INT64])
+    load = declare(builder, "llvm.x86.tileloadd64", [_INT8, _BYTES, INT64])
+    store = declare(builder, "llvm.x86.tilestored64", [_INT8, _BYTES, INT64])
     multiply = declare(builder, "llvm.x86.tdpbf16ps", [_INT8, _INT8, _INT8])
 
     def tile(n: int) -> Value:
@@ -230,7 +228,7 @@ def emit_vectors(
 
     def pair(p: Value) -> Value:
         """Return the pair at p in all lanes."""
-        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(_INT32, 0))
+        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(INT32, 0))
         return builder.bitcast(builder.shuffle_vector(one, undefined, lanes), _BFLOATS)
 
     with cgutils.for_range(builder, constant(SIDE // BAND)) as band:
@@ -243,31 +241,31 @@ def emit_vectors(
             for half, total in enumerate(row):
                 with builder.if_else(add) as (then, otherwise):
                     with then:
-                        builder.store(load_floats(builder, _offset(builder, p, 16 * half)), total)
+                        builder.store(load_floats(builder, offset(builder, p, 16 * half)), total)
                     with otherwise:
                         builder.store(ir.Constant(FLOATS, [0.0] * 16), total)
         with cgutils.for_range(builder, steps) as loop:
             first = builder.mul(loop.index, constant(STEP))
             a_step, b_step = builder.gep(a_band, [first]), builder.gep(b, [first])
             for k in range(16):
-                halves = [_offset(builder, b_step, TILE * half, 16 * k) for half in range(2)]
+                halves = [offset(builder, b_step, TILE * half, 16 * k) for half in range(2)]
                 columns = [
                     builder.load(builder.bitcast(p, ir.PointerType(_BFLOATS)), align=4)
                     for p in halves
                 ]
                 for i, row in enumerate(sums):
-                    left = pair(_offset(builder, a_step, 16 * i, k))
+                    left = pair(offset(builder, a_step, 16 * i, k))
                     for right, total in zip(columns, row, strict=True):
                         made = builder.call(multiply, [builder.load(total), left, right])
                         builder.store(made, total)
         for row, p in zip(sums, c_rows, strict=True):
             for half, total in enumerate(row):
-                target = builder.bitcast(_offset(builder, p, 16 * half), ir.PointerType(FLOATS))
+                target = builder.bitcast(offset(builder, p, 16 * half), ir.PointerType(FLOATS))
                 builder.store(builder.load(total), target, align=4)
 
 
 def block_by(emit: Callable[..., None] | None = None) -> Any:
-    """Make the intrinsic ``block`` of one of the two ways, or of the one that the processor has."""
+    """Make the intrinsic ``block`` of one of the ways, or of the one that is compiled for here."""
 
     @intrinsic
     def block(typingctx: Context, a: Any, b: Any, c: Any, c_row: Any, steps: Any, add: Any) -> Any:
@@ -288,7 +286,8 @@ def block_by(emit: Callable[..., None] | None = None) -> Any:
         """
 
         def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-            (emit or (emit_tiles if has_tiles() else emit_vectors))(builder, *args)
+            compiled_for = emit_tiles if has_tiles() else emit_vectors
+            (emit or (emit_portable if portable() else compiled_for))(builder, *args)
             return context.get_dummy_value()
 
         if not all(isinstance(p, types.CPointer) for p in (a, b, c)):
@@ -304,12 +303,10 @@ block = block_by()
 # --- packing -------------------------------------------------------------------------------------
 
 
-def load_floats(builder: Builder, p: Value) -> Value:
-    return builder.load(builder.bitcast(p, ir.PointerType(FLOATS)), align=4)
-
-
 def round_pair(builder: Builder, low: Value, high: Value) -> Value:
     """Return 32 bfloat16, those of ``low`` first; round to nearest even."""
+    if portable():
+        return round_portably(builder, low, high)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     return builder.call(declare(builder, name, [FLOATS] * 2, _BFLOATS), [high, low])
 
@@ -318,9 +315,9 @@ def pairs_of(builder: Builder, even: Value, odd: Value) -> Value:
     """Return 16 pairs (even[i], odd[i]) of bfloat16."""
     rounded = round_pair(builder, even, odd)
     order = [i for pair in zip(range(16), range(16, 32), strict=True) for i in pair]
-    mask = ir.Constant(ir.VectorType(_INT32, 32), order)
+    mask = ir.Constant(ir.VectorType(INT32, 32), order)
     return builder.bitcast(
-        builder.shuffle_vector(rounded, ir.Constant(_BFLOATS, ir.Undefined), mask), PAIRS
+        builder.shuffle_vector(rounded, ir.Constant(rounded.type, ir.Undefined), mask), PAIRS
     )
 
 
@@ -334,7 +331,7 @@ def _transpose(builder: Builder, rows: list[Value]) -> list[Value]:
             if not i & distance:
                 x, y = rows[i], rows[i | distance]
                 for j, order in ((i, low), (i | distance, high)):
-                    mask = ir.Constant(ir.VectorType(_INT32, 16), order)
+                    mask = ir.Constant(ir.VectorType(INT32, 16), order)
                     rows[j] = builder.shuffle_vector(x, y, mask)
         distance //= 2
     return rows

@@ -6,6 +6,7 @@ gathers the addresses of the weights.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,69 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cpu.activations import TANH_2C, TANH_CUBIC
-from accel.cpu.decode_kernels import KEY_BLOCK, MAX_TASKS, decode_token
+from accel.cpu.decode_kernels import (
+    KEY_BLOCK,
+    LAYER,
+    MAX_TASKS,
+    TOKEN,
+    decode_token,
+    model_record,
+)
 from accel.cpu.kernels import address, contiguous
 from reference.alibi import alibi_slopes
-from reference.checks import (
-    check_array,
-    check_float,
-    check_ids,
-    check_position,
-    check_shape,
-    check_writable,
-)
+from reference.checks import check_float, check_ids, check_shape, check_writable
 from reference.config import Config
-from reference.kv import check_write
+from reference.kv import check_decode
 from reference.params import check_names, decoder_layout
 from reference.sinusoidal import sinusoidal_table
 from reference.types import KVCache
 
 Array = npt.NDArray[Any]
-
-# Where each weight of a layer stands in the table of addresses; 0 stands for one that is not there.
-_PER_LAYER = (
-    "attention_norm.gain",
-    "attention_norm.bias",
-    "attention.wqkv",
-    "attention.bqkv",
-    "attention.wo",
-    "attention.bo",
-    "ffn_norm.gain",
-    "ffn_norm.bias",
-    "ffn.w_up",
-    "ffn.b_up",
-    "ffn.w_down",
-    "ffn.b_down",
-)
-_FFN = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-_MATRICES = (2, 4, 8, 10)
-
-
-# ---- the KV cache --------------------------------------------------------------------------------
-
-
-def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
-    """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows."""
-    if not 1 <= length <= config.context_length:
-        raise ValueError(
-            f"kv_cache: length must lie in 1..{config.context_length}, the model's context, "
-            f"got {length}"
-        )
-    shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
-    dtype = np.result_type(params["embedding.weight"].dtype, np.float32)
-    return KVCache(np.zeros(shape, dtype), np.zeros(shape, dtype))
-
-
-def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
-    """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row."""
-    check_float("write_kv", k=k, v=v, cache=cache.k)
-    columns = check_write(cache, k, v, layer, position)
-    rows = np.arange(len(columns))[:, None]
-    cache.k[layer, rows, columns] = k
-    cache.v[layer, rows, columns] = v
-
-
-# ---- the boundary --------------------------------------------------------------------------------
 
 
 def decode_step(
@@ -106,26 +62,21 @@ def decode(
         The two-dimensional weights under their names, all of one type: that of the cache, or uint16
         for bfloat16. ``params`` has the other weights, and tables, in the cache's type.
     """
-    _check_fit(params, config, token, cache)
-    batch, room = len(token), cache.k.shape[2]
-    check_position("decode_step", "position", position, batch)
-    positions = np.broadcast_to(np.asarray(position), (batch,))
-    if positions.min() < 0 or positions.max() >= room:
-        raise ValueError(
-            f"decode_step: position must lie in 0..{room - 1}, the cache's room, got {position}"
-        )
-    positions = np.ascontiguousarray(positions, np.int32)
+    positions = check_decode(config, token, cache, position)
+    _check_arrays(params, config, cache)
     check_ids("decode_step", "token", token, config.vocab_size)
-    dtype = cache.k.dtype
-    number = dtype.type
+    batch, length = len(token), int(positions.max()) + 1
+    dtype = cache.k[0].dtype
     head_name = "embedding.weight" if config.tied else "head.weight"
     weight_type = matrices[head_name].dtype
     kept: list[Array] = []  # what the addresses point into
 
-    def where(name: str, source: Mapping[str, Array], wanted: Any) -> int:
-        if name not in source:
+    def where(name: str) -> int:
+        if name not in params:
             return 0
-        array = source[name]
+        array, wanted = params[name], dtype
+        if array.ndim == 2:
+            array, wanted = matrices[name], weight_type
         if array.dtype != wanted:
             raise ValueError(
                 f"decode_step: {name} must be {wanted} as the cache and the other weights are, "
@@ -134,18 +85,12 @@ def decode(
         kept.append(contiguous(array))
         return address(kept[-1])
 
-    table = np.zeros((config.n_layers + 1, len(_PER_LAYER)), np.int64)
-    swiglu = config.ffn == "swiglu"
-    for layer in range(config.n_layers):
-        for i, part in enumerate(_PER_LAYER):
-            name = part.replace("_up", "_gate_up") if swiglu else part
-            matrix = i in _MATRICES
-            source, wanted = (matrices, weight_type) if matrix else (params, dtype)
-            table[layer, i] = where(f"layers.{layer}.{name}", source, wanted)
-    table[-1, 0] = where("final_norm.gain", params, dtype)
-    table[-1, 1] = where("final_norm.bias", params, dtype)
-    table[-1, 2] = where(head_name, matrices, weight_type)
-    table[-1, 3] = where("head.bias", params, dtype)
+    layers = []
+    for n, names in enumerate(_names(config)):
+        k, v = cache.k[n], cache.v[n]
+        ring = {"keys": address(k), "values": address(v), "slots": k.shape[1]}
+        weights = {field: where(name) for field, name in names.items()}
+        layers.append(_row(LAYER, weights | ring | {"window": config.window_of(n)}))
 
     x = params["embedding.weight"][token]
     if config.position == "learned":
@@ -154,65 +99,95 @@ def decode(
         x = x + _sinusoidal(config.context_length, config.d_model, dtype)[positions]
     if x.dtype != dtype:
         raise ValueError(f"decode_step: the tables must be {dtype} as the cache is, got {x.dtype}")
-    d, heads, kv_heads = config.d_head, config.n_heads, config.n_kv_heads
-    angle = positions[:, None] * config.rope_base ** (-np.arange(0, d, 2) / d)
-    cos, sin = np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
-    slopes = alibi_slopes(heads, dtype)
-    blocks = -(-(int(positions.max()) + 1) // KEY_BLOCK)
-    work = np.empty(_work_size(config, batch, blocks), dtype)
     out = np.empty((batch, config.vocab_size), dtype)
-    arguments: tuple[Any, ...] = (
-        *(number(1), number(1 / config.d_model), number(config.norm_eps), number(1 / math.sqrt(d))),
-        *(number(TANH_2C), number(TANH_CUBIC), weight_type.type(0), table, config.n_layers, batch),
-        *(config.d_model, heads, kv_heads, d, config.d_ff, config.vocab_size, _FFN[config.ffn]),
-        *(config.norm_placement == "pre", config.norm == "layernorm", config.position == "rope"),
-        *(config.position == "alibi", address(cos), address(sin), address(slopes)),
-        *(address(positions), address(cache.k), address(cache.v), room, blocks),
-        *(address(x), address(work), address(out)),
+    given = {"x": x, "out": out, "positions": positions}
+    if config.position == "rope":
+        d = config.d_head
+        angle = positions[:, None] * config.rope_base ** (-np.arange(0, d, 2) / d)
+        given |= {"cos": np.cos(angle).astype(dtype), "sin": np.sin(angle).astype(dtype)}
+    elif config.position == "alibi":
+        given["slopes"] = alibi_slopes(config.n_heads, dtype)
+    parts = _work(config, batch, length)
+    work = np.empty(parts["end"], dtype)
+    fields = {name: address(work) + first * dtype.itemsize for name, first in parts.items()}
+    fields |= {name: address(array) for name, array in given.items()}
+    fields |= {"head": where(head_name), "head_bias": where("head.bias")}
+    fields |= {f"final_norm_{part}": where(f"final_norm.{part}") for part in ("gain", "bias")}
+    token_record = _row(TOKEN, fields | {"batch": batch, "length": length})
+    decode_token(
+        _model(config, dtype),
+        np.array(layers, LAYER),
+        np.array([token_record], TOKEN),
+        weight_type.type(0),
     )
-    decode_token(*arguments)
     return out
 
 
 _layout = functools.lru_cache(maxsize=8)(decoder_layout)
 
 
-def _check_fit(params: Mapping[str, Array], config: Config, token: Array, cache: KVCache) -> None:
-    """Raise unless parameters and cache are those of the config, and the cache has a row a token.
+@functools.lru_cache(maxsize=8)
+def _names(config: Config) -> list[dict[str, str]]:
+    """Return, layer by layer, the parameter that each field of ``LAYER`` points to."""
+    found: list[dict[str, str]] = [{} for _ in range(config.n_layers)]
+    for name in _layout(config).offsets:
+        if name.startswith("layers."):
+            _, layer, part = name.split(".", 2)
+            field = part.removeprefix("attention.").removeprefix("ffn.").replace("gate_up", "up")
+            found[int(layer)][field.replace(".", "_")] = name
+    return found
+
+
+def _row(dtype: Any, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a record, 0 for those not given."""
+    return tuple(fields.get(name, 0) for name in dtype.names)
+
+
+@functools.lru_cache(maxsize=8)
+def _model(config: Config, dtype: Any) -> Array:
+    """Return the record of a model."""
+    kind = model_record(dtype)
+    fields = {
+        **{"width": config.d_model, "heads": config.n_heads, "kv_heads": config.n_kv_heads},
+        **{"d": config.d_head, "hidden": config.d_ff, "vocabulary": config.vocab_size},
+        **{"pre": config.norm_placement == "pre", config.ffn: True, "one": 1},
+        **{"inv_width": 1 / config.d_model, "inv_head": 1 / config.d_head, "eps": config.norm_eps},
+        **{"scale": 1 / math.sqrt(config.d_head), "tanh_2c": TANH_2C, "tanh_cubic": TANH_CUBIC},
+    }
+    return np.array([_row(kind, fields)], kind)
+
+
+def _check_arrays(params: Mapping[str, Array], config: Config, cache: KVCache) -> None:
+    """Raise unless parameters are those of the config, and the cache can be written to.
 
     The kernel is given addresses: what does not fit would be read, or written, out of bounds.
     """
     layout = _layout(config)
-    check_names(list(params), layout)
+    check_names(params, layout)
     for name, (_, spec) in layout.offsets.items():
         if getattr(params[name], "shape", None) != spec.shape:
             check_shape("decode_step", name, params[name], spec.shape, "the config")
-    check_array("decode_step", "token", token)
-    if token.ndim != 1:
-        raise ValueError(f"decode_step: token must be (B,), one for each row, got {token.shape}")
-    if cache.k.ndim != 5:
-        raise ValueError(f"decode_step: the cache must be (L, B, S, Hkv, d), got {cache.k.shape}")
-    rows, room = cache.k.shape[1:3]
-    if rows != len(token):
-        raise ValueError(f"decode_step: the cache has {rows} rows, token has {len(token)}")
-    shape = (config.n_layers, rows, room, config.n_kv_heads, config.d_head)
-    for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
-        check_shape("decode_step", name, array, shape, "the config")
-        if not array.flags.c_contiguous:
+    for k, v in zip(cache.k, cache.v, strict=True):
+        if not (k.flags.c_contiguous and v.flags.c_contiguous):
             raise ValueError("decode_step: the cache must be contiguous, as kv_cache makes it")
-    check_float("decode_step", k=cache.k, v=cache.v)
-    check_writable("decode_step", k=cache.k, v=cache.v)
+        check_float("decode_step", k=k, v=v, cache=cache.k[0])
+        check_writable("decode_step", k=k, v=v)
 
 
-def _work_size(config: Config, batch: int, blocks: int) -> int:
-    """Return the elements that ``decode_token`` works in, in the order in which it cuts them up."""
+@functools.lru_cache(maxsize=8)
+def _work(config: Config, batch: int, length: int) -> dict[str, int]:
+    """Return the first element of each part of what ``decode_token`` works in, and the end."""
     d, heads = config.d_head, config.n_heads
     fused = (heads + 2 * config.n_kv_heads) * d
     inner = 2 * config.d_ff if config.ffn == "swiglu" else config.d_ff
-    rows = config.d_model + fused + heads * d + inner + config.d_ff
-    attention = heads * blocks * (KEY_BLOCK + d + 2)
-    partial = MAX_TASKS * max(config.d_model, fused, inner)
-    return batch * (rows + attention + partial)
+    pieces = heads * -(-length // KEY_BLOCK)
+    sizes = {
+        **{"h": config.d_model, "qkv": fused, "attended": heads * d, "up": inner},
+        **{"active": config.d_ff, "scores": pieces * KEY_BLOCK, "joined": pieces * (d + 2)},
+        **{"partial": MAX_TASKS * max(config.d_model, fused, inner), "end": 0},
+    }
+    ends = itertools.accumulate((batch * size for size in sizes.values()), initial=0)
+    return dict(zip(sizes, ends, strict=False))
 
 
 @functools.lru_cache(maxsize=2)

@@ -10,10 +10,13 @@ stored as bfloat16.
 * Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
   head of one row, with all query heads of the group; the blocks are joined by their maxima and
   sums, as in tiled attention.
+
+What a kernel is told of a model stands in records, by name. Where a record holds an address, 0 says
+that the model has no such array.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numba import prange, types
@@ -23,11 +26,40 @@ from accel.cpu.activations import normal
 from accel.cpu.kernels import SERIAL, SUM, store
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
+from reference.config import FeedForward
 
 MATVEC_TASK = 32_768  # elements of a weight that one task reads, about
 MAX_TASKS = 64  # of one product
 KEY_BLOCK = 512  # keys of one task
 HEAD_ROWS = 64  # rows of the head in one task
+
+
+def record(*integers: str, floats: tuple[str, ...] = (), dtype: Any = np.float64) -> Any:
+    """Return the type of a record of such fields."""
+    return np.dtype([(name, np.int64) for name in integers] + [(name, dtype) for name in floats])
+
+
+# The weights of a layer, after their parameters' names (``w_up`` is SwiGLU's gate and up too), and
+# its part of the KV cache, a ring of ``slots`` tokens of which the last ``window`` are seen.
+LAYER = record(
+    *("attention_norm_gain", "attention_norm_bias", "wqkv", "bqkv", "q_norm_gain", "k_norm_gain"),
+    *("wo", "bo", "ffn_norm_gain", "ffn_norm_bias", "w_up", "b_up", "w_down", "b_down"),
+    *("keys", "values", "slots", "window"),
+)
+# What is not of one layer: weights, and what there is to work with for this token.
+TOKEN = record(
+    *("final_norm_gain", "final_norm_bias", "head", "head_bias"),
+    *("cos", "sin", "slopes", "positions", "x", "out"),
+    *("h", "qkv", "attended", "up", "active", "scores", "joined", "partial"),
+    *("batch", "length"),
+)
+
+
+def model_record(dtype: Any) -> Any:
+    """Return the type of a model's sizes, its activation (one flag is set) and its constants."""
+    sizes = ("width", "heads", "kv_heads", "d", "hidden", "vocabulary", "pre")
+    numbers = ("one", "inv_width", "inv_head", "eps", "scale", "tanh_2c", "tanh_cubic")
+    return record(*sizes, *get_args(FeedForward), floats=numbers, dtype=dtype)
 
 
 def _widen(w: Any) -> Any:
@@ -53,21 +85,21 @@ def _widen_overload(w: Any) -> Callable[..., Any]:
 
 @jit(**SUM)
 def _matvec(
+    one: Any,
+    weight_like: Any,
     x: Any,
-    weight: Any,
-    bias: Any,
-    has_bias: bool,
+    weight_address: int,
+    bias_address: int,
     out: Any,
     partial: Any,
     batch: int,
     n_in: int,
     n_out: int,
-    task_elements: int,
-    max_tasks: int,
 ) -> None:
     """Write x W + b: x (B, n_in), weight (n_in, n_out), partial with room for tasks·B·n_out."""
+    weight, bias = pointer(weight_address, weight_like), pointer(bias_address, one)
     tasks = 1
-    while tasks < max_tasks and 2 * tasks * task_elements <= n_in * n_out:
+    while tasks < MAX_TASKS and 2 * tasks * MATVEC_TASK <= n_in * n_out:
         tasks *= 2
     rows = ((n_in + tasks - 1) // tasks + 3) // 4 * 4
     for task in prange(tasks):
@@ -95,7 +127,7 @@ def _matvec(
         z = at(out, b * n_out)
         for j in range(n_out):
             z[j] = 0
-        if has_bias:
+        if bias_address:
             for j in range(n_out):
                 z[j] = bias[j]
         for task in range(tasks):
@@ -106,27 +138,28 @@ def _matvec(
 
 @jit(**SUM)
 def _head(
-    zero: Any,
+    one: Any,
+    weight_like: Any,
     x: Any,
-    head: Any,
-    bias: Any,
-    has_bias: bool,
+    head_address: int,
+    bias_address: int,
     out: Any,
     batch: int,
     vocabulary: int,
     width: int,
-    task_rows: int,
 ) -> None:
     """Write x headᵀ + b: x (B, D), head (V, D), out (B, V)."""
-    for task in prange((vocabulary + task_rows - 1) // task_rows):
-        for v in range(task * task_rows, min(vocabulary, (task + 1) * task_rows)):
+    zero = one - one
+    head, bias = pointer(head_address, weight_like), pointer(bias_address, one)
+    for task in prange((vocabulary + HEAD_ROWS - 1) // HEAD_ROWS):
+        for v in range(task * HEAD_ROWS, min(vocabulary, (task + 1) * HEAD_ROWS)):
             w = at(head, v * width)
             for b in range(batch):
                 u = at(x, b * width)
                 s = zero
                 for j in range(width):
                     s += u[j] * _widen(w[j])
-                if has_bias:
+                if bias_address:
                     s += bias[v]
                 out[b * vocabulary + v] = s
 
@@ -137,14 +170,14 @@ def _norm(
     inv: Any,
     eps: Any,
     x: Any,
-    gain: Any,
-    bias: Any,
-    centred: bool,
+    gain_address: int,
+    bias_address: int,
     out: Any,
     batch: int,
     width: int,
 ) -> None:
-    """Write RMSNorm, or LayerNorm where ``centred``, of each row; ``out`` may be x."""
+    """Write RMSNorm of each row, or LayerNorm, which has a bias; ``out`` may be x."""
+    gain, bias, centred = pointer(gain_address, one), pointer(bias_address, one), bias_address != 0
     for b in range(batch):
         u, z = at(x, b * width), at(out, b * width)
         mean = one - one
@@ -164,25 +197,19 @@ def _norm(
 
 
 @jit(**SERIAL)
-def _rope_and_store(
-    one: Any,
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    turn: bool,
-    positions: Any,
-    k_cache: Any,
-    v_cache: Any,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    d: int,
-    room: int,
-) -> None:
-    """Turn queries and keys, and write keys and values of one layer where the token stands."""
-    for b in range(batch):
+def _turn_and_store(model: Any, layer: Any, token: Any, qkv: Any, positions: Any) -> None:
+    """Norm and turn queries and keys, and write keys and values into the token's slot."""
+    one, heads, kv_heads, d = model.one, model.heads, model.kv_heads, model.d
+    cos, sin = pointer(token.cos, one), pointer(token.sin, one)
+    k_cache, v_cache = pointer(layer.keys, one), pointer(layer.values, one)
+    for b in range(token.batch):
         row = at(qkv, b * (heads + 2 * kv_heads) * d)
-        if turn:
+        if layer.q_norm_gain:
+            q, k = row, at(row, heads * d)
+            inv, eps = model.inv_head, model.eps
+            _norm(one, inv, eps, q, layer.q_norm_gain, 0, q, heads, d)
+            _norm(one, inv, eps, k, layer.k_norm_gain, 0, k, kv_heads, d)
+        if token.cos:
             c, s = at(cos, b * (d // 2)), at(sin, b * (d // 2))
             for h in range(heads + kv_heads):
                 u = at(row, h * d)
@@ -190,7 +217,7 @@ def _rope_and_store(
                     even, odd = u[2 * j], u[2 * j + 1]
                     u[2 * j] = even * c[j] - odd * s[j]
                     u[2 * j + 1] = even * s[j] + odd * c[j]
-        start = (b * room + positions[b]) * kv_heads * d
+        start = (b * layer.slots + positions[b] % layer.slots) * kv_heads * d
         keys, values = at(k_cache, start), at(v_cache, start)
         new_keys, new_values = at(row, heads * d), at(row, (heads + kv_heads) * d)
         for j in range(kv_heads * d):
@@ -203,10 +230,9 @@ def _attend(
     one: Any,
     scale: Any,
     qkv: Any,
-    k_cache: Any,
-    v_cache: Any,
-    slopes: Any,
-    has_slopes: bool,
+    keys_address: int,
+    values_address: int,
+    slopes_address: int,
     positions: Any,
     out: Any,
     scores: Any,
@@ -215,48 +241,55 @@ def _attend(
     heads: int,
     kv_heads: int,
     d: int,
-    room: int,
-    blocks: int,
-    block_keys: int,
+    slots: int,
+    window: int,
+    length: int,
 ) -> None:
-    """Write attention of one query of each row over keys 0 .. position: out (B, Hq·d).
+    """Write attention of one query of each row over the tokens it sees: out (B, Hq·d).
 
-    ``scores`` has room for B·Hq·blocks·block_keys elements, ``partial`` for B·Hq·blocks·(d + 2):
-    a block's largest score, its sum of exponentials, and the sum of values they weigh.
+    ``scores`` has room for B·Hq·blocks·KEY_BLOCK elements, ``partial`` for B·Hq·blocks·(d + 2):
+    a block's largest score, its sum of exponentials, and the sum of values they weigh. ``length``
+    is that of the longest row.
     """
     zero = one - one
+    k_cache, v_cache = pointer(keys_address, one), pointer(values_address, one)
+    slopes = pointer(slopes_address, one)
     group = heads // kv_heads
+    blocks = (min(length, slots) + KEY_BLOCK - 1) // KEY_BLOCK
     for task in prange(batch * kv_heads * blocks):
         b, g, block = task // (kv_heads * blocks), task // blocks % kv_heads, task % blocks
         position = np.int64(positions[b])
-        first = block * block_keys
-        count = min(position + 1 - first, block_keys)
+        first = block * KEY_BLOCK
+        # a ring has gone round once its slots are full; a longer cache shows its last window
+        full: Any = min(position + 1, slots)
+        count = min(full - first, KEY_BLOCK)
+        unseen = max(full - window - first, 0) if window else 0
         for i in range(group):
             h = g * group + i
             q = at(qkv, (b * (heads + 2 * kv_heads) + h) * d)
-            s = at(scores, (task * group + i) * block_keys)
+            s = at(scores, (task * group + i) * KEY_BLOCK)
             result = at(partial, ((b * heads + h) * blocks + block) * (d + 2))
             for j in range(d + 2):
                 result[j] = zero
             store(result, 0, -np.inf)
-            if count <= 0:
+            if count <= unseen:
                 continue
-            slope = slopes[h] if has_slopes else zero
+            slope = slopes[h] if slopes_address else zero
             top = result[0]
-            for t in range(count):
-                k = at(k_cache, ((b * room + first + t) * kv_heads + g) * d)
+            for t in range(unseen, count):
+                k = at(k_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 dot = zero
                 for j in range(d):
                     dot += q[j] * k[j]
                 s[t] = dot * scale - slope * (position - first - t)
                 top = max(top, s[t])
             total = zero
-            for t in range(count):
+            for t in range(unseen, count):
                 s[t] = exp(s[t] - top)
                 total += s[t]
             o = at(result, 2)
-            for t in range(count):
-                v = at(v_cache, ((b * room + first + t) * kv_heads + g) * d)
+            for t in range(unseen, count):
+                v = at(v_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 p = s[t]
                 for j in range(d):
                     o[j] += p * v[j]
@@ -283,23 +316,23 @@ def _attend(
 
 
 @jit(**SERIAL)
-def _activate(
-    one: Any, c2: Any, cubic: Any, x: Any, out: Any, batch: int, width: int, kind: int
-) -> None:
+def _activate(model: Any, x: Any, out: Any, batch: int) -> None:
     """Write the activation of each row of x: (B, 2F) for SwiGLU, else (B, F)."""
-    if kind == 0:
+    one, width = model.one, model.hidden
+    if model.swiglu:
         for b in range(batch):
             gate, up, z = at(x, 2 * b * width), at(x, (2 * b + 1) * width), at(out, b * width)
             for j in range(width):
                 z[j] = gate[j] * up[j] / (one + exp(-gate[j]))
-    elif kind == 1:
+    elif model.gelu:
         for i in range(batch * width):
             cdf, _ = normal(x[i])
             out[i] = x[i] * cdf
-    elif kind == 2:
+    elif model.gelu_tanh:
+        c2, cubic = model.tanh_2c, model.tanh_cubic
         for i in range(batch * width):
             out[i] = x[i] / (one + exp(-c2 * x[i] * (one + cubic * x[i] * x[i])))
-    else:
+    elif model.relu:
         for i in range(batch * width):
             out[i] = one - one if x[i] < one - one else x[i]
 
@@ -311,151 +344,61 @@ def _add_to(x: Any, y: Any, n: int) -> None:
 
 
 @jit(**SERIAL)
-def decode_token(
-    one: Any,
-    inv_width: Any,
-    eps: Any,
-    scale: Any,
-    c2: Any,
-    cubic: Any,
-    weight_like: Any,
-    weights: Any,
-    layers: int,
-    batch: int,
-    width: int,
-    heads: int,
-    kv_heads: int,
-    d: int,
-    hidden: int,
-    vocabulary: int,
-    kind: int,
-    pre: bool,
-    centred: bool,
-    turn: bool,
-    has_slopes: bool,
-    cos_address: int,
-    sin_address: int,
-    slopes_address: int,
-    positions_address: int,
-    k_address: int,
-    v_address: int,
-    room: int,
-    blocks: int,
-    x_address: int,
-    work_address: int,
-    out_address: int,
-) -> None:
-    """Run the layers on x (B, D), in place, and write the logits; ``work`` is long enough."""
-    cos, sin, slopes = (
-        pointer(cos_address, one),
-        pointer(sin_address, one),
-        pointer(slopes_address, one),
-    )
-    positions = pointer(positions_address, np.int32(0))
-    k_cache, v_cache = pointer(k_address, one), pointer(v_address, one)
-    x, out = pointer(x_address, one), pointer(out_address, one)
+def _copy(x: Any, out: Any, n: int) -> None:
+    for i in range(n):
+        out[i] = x[i]
+
+
+@jit(**SERIAL)
+def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
+    """Run the layers on x (B, D), in place, and write the logits.
+
+    ``models`` and ``tokens`` are one record each, ``layers`` one for each layer; ``like`` is a
+    scalar of the matrices' type.
+    """
+    model, token = models[0], tokens[0]
+    one, width, batch, d = model.one, model.width, token.batch, model.d
+    heads, kv_heads, inv, eps = model.heads, model.kv_heads, model.inv_width, model.eps
     fused = (heads + 2 * kv_heads) * d
-    inner = 2 * hidden if kind == 0 else hidden
+    inner = 2 * model.hidden if model.swiglu else model.hidden
+    positions = pointer(token.positions, np.int32(0))
+    x, h, partial = pointer(token.x, one), pointer(token.h, one), pointer(token.partial, one)
+    qkv, attended = pointer(token.qkv, one), pointer(token.attended, one)
+    up, active = pointer(token.up, one), pointer(token.active, one)
+    scores, joined = pointer(token.scores, one), pointer(token.joined, one)
 
-    h = pointer(work_address, one)
-    qkv = at(h, batch * width)
-    attended = at(qkv, batch * fused)
-    up = at(attended, batch * heads * d)
-    active = at(up, batch * inner)
-    scores = at(active, batch * hidden)
-    joined = at(scores, batch * heads * blocks * KEY_BLOCK)
-    partial = at(joined, batch * heads * blocks * (d + 2))
-
-    for layer in range(layers):
-        w = weights[layer]
-        if pre:
-            gain, bias = pointer(w[0], one), pointer(w[1], one)
-            _norm(one, inv_width, eps, x, gain, bias, centred, h, batch, width)
+    for n in range(len(layers)):
+        w = layers[n]
+        if model.pre:
+            gain, bias = w.attention_norm_gain, w.attention_norm_bias
+            _norm(one, inv, eps, x, gain, bias, h, batch, width)
         else:
-            for j in range(batch * width):
-                h[j] = x[j]
-        matrix, bias = pointer(w[2], weight_like), pointer(w[3], one)
-        _matvec(
-            h, matrix, bias, w[3] != 0, qkv, partial, batch, width, fused, MATVEC_TASK, MAX_TASKS
-        )
-        at_layer = layer * batch * room * kv_heads * d
-        keys, values = at(k_cache, at_layer), at(v_cache, at_layer)
-        _rope_and_store(
-            one, qkv, cos, sin, turn, positions, keys, values, batch, heads, kv_heads, d, room
-        )
+            _copy(x, h, batch * width)
+        _matvec(one, like, h, w.wqkv, w.bqkv, qkv, partial, batch, width, fused)
+        _turn_and_store(model, w, token, qkv, positions)
         _attend(
-            one,
-            scale,
-            qkv,
-            keys,
-            values,
-            slopes,
-            has_slopes,
-            positions,
-            attended,
-            scores,
-            joined,
-            batch,
-            heads,
-            kv_heads,
-            d,
-            room,
-            blocks,
-            KEY_BLOCK,
-        )
-        matrix, bias = pointer(w[4], weight_like), pointer(w[5], one)
-        _matvec(
-            attended,
-            matrix,
-            bias,
-            w[5] != 0,
-            h,
-            partial,
-            batch,
-            heads * d,
-            width,
-            MATVEC_TASK,
-            MAX_TASKS,
-        )
+            one, model.scale, qkv, w.keys, w.values, token.slopes, positions, attended, scores,
+            joined, batch, heads, kv_heads, d, w.slots, w.window, token.length,
+        )  # fmt: skip
+        _matvec(one, like, attended, w.wo, w.bo, h, partial, batch, heads * d, width)
         _add_to(x, h, batch * width)
-        gain, bias = pointer(w[6], one), pointer(w[7], one)
-        if pre:
-            _norm(one, inv_width, eps, x, gain, bias, centred, h, batch, width)
+        if model.pre:
+            _norm(one, inv, eps, x, w.ffn_norm_gain, w.ffn_norm_bias, h, batch, width)
         else:
-            first_gain, first_bias = pointer(w[0], one), pointer(w[1], one)
-            _norm(one, inv_width, eps, x, first_gain, first_bias, centred, x, batch, width)
-            for j in range(batch * width):
-                h[j] = x[j]
-        matrix, bias = pointer(w[8], weight_like), pointer(w[9], one)
-        _matvec(
-            h, matrix, bias, w[9] != 0, up, partial, batch, width, inner, MATVEC_TASK, MAX_TASKS
-        )
-        _activate(one, c2, cubic, up, active, batch, hidden, kind)
-        matrix, bias = pointer(w[10], weight_like), pointer(w[11], one)
-        _matvec(
-            active,
-            matrix,
-            bias,
-            w[11] != 0,
-            h,
-            partial,
-            batch,
-            hidden,
-            width,
-            MATVEC_TASK,
-            MAX_TASKS,
-        )
+            gain, bias = w.attention_norm_gain, w.attention_norm_bias
+            _norm(one, inv, eps, x, gain, bias, x, batch, width)
+            _copy(x, h, batch * width)
+        _matvec(one, like, h, w.w_up, w.b_up, up, partial, batch, width, inner)
+        _activate(model, up, active, batch)
+        _matvec(one, like, active, w.w_down, w.b_down, h, partial, batch, model.hidden, width)
         _add_to(x, h, batch * width)
-        if not pre:
-            bias = pointer(w[7], one)
-            _norm(one, inv_width, eps, x, gain, bias, centred, x, batch, width)
+        if not model.pre:
+            _norm(one, inv, eps, x, w.ffn_norm_gain, w.ffn_norm_bias, x, batch, width)
 
-    last = weights[layers]
-    if pre:
-        gain, bias = pointer(last[0], one), pointer(last[1], one)
-        _norm(one, inv_width, eps, x, gain, bias, centred, h, batch, width)
+    if model.pre:
+        gain, bias = token.final_norm_gain, token.final_norm_bias
+        _norm(one, inv, eps, x, gain, bias, h, batch, width)
     else:
-        for j in range(batch * width):
-            h[j] = x[j]
-    matrix, bias = pointer(last[2], weight_like), pointer(last[3], one)
-    _head(one - one, h, matrix, bias, last[3] != 0, out, batch, vocabulary, width, HEAD_ROWS)
+        _copy(x, h, batch * width)
+    out = pointer(token.out, one)
+    _head(one, like, h, token.head, token.head_bias, out, batch, model.vocabulary, width)

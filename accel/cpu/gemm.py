@@ -8,11 +8,11 @@ is cut into blocks of at most DEPTH. For each block
 2. a transposed left operand is packed too, ROWS of its columns at a time (an untransposed one is
    read in place: its rows are already in the order of the sum);
 3. tasks of about ROWS rows and some panels multiply, 6 rows by one panel at a time
-   (``simd.tile_gemm``). Rows, in sixes, and panels are shared out evenly, and where there are many
+   (``simd.tile_gemm``). Rows, in sixes, and panels are divided evenly, and where there are many
    tasks their number is a multiple of TOGETHER: all threads wait for the one that has most.
 
 Every element of the product is the sum over k in ascending order, block by block, in fused
-multiply-adds; where a task begins and ends has no part in that. So the bits depend on the shape
+multiply-adds; where a task begins and ends does not matter. So the bits depend on the shape
 alone. A BLAS with threads does not promise as much, and two thread pools in one process (its own
 and Numba's) spin against each other: 39 % of a training step went there. One product of OpenBLAS
 split over our threads is as fast as this only where the split follows the number of threads.

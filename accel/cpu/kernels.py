@@ -2,13 +2,15 @@
 
 Kernels take addresses rather than arrays (``simd.pointer`` says why), with a scalar of the element
 type beside them, so a kernel is compiled once for float32 and once for float64 whatever the arrays'
-layout. All they are given is C-contiguous: ``contiguous`` sees to that at the boundary.
+layout. All they are given is C-contiguous: ``contiguous`` sees to that at the boundary. The scalar
+is called ``one`` and is 1, so ``one - one`` is the zero of the kernel's element type: a sum that
+starts at the literal ``0.0`` would be float64.
 
 Work is cut into pieces whose size follows from the shape alone, never from the number of threads,
 and sums over pieces are added in a fixed order; so the number of threads changes no bit.
 
-One trap: Numba takes a pointer for an array that nobody looks at, and drops stores through it from
-the body of a ``prange`` (not from loops inside) without a word. ``store`` is a call, and stays.
+One trap: Numba takes a pointer for an array that is never read, and silently drops stores through
+it from the body of a ``prange`` (not from loops inside). ``store`` is a call, which it keeps.
 """
 
 import ctypes
@@ -22,7 +24,6 @@ from numba import prange
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_out
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +32,7 @@ ROW_PIECE = 16  # rows that one task takes, where rows are independent of each o
 SUM_PIECE = 64  # rows that are added up by one task before the partial sums are
 
 # How kernels are compiled. The liberties do not let the compiler assume that there are no NaN and
-# no infinities: a NaN has to travel to the loss, where somebody looks. Division by zero gives what
+# no infinities: a NaN has to reach the loss, where it is noticed. Division by zero gives what
 # NumPy gives; Python's exception would be a branch in every loop.
 _LIBERTIES = {"contract", "nsz", "arcp"}
 MAP: dict[str, Any] = {
@@ -72,16 +73,9 @@ def like(x: Array) -> Any:
 
 
 def receiver(out: Array | None, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Array | None]:
-    """Return the contiguous array that a kernel shall fill, and where to copy it after, if needed.
-
-    Raises
-    ------
-    ValueError
-        When ``out`` has another shape or dtype, or is read-only.
-    """
+    """Return the contiguous array that a kernel shall fill, and where to copy it after."""
     if out is None:
         return empty(shape, dtype), None
-    check_out(out, shape, dtype)
     if out.flags.c_contiguous:
         return out, None
     return empty(shape, dtype), out

@@ -14,26 +14,21 @@ import numpy.typing as npt
 from accel.cpu.gemm import gemm
 from accel.cpu.kernels import as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.memory import empty
-from reference.checks import check_dout, check_float, check_shape, given_again
-from reference.heads import check_parts, check_split
-from reference.linear import check_head, check_linear
 
 Array = npt.NDArray[Any]
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # (N, I); None when the backward is to be given it again
+    x: Array | None  # (N, I); None when the backward is to be given x
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
-    check_float("linear", x=x, weight=weight, bias=bias)
-    check_linear(x, weight, bias)
     rows, weight = as_rows(x), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     affine(rows, weight, bias, out)
@@ -42,27 +37,23 @@ def linear_forward(
 
 
 def linear_backward(
-    dout: Array,
-    cache: LinearCache,
-    *,
-    x: Array | None = None,
-    out: tuple[Array | None, Array | None] | None = None,
+    dout: Array, cache: LinearCache, *, x: Array | None, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     kept, weight, x_shape, has_bias = cache
-    x = given_again("linear", kept, x, x_shape)
-    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), weight)
-    check_float("linear_backward", x=x, weight=weight)
-    x, rows = as_rows(x), as_rows(dout)
-    weight_out, bias_out = (None, None) if out is None else out
-    dx = empty(x.shape, x.dtype)
+    rows = as_rows(dout)
+    if x is not None:
+        kept = as_rows(x)
+    assert kept is not None
+    weight_out, bias_out = out
+    dx = empty(kept.shape, kept.dtype)
     gemm(rows, weight, dx, tb=True)
-    dweight, elsewhere = receiver(weight_out, weight.shape, x.dtype)
-    gemm(x, rows, dweight, ta=True)
+    dweight, elsewhere = receiver(weight_out, weight.shape, kept.dtype)
+    gemm(kept, rows, dweight, ta=True)
     dweight = delivered(dweight, elsewhere)
     dbias = None
     if has_bias:
-        dbias, elsewhere = receiver(bias_out, weight.shape[1:], x.dtype)
+        dbias, elsewhere = receiver(bias_out, weight.shape[1:], kept.dtype)
         sum_rows(rows, dbias)
         dbias = delivered(dbias, elsewhere)
     return dx.reshape(x_shape), dweight, dbias
@@ -77,10 +68,8 @@ def affine(
     gemm(x, weight, out, tb=transposed, accumulate=bias is not None)
 
 
-def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
-    check_float("logits", x=x, head=head, bias=bias)
-    check_head("logits", x, head, bias)
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
     affine(rows, contiguous(head), bias, out, transposed=True)
@@ -90,30 +79,19 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
 # ---- heads ---------------------------------------------------------------------------------------
 
 
-class SplitHeadsCache(NamedTuple):
-    heads: tuple[int, ...]
-    x_shape: tuple[int, ...]  # (B, T, H, d)
-
-
-class MergeHeadsCache(NamedTuple):
-    x_shape: tuple[int, ...]  # (B, T, H, d)
-
-
 def split_heads_forward(
     x: Array, *, heads: tuple[int, ...]
-) -> tuple[tuple[Array, ...], SplitHeadsCache]:
-    """Return views of x (B, T, H, d) with ``heads`` heads each, in order."""
-    heads = check_split(x, heads)
-    return tuple(np.split(x, np.cumsum(heads)[:-1], axis=2)), SplitHeadsCache(heads, x.shape)
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Return views of x (B, T, H, d) with ``heads`` heads each, in order, and the shape of x."""
+    return tuple(np.split(x, np.cumsum(heads)[:-1], axis=2)), x.shape
 
 
-def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
+def split_heads_backward(dout: tuple[Array, ...], x_shape: tuple[int, ...]) -> Array:
     """Return dx (B, T, H, d) from the gradients of the parts."""
-    check_parts(dout, cache.heads, cache.x_shape)
     whole = _side_by_side(dout)
     if whole is not None:
         return whole
-    dx = empty(cache.x_shape, dout[0].dtype)
+    dx = empty(x_shape, dout[0].dtype)
     end = 0
     for part in dout:
         dx[:, :, end : end + part.shape[2]] = part
@@ -142,18 +120,12 @@ def _side_by_side(parts: tuple[Array, ...]) -> Array | None:
     return whole
 
 
-def merge_heads_forward(x: Array) -> tuple[Array, MergeHeadsCache]:
-    """Return x (B, T, H, d) as (B, T, H·d)."""
-    if x.ndim != 4:
-        raise ValueError(f"merge_heads: x must be (B, T, H, d), got {x.shape}")
+def merge_heads_forward(x: Array) -> tuple[Array, tuple[int, ...]]:
+    """Return x (B, T, H, d) as (B, T, H·d), and the shape of x."""
     batch, length, n_heads, d_head = x.shape
-    merged = contiguous(x).reshape(batch, length, n_heads * d_head)
-    return merged, MergeHeadsCache(x.shape)
+    return contiguous(x).reshape(batch, length, n_heads * d_head), x.shape
 
 
-def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
+def merge_heads_backward(dout: Array, x_shape: tuple[int, ...]) -> Array:
     """Return dx (B, T, H, d)."""
-    B, T, H, d = cache.x_shape
-    check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
-    check_float("merge_heads_backward", dout=dout)
-    return dout.reshape(cache.x_shape)
+    return dout.reshape(x_shape)

@@ -30,19 +30,16 @@ from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_rows, check_scalar
-from reference.cross_entropy import check_targets
-from reference.linear import check_head
 from reference.types import Loss
 
 Array = npt.NDArray[Any]
 
 CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
-CHUNK_ROWS = 96  # chunks are a multiple of it, the rows of one task of a product
+CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a product
 
 
 def _turned(bits: Any) -> Any:
-    """Turn the bits of negative numbers round: integers then order as the floats do."""
+    """Invert the bits of negative numbers but the sign: integers then order as the floats do."""
     raise NotImplementedError
 
 
@@ -63,7 +60,7 @@ def _turned_overload(bits: Any) -> Callable[..., Any]:
 
 @intrinsic
 def _bits(typingctx: Any, x: Any) -> Any:
-    """Return the bits of a float as an integer, and the other way round."""
+    """Return the bits of a float as an integer, and of such an integer as a float."""
     other = {
         types.float32: types.int32,
         types.float64: types.int64,
@@ -79,10 +76,10 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 @jit(**SERIAL)
 def _row_max(x: Any, n: int) -> Any:
-    """Return the largest element, by way of integers.
+    """Return the largest element, compared as an integer.
 
-    The maximum of floats does not vectorise unless the compiler may forget about NaN. As integers,
-    with the bits of negative numbers turned round, NaN is just above or below everything else.
+    The maximum of floats does not vectorise unless the compiler may assume that there is no NaN. Of
+    integers (see ``_turned``) it does, and NaN is above or below every number.
     """
     top = _turned(_bits(x[0]))
     for j in range(n):
@@ -156,8 +153,6 @@ def _cross_entropy(
 
 def softmax(x: Array) -> Array:
     """Return the softmax of x (..., n) over its last axis."""
-    check_float("softmax", x=x)
-    check_rows("softmax", x)
     x = contiguous(x)
     out = empty(x.shape, x.dtype)
     width = x.shape[-1]
@@ -176,45 +171,74 @@ def linear_cross_entropy_forward(
     x: Array,
     head: Array,
     targets: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: Array | None,
+    bias: Array | None,
     *,
-    need_backward: bool = True,
+    need_backward: bool,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
-    op = "linear_cross_entropy"
-    check_float(op, x=x, head=head, bias=bias)
-    check_head(op, x, head, bias)
+    head = contiguous(head)
+
+    def step(
+        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
+    ) -> None:
+        affine(rows, head, bias, z, transposed=True)
+        _cross_entropy(*arguments)
+        if gradients is not None:
+            dx, dhead = gradients
+            gemm(z, head, dx)
+            gemm(z, rows, dhead, ta=True, accumulate=accumulate)
+
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
+
+
+Gradients = tuple[Array, Array] | None  # dx of a chunk's rows, and dhead
+
+
+def in_chunks(
+    step: Callable[[Array, Array, tuple[Any, ...], Gradients, bool], None],
+    multiple: int,
+    x: Array,
+    head: Array,
+    targets: Array,
+    mask: Array | None,
+    bias: Array | None,
+    need_backward: bool,
+) -> tuple[Loss, LinearCrossEntropyCache]:
+    """Return what ``linear_cross_entropy_forward`` does, by one call of ``step`` for each chunk.
+
+    A chunk is a multiple of ``multiple`` rows.
+    ``step(rows, z, arguments, gradients, accumulate)`` fills z with the logits of rows of x, runs
+    a kernel like ``_cross_entropy`` on ``arguments``, writes dx and writes, or adds, dhead.
+    """
     vocabulary = len(head)
-    valid = check_targets(op, targets, mask, x.shape[:-1], vocabulary)
-    rows, head = as_rows(x), contiguous(head)
+    valid = np.ones(targets.shape, np.bool_) if mask is None else mask
+    rows = as_rows(x)
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
-    chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
+    chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
     if need_backward:
         dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
         if bias is not None:
             dbias = np.zeros_like(bias)
-    # The logits come last: what dies first shall not lie below what lives on.
+    # The logits are allocated last: what is freed first should not lie below what stays.
     z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
     for start in range(0, len(rows), chunk):
-        stop = min(start + chunk, len(rows))
-        part = z[: stop - start]
-        affine(rows[start:stop], head, bias, part, transposed=True)
-        _cross_entropy(
-            *(x.dtype.type(1), address(part), address(ids[start:]), address(flags[start:])),
-            *(address(losses[start:]), stop - start, vocabulary, need_backward),
+        part = slice(start, min(start + chunk, len(rows)))
+        some = z[: part.stop - start]
+        arguments = (
+            *(x.dtype.type(1), address(some), address(ids[part]), address(flags[part])),
+            *(address(losses[part]), len(some), vocabulary, need_backward),
         )
-        if dx is not None and dhead is not None:
-            gemm(part, head, dx[start:stop])
-            gemm(part, rows[start:stop], dhead, ta=True, accumulate=start > 0)
-            if dbias is not None:
-                once = empty(dbias.shape, dbias.dtype)
-                sum_rows(part, once)
-                dbias += once
+        gradients = None if dx is None or dhead is None else (dx[part], dhead)
+        step(rows[part], some, arguments, gradients, start > 0)
+        if dbias is not None:
+            once = empty(dbias.shape, dbias.dtype)
+            sum_rows(some, once)
+            dbias += once
     if dhead is not None and not len(rows):
         dhead.fill(0)
     cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)
@@ -222,19 +246,11 @@ def linear_cross_entropy_forward(
 
 
 def linear_cross_entropy_backward(
-    dloss: float,
-    cache: LinearCrossEntropyCache,
-    *,
-    out: tuple[Array | None, Array | None] | None = None,
+    dloss: float, cache: LinearCrossEntropyCache, *, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dhead, dbias) of dloss · total; dbias is None when there was no bias."""
-    if cache.dx is None or cache.dhead is None:
-        raise ValueError(
-            "linear_cross_entropy: the forward was told need_backward=False, so it kept no "
-            "gradients; leave that option out"
-        )
-    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
-    head_out, bias_out = (None, None) if out is None else out
+    assert cache.dx is not None and cache.dhead is not None
+    head_out, bias_out = out
     dx = cache.dx if dloss == 1 else scaled(cache.dx, dloss)
     dhead = _scaled_into(cache.dhead, dloss, head_out)
     dbias = None if cache.dbias is None else _scaled_into(cache.dbias, dloss, bias_out)

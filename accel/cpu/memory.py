@@ -126,7 +126,7 @@ class Arena:
 
 
 _arena = Arena()
-if hasattr(os, "register_at_fork"):  # else a child of a moment when a thread takes waits for ever
+if hasattr(os, "register_at_fork"):  # else a child may inherit the lock held, and wait for ever
     os.register_at_fork(
         before=_arena._lock.acquire,
         after_in_parent=_arena._lock.release,
@@ -173,11 +173,4 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
         array = np.ndarray(shape, dtype, raw, start)
     if _poison and dtype.kind == "f":
         array.fill(np.nan)
-    return array
-
-
-def zeros(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Return an array of zeros from the same place."""
-    array = empty(shape, dtype)
-    array.fill(0)
     return array

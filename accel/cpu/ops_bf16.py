@@ -1,101 +1,22 @@
 """The backend ``cpu`` in bf16: products and attention in bfloat16, all else as in ``ops``."""
 
-from accel.cpu.bf16 import (
-    attention_backward,
-    attention_forward,
-    decode_step,
-    linear_backward,
-    linear_cross_entropy_forward,
-    linear_forward,
-    logits,
-    parameters,
-)
-from accel.cpu.ops import (
-    accumulate,
-    adamw,
-    add_backward,
-    add_forward,
-    dropout_backward,
-    dropout_forward,
-    embedding_backward,
-    embedding_forward,
-    from_numpy,
-    gelu_backward,
-    gelu_forward,
-    gelu_tanh_backward,
-    gelu_tanh_forward,
-    global_norm,
-    kv_cache,
-    layernorm_backward,
-    layernorm_forward,
-    linear_cross_entropy_backward,
-    memory,
-    merge_heads_backward,
-    merge_heads_forward,
-    relu_backward,
-    relu_forward,
-    rmsnorm_backward,
-    rmsnorm_forward,
-    rope_backward,
-    rope_forward,
-    scale_backward,
-    scale_forward,
-    softmax,
-    split_heads_backward,
-    split_heads_forward,
-    square_sums,
-    step,
-    swiglu_backward,
-    swiglu_forward,
-    to_numpy,
-    write_kv,
-)
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "accumulate",
-    "adamw",
-    "add_backward",
-    "add_forward",
-    "attention_backward",
-    "attention_forward",
-    "decode_step",
-    "dropout_backward",
-    "dropout_forward",
-    "embedding_backward",
-    "embedding_forward",
-    "from_numpy",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_tanh_backward",
-    "gelu_tanh_forward",
-    "global_norm",
-    "kv_cache",
-    "layernorm_backward",
-    "layernorm_forward",
-    "linear_backward",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_forward",
-    "linear_forward",
-    "logits",
-    "memory",
-    "merge_heads_backward",
-    "merge_heads_forward",
-    "parameters",
-    "relu_backward",
-    "relu_forward",
-    "rmsnorm_backward",
-    "rmsnorm_forward",
-    "rope_backward",
-    "rope_forward",
-    "scale_backward",
-    "scale_forward",
-    "softmax",
-    "split_heads_backward",
-    "split_heads_forward",
-    "square_sums",
-    "step",
-    "swiglu_backward",
-    "swiglu_forward",
-    "to_numpy",
-    "write_kv",
-]
+import numpy as np
+
+from accel.cpu import bf16
+from accel.cpu.ops import SOURCES
+from reference.boundary import Rules, offer
+from reference.ops import HOST, OPS, backend
+
+RULES = Rules(
+    {np.dtype(np.float32): "float32"},
+    "products round it to bfloat16; load the backend with compute='float32' for other types",
+)
+_sources = (vars(bf16), *SOURCES)
+_rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
+globals().update(backend(__name__, HOST, *_sources) | offer(_rounding, (), RULES, *_sources))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

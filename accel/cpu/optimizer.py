@@ -14,8 +14,6 @@ from numba import prange
 from accel.cpu.kernels import MAP, PIECE, SUM, address, contiguous, like, store
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.adamw import check_adamw
-from reference.checks import check_float, check_writable
 from reference.global_norm import SUM_BLOCK
 
 Array = npt.NDArray[Any]
@@ -69,16 +67,9 @@ def adamw(
     eps: float,
     weight_decay: float,
     n_decayed: int,
-    grad_scale: float = 1.0,
+    grad_scale: float,
 ) -> None:
     """Take one step of AdamW on flat arrays (n,), in place; see ``reference/adamw.py``."""
-    check_float("adamw", master=master, m=m, v=v, grad=grad)
-    check_writable("adamw", master=master, m=m, v=v)
-    sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
-    # float(): NumPy's scalars of few bits would keep the corrections to their precision
-    lr, beta1, beta2 = float(lr), float(beta1), float(beta2)
-    weight_decay, n_decayed = float(weight_decay), int(n_decayed)
     grad = contiguous(grad)
     given = (master, m, v)
     states = [contiguous(array) for array in given]
@@ -113,9 +104,6 @@ def _square_sums(like: Any, x: int, sums: int, n: int, block: int) -> None:
 
 def square_sums(x: Array) -> Array:
     """Return Σx² of each block of 65,536 elements of x (n,), in float64."""
-    check_float("square_sums", x=x)
-    if x.ndim != 1:
-        raise ValueError(f"square_sums: x must be flat, got shape {x.shape}")
     x = contiguous(x)
     sums = np.empty(-(-len(x) // SUM_BLOCK), np.float64)
     _square_sums(like(x), address(x), address(sums), len(x), SUM_BLOCK)
@@ -137,10 +125,6 @@ def _accumulate(like: Any, dst: int, src: int, n: int) -> None:
 
 def accumulate(dst: Array, src: Array) -> None:
     """Add ``src`` onto ``dst`` in place; the shapes must be equal."""
-    check_float("accumulate", dst=dst, src=src)
-    if dst.shape != src.shape:
-        raise ValueError(f"accumulate: src must have dst's shape {dst.shape}, got {src.shape}")
-    check_writable("accumulate", dst=dst)
     if np.may_share_memory(src, dst):
         src = src.copy()
     src, target = contiguous(src), contiguous(dst)

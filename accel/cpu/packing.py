@@ -23,7 +23,7 @@ from accel.jit import jit
 
 Value = Any
 
-_INT32, _INT64 = ir.IntType(32), ir.IntType(64)
+_INT32 = ir.IntType(32)
 
 
 @intrinsic

@@ -1,6 +1,6 @@
 """RoPE; the mathematics is in ``reference/rope.py``.
 
-One pass over x: a task takes the tokens of ROW_PIECE positions, turns the heads that turn and
+One pass over x: a task takes the tokens of ROW_PIECE positions, rotates the first heads and
 copies the others. The tables of cosines and sines are made in float64 and kept for the next call:
 every layer of every step asks for the same ones.
 """
@@ -16,8 +16,6 @@ from accel.cpu.kernels import MAP, ROW_PIECE, address, contiguous
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from reference.checks import check_float, check_shape
-from reference.rope import check_rope
 
 Array = npt.NDArray[Any]
 
@@ -25,8 +23,7 @@ Array = npt.NDArray[Any]
 class RopeCache(NamedTuple):
     cos: Array  # (T, d/2), or (B, T, d/2) when rows start at positions of their own
     sin: Array  # the same
-    rotate_heads: int  # the first so many heads turn
-    x_shape: tuple[int, ...]  # (B, T, H, d)
+    rotate_heads: int  # heads that are rotated, from the first on
 
 
 @jit(**MAP)
@@ -72,25 +69,21 @@ def _tables(base: float, d_head: int, position: Array, dtype: Any) -> tuple[Arra
 
 
 def rope_forward(
-    x: Array, *, base: float, start: int | Array = 0, rotate_heads: int | None = None
+    x: Array, *, base: float, start: int | Array, rotate_heads: int | None
 ) -> tuple[Array, RopeCache]:
-    """Return x (B, T, H, d) with the coordinate pairs of its first heads turned."""
-    check_float("rope", x=x)
-    rotate_heads = check_rope(x, base, start, rotate_heads)
-    _, length, _, d_head = x.shape
-    if np.shape(start) == ():
-        cos, sin = _table(float(base), d_head, int(start), length, x.dtype)
+    """Return x (B, T, H, d) with the coordinate pairs of its first heads rotated."""
+    _, length, n_heads, d_head = x.shape
+    if isinstance(start, int):
+        cos, sin = _table(base, d_head, start, length, x.dtype)
     else:
         position = np.expand_dims(start, -1) + np.arange(length)
-        cos, sin = _tables(float(base), d_head, position, x.dtype)
-    cache = RopeCache(cos, sin, rotate_heads, x.shape)
+        cos, sin = _tables(base, d_head, position, x.dtype)
+    cache = RopeCache(cos, sin, n_heads if rotate_heads is None else rotate_heads)
     return _rotate(x, cache, 1), cache
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
-    """Return dx: the gradient turned back."""
-    check_shape("rope_backward", "dout", dout, cache.x_shape, "the output")
-    check_float("rope_backward", dout=dout, forward=cache.cos)
+    """Return dx: the gradient rotated back."""
     return _rotate(dout, cache, -1)
 
 

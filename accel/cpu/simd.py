@@ -46,8 +46,6 @@ _INT64 = ir.IntType(64)
 # split of the work is the same on all of them.
 PAD_BYTES = 64
 
-ROWS = 6  # of a register block
-
 
 # --- pointers ------------------------------------------------------------------------------------
 

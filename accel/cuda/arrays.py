@@ -1,28 +1,14 @@
-"""What all launchers do with arrays: checks, conversions, strides, NumPy's arrays in and out."""
+"""What all launchers do with arrays: conversions, strides, NumPy's arrays in and out."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from accel.cuda.device import (
-    BF16,
-    F32,
-    bf16_flag,
-    ceil_div,
-    current,
-    empty,
-    i32,
-    i64,
-    is_contiguous,
-    launch,
-)
-from reference.checks import check_array, check_shape
+from accel.cuda.device import BF16, F32, THREADS, ceil_div, current, empty, is_contiguous, launch
 from reference.types import Array
 
-THREADS = 256
 MAX_GRID_Y = 65_535
-_NAMES = {BF16: "bf16"}
 
 
 def pack(array: Array) -> int:
@@ -35,51 +21,15 @@ def packs(array: Array, n: int) -> int:
     return ceil_div(n, THREADS * pack(array))
 
 
-def check_activations(op: str, **arrays: Array | None) -> None:
-    """Raise unless the given arrays share one dtype, float32 or bf16."""
-    for name, array in arrays.items():
-        if array is not None:
-            check_array(op, name, array)
-    given = {name: array.dtype for name, array in arrays.items() if array is not None}
-    if len(set(given.values())) > 1 or next(iter(given.values())) not in (F32, BF16):
-        found = ", ".join(f"{name} is {_NAMES.get(dtype, dtype)}" for name, dtype in given.items())
-        raise ValueError(
-            f"{op}: arrays must share one dtype, float32 or bf16 (held as uint16), but {found}; "
-            "convert with from_numpy"
-        )
-
-
-def check_weights(op: str, x: Array, **weights: Array | None) -> None:
-    """Raise unless x is float32 or bf16 and each weight is float32 or of x's dtype."""
-    check_array(op, "x", x)
-    for name, weight in weights.items():
-        if weight is not None:
-            check_array(op, name, weight)
-        if weight is None or (weight.dtype == F32 and x.dtype == BF16):
-            continue
-        check_activations(op, x=x, **{name: weight})
-    check_activations(op, x=x)
-
-
-def check_dout(op: str, dout: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise unless ``dout`` has the shape and dtype of the forward's output."""
-    check_shape(f"{op}_backward", "dout", dout, shape, "the output")
-    if dout.dtype != dtype:
-        found, wanted = (_NAMES.get(d, d) for d in (dout.dtype, dtype))
-        raise ValueError(
-            f"{op}_backward: dout and the output must share one dtype, {wanted}, got {found}"
-        )
+def fours(array: Array) -> int:
+    """Return the blocks of THREADS threads that cover an array, four elements each."""
+    return ceil_div(array.size, 4 * THREADS)
 
 
 def check_out(out: Array | None, shape: tuple[int, ...]) -> Array:
     """Return the float32 array that a parameter gradient goes to: ``out``, or a new one."""
     if out is None:
         return empty(shape, F32)
-    if out.shape != shape or out.dtype != F32:
-        raise ValueError(
-            f"out must have the gradient's shape {shape} and dtype float32, got {out.shape} and "
-            f"{out.dtype}"
-        )
     if not is_contiguous(out):
         raise ValueError(
             "out must be contiguous, as views of the flat gradient are, got strides "
@@ -95,8 +45,7 @@ def to_dtype(array: Array, dtype: np.dtype) -> Array:
         return array
     out = empty(array.shape, dtype)
     kernel = "to_bf16_array" if dtype == BF16 else "to_f32_array"
-    blocks = ceil_div(array.size, 4 * THREADS)
-    launch("elementwise", kernel, blocks, THREADS, array, out, i64(array.size))
+    launch("elementwise", kernel, fours(array), x=array, y=out, n=array.size)
     return out
 
 
@@ -168,6 +117,11 @@ def fold(
     return tuple(tuple(int(n) for n in column) for column in columns)
 
 
+def numbered(**tuples: Sequence[int]) -> dict[str, int]:
+    """Return ``s0``, ``s1``, ... for ``s``: how kernels call the numbers of each axis."""
+    return {f"{name}{i}": n for name, numbers in tuples.items() for i, n in enumerate(numbers)}
+
+
 def contiguous(array: Array) -> Array:
     """Return the array itself, or its values in a new array when its elements are scattered."""
     if is_contiguous(array):
@@ -182,19 +136,18 @@ def copy(to: Array, array: Array) -> None:
     assert to.shape == array.shape and to.dtype == array.dtype
     shape, source, target = array.shape, strides(array), strides(to)
     if array.itemsize == 1:
-        sizes, a, b = fold(shape, source, target)
-        numbers = [i64(n) for n in (*sizes, *a, *b)]
-        launch("layout", "copy_bytes", ceil_div(array.size, THREADS), THREADS, array, to, *numbers)
+        s, a, b = fold(shape, source, target)
+        numbers = numbered(s=s, a=a, b=b)
+        launch("layout", "copy_bytes", ceil_div(array.size, THREADS), x=array, y=to, **numbers)
         return
     if array.itemsize == 4:  # integers are copied as the floats that their bits are
         array, to = array.view(F32), to.view(F32)
     if not shape or source[-1] != 1 or target[-1] != 1:  # the innermost axis must be contiguous
         shape, source, target = (*shape, 1), (*source, 1), (*target, 1)
-    sizes, a, b = fold(shape[:-1], source[:-1], target[:-1], axes=3)
-    n_packs = int(np.prod(sizes, dtype=np.int64)) * ceil_div(shape[-1], pack(array))
-    numbers = [i64(n) for n in (*sizes, shape[-1], *a, *b)]
-    blocks = ceil_div(n_packs, THREADS)
-    launch("layout", "copy_strided", blocks, THREADS, array, to, *numbers, BF16=bf16_flag(array))
+    s, a, b = fold(shape[:-1], source[:-1], target[:-1], axes=3)
+    blocks = ceil_div(math.prod(s) * ceil_div(shape[-1], pack(array)), THREADS)
+    numbers = numbered(s=(*s, shape[-1]), a=a, b=b)
+    launch("layout", "copy_strided", blocks, x=array, y=to, **numbers)
 
 
 def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
@@ -203,32 +156,13 @@ def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
     rows_each = max(32, ceil_div(N, 256))
     parts = ceil_div(N, rows_each)
     partial = empty((parts, D), F32)
-    launch(
-        "reduce",
-        "partial_sums",
-        (packs(x, D), parts),
-        THREADS,
-        x,
-        partial,
-        i64(N),
-        i64(D),
-        i64(rows_each),
-        BF16=bf16_flag(x),
-    )
+    grid = (packs(x, D), parts)
+    launch("reduce", "partial_sums", grid, x=x, partial=partial, N=N, D=D, rows_each=rows_each)
     sum_rows(partial, out, accumulate=accumulate)
 
 
 def sum_rows(partial: Array, out: Array, *, accumulate: bool = False) -> None:
     """Write Σ over the rows of partial (P, D) float32 into ``out`` (D,), or add it."""
     P, D = partial.shape
-    launch(
-        "reduce",
-        "sum_rows",
-        ceil_div(D, THREADS),
-        THREADS,
-        partial,
-        out,
-        i64(P),
-        i64(D),
-        i32(accumulate),
-    )
+    sizes = {"P": P, "D": D, "accumulate": accumulate}
+    launch("reduce", "sum_rows", ceil_div(D, THREADS), partial=partial, out=out, **sizes)

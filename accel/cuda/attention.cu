@@ -37,19 +37,18 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
-    load_rows(tq, d, q + b * qb + h * qh, qt, first, QUERIES, T, d);
+    load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
     float m[ROWS], l[ROWS];
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
         l[r] = 0.0f;
         for (int c = lane; c < dv; c += 32) to[(row0 + r) * dv + c] = 0.0f;
     }
-    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
-    const int end = key_end(last, T, S, causal);
-    for (int u0 = 0; u0 < end; u0 += KEYS) {
+    const int end = rules.key_end(first + QUERIES < T ? first + QUERIES : T);
+    for (int u0 = rules.key_begin(first) / KEYS * KEYS; u0 < end; u0 += KEYS) {
         sync_block();  // the tiles have been read
-        load_rows(tk, d + 1, k + b * kb + h / group * kh, kt, u0, KEYS, S, d);
-        load_rows(tv, dv, v + b * vb + h / group * vh, vt, u0, KEYS, S, dv);
+        load_rows(tk, d + 1, k + b * k_b + h / group * k_h, k_t, u0, KEYS, S, d);
+        load_rows(tv, dv, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
         sync_block();
         const int u = u0 + lane;
         for (int r = 0; r < ROWS; ++r) {
@@ -98,15 +97,15 @@ KERNEL document_ranges(const int* documents, int* ranges, i64 pairs, int S) {
 }
 
 // delta = Σ dout·out over a row: a warp a row, of the B·T·Hq rows.
-KERNEL attention_delta(const elem* dout, i64 db, i64 dt, i64 dh, const elem* out, float* delta,
-                       i64 rows, int T, int Hq, int dv) {
+KERNEL attention_delta(const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h, const elem* out,
+                       float* delta, i64 rows, int T, int Hq, int dv) {
     const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
     const int lane = threadIdx.x % 32;
     float total = 0.0f;
     if (row < rows) {
         const i64 h = row % Hq, t = row / Hq % T, b = row / Hq / T;
-        for (int c = lane; c < dv; c += 32)
-            total += widen(dout[b * db + t * dt + h * dh + c]) * widen(out[row * dv + c]);
+        const elem* from = dout + b * dout_b + t * dout_t + h * dout_h;
+        for (int c = lane; c < dv; c += 32) total += widen(from[c]) * widen(out[row * dv + c]);
     }
     total = warp_sum(total);
     if (lane == 0 && row < rows)
@@ -129,8 +128,8 @@ DEVICE Slopes slopes(const Rules& rules, int t, int u, const float* qr, const fl
 
 // Grid: (query tiles, Hq, B). Shared memory: QUERIES (2 d + dv + KEYS + 1) +
 // KEYS (d + 1 + dv + 1) floats.
-KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh,
-                    const float* lse, const float* delta, elem* dq, i64 dqb, i64 dqt, i64 dqh) {
+KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                    const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
     SHARED(memory);
     float* tq = (float*)memory;          // (QUERIES, d)
     float* tdq = tq + QUERIES * d;       // (QUERIES, d), each element one lane's
@@ -142,15 +141,14 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 
     const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
-    load_rows(tq, d, q + b * qb + h * qh, qt, first, QUERIES, T, d);
-    load_rows(tdo, dv, dout + b * db + h * dh, dt, first, QUERIES, T, dv);
+    load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
+    load_rows(tdo, dv, dout + b * dout_b + h * dout_h, dout_t, first, QUERIES, T, dv);
     for (int i = threadIdx.x; i < QUERIES * d; i += blockDim.x) tdq[i] = 0.0f;
-    const int last = first + QUERIES < T ? first + QUERIES - 1 : T - 1;
-    const int end = key_end(last, T, S, causal);
-    for (int u0 = 0; u0 < end; u0 += KEYS) {
+    const int end = rules.key_end(first + QUERIES < T ? first + QUERIES : T);
+    for (int u0 = rules.key_begin(first) / KEYS * KEYS; u0 < end; u0 += KEYS) {
         sync_block();  // the tiles have been read
-        load_rows(tk, d + 1, k + b * kb + h / group * kh, kt, u0, KEYS, S, d);
-        load_rows(tv, dv + 1, v + b * vb + h / group * vh, vt, u0, KEYS, S, dv);
+        load_rows(tk, d + 1, k + b * k_b + h / group * k_h, k_t, u0, KEYS, S, d);
+        load_rows(tv, dv + 1, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
         sync_block();
         for (int r = 0; r < ROWS; ++r) {
             const int row = row0 + r, t = first + row;
@@ -174,16 +172,16 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 
         const int t = first + row0 + r;
         if (t >= T) break;
         for (int c = lane; c < d; c += 32)
-            put(dq + b * dqb + t * dqt + h * dqh + c, scale * tdq[(row0 + r) * d + c]);
+            put(dq + b * dq_b + t * dq_t + h * dq_h + c, scale * tdq[(row0 + r) * d + c]);
     }
 }
 
 // Grid: (key tiles, Hkv, B). The block loops over the query heads of its group, so the gradients of
 // a shared key are summed in one place and in one order. Shared memory: KEYS (2 d + 2 dv + 2) +
 // QUERIES (d + dv + 2 (KEYS + 1)) floats.
-KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh,
-                     const float* lse, const float* delta, elem* dk, i64 dkb, i64 dkt, i64 dkh,
-                     elem* dvalue, i64 dvb, i64 dvt, i64 dvh) {
+KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                     const float* lse, const float* delta, elem* dk, i64 dk_b, i64 dk_t, i64 dk_h,
+                     elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h) {
     SHARED(memory);
     float* tk = (float*)memory;                // (KEYS, d + 1)
     float* tv = tk + KEYS * (d + 1);           // (KEYS, dv + 1)
@@ -196,17 +194,17 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64
     const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * KEYS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = warp * ROWS;
     const int key0 = warp * (KEYS / WARPS);
-    load_rows(tk, d + 1, k + b * kb + hk * kh, kt, first, KEYS, S, d);
-    load_rows(tv, dv + 1, v + b * vb + hk * vh, vt, first, KEYS, S, dv);
+    load_rows(tk, d + 1, k + b * k_b + hk * k_h, k_t, first, KEYS, S, d);
+    load_rows(tv, dv + 1, v + b * v_b + hk * v_h, v_t, first, KEYS, S, dv);
     for (int i = threadIdx.x; i < KEYS * d; i += blockDim.x) tdk[i] = 0.0f;
     for (int i = threadIdx.x; i < KEYS * dv; i += blockDim.x) tdv[i] = 0.0f;
-    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
     for (int h = hk * group; h < (hk + 1) * group; ++h) {
         const Rules rules = ATTENTION_RULES(b, h);
-        for (int t0 = begin; t0 < T; t0 += QUERIES) {
+        const int end = rules.query_end(first + KEYS < S ? first + KEYS : S);
+        for (int t0 = rules.query_begin(first) / QUERIES * QUERIES; t0 < end; t0 += QUERIES) {
             sync_block();  // the tiles have been read
-            load_rows(tq, d, q + b * qb + h * qh, qt, t0, QUERIES, T, d);
-            load_rows(tdo, dv, dout + b * db + h * dh, dt, t0, QUERIES, T, dv);
+            load_rows(tq, d, q + b * q_b + h * q_h, q_t, t0, QUERIES, T, d);
+            load_rows(tdo, dv, dout + b * dout_b + h * dout_h, dout_t, t0, QUERIES, T, dv);
             sync_block();
             for (int r = 0; r < ROWS; ++r) {
                 const int row = row0 + r, t = t0 + row;
@@ -229,11 +227,12 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64
             }
         }
     }
+    sync_block();  // with no tiles: the gradients have been cleared
     for (int j = key0; j < key0 + KEYS / WARPS && first + j < S; ++j) {
         const i64 u = first + j;
         for (int c = lane; c < d; c += 32)
-            put(dk + b * dkb + u * dkt + hk * dkh + c, scale * tdk[j * d + c]);
+            put(dk + b * dk_b + u * dk_t + hk * dk_h + c, scale * tdk[j * d + c]);
         for (int c = lane; c < dv; c += 32)
-            put(dvalue + b * dvb + u * dvt + hk * dvh + c, tdv[j * dv + c]);
+            put(dvalue + b * dvalue_b + u * dvalue_t + hk * dvalue_h + c, tdv[j * dv + c]);
     }
 }

@@ -1,7 +1,8 @@
 // What the attention kernels share: who may see whom, the bias, the dropout, and their parameters.
 //
-// Arrays are (B, T, H, d) with any strides but one along d; strides count elements. lse is
-// (B, Hq, T) float: log Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
+// Arrays are (B, T, H, d) with any strides but one along d; strides count elements: q_b, q_t, q_h are
+// those of q along B, T and H. The launcher finds parameters by their names. lse is (B, Hq, T) float:
+// the natural logarithm of Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
 // its probabilities exp(s - lse) zero. delta is (B, Hq, T) float: Σ dout·out.
 
 // What a variant is compiled for; what is off costs nothing.
@@ -19,29 +20,50 @@ constexpr int RANGE = 32;  // positions whose documents are summed up in a pair 
 
 // The parameters that the forward, dq and dk/dv kernels begin with.
 #define ATTENTION_PARAMETERS                                                                    \
-    const elem *q, i64 qb, i64 qt, i64 qh, const elem *k, i64 kb, i64 kt, i64 kh, const elem *v, \
-        i64 vb, i64 vt, i64 vh, const float *alibi, const bool *key_mask, const int *documents,  \
-        const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv, int causal, float scale, int dropping,     \
-        float keep_scale, u32 threshold, u32 sample, u32 step, u32 site, u32 k0, u32 k1
+    const elem *q, i64 q_b, i64 q_t, i64 q_h, const elem *k, i64 k_b, i64 k_t, i64 k_h,         \
+        const elem *v, i64 v_b, i64 v_t, i64 v_h, const float *alibi, const bool *key_mask,     \
+        const int *documents, const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv,  \
+        int behind, int ahead, float scale, int dropping, float keep_scale, u32 threshold,      \
+        u32 sample, u32 step, u32 site, u32 k0, u32 k1
 
-// The rules of one (batch, query head).
+// The rules of one (batch, query head). Query t stands at position t + S - T and sees the keys from
+// `behind` positions before it to `ahead` after it, if the other rules allow: causal attention has
+// ahead = 0, a window w behind = w - 1, and what has no limit reaches over all.
 struct Rules {
     const bool* key_mask;  // (S) of this batch, or null
     const int* documents;  // (S) of this batch, or null
     const int* ranges;     // (tiles of RANGE, 2) least and greatest of them, or null
     float slope;
-    int T, S, causal, dropping;
+    int T, S, behind, ahead, dropping;
     float keep_scale;
     u32 threshold, sample, step, site, k0, k1;
     u64 first_bit;  // index of (head, 0, 0) among the (Hq, T, S) bits of the sample
 
     DEVICE bool allows(int t, int u) const {
         if (t >= T || u >= S) return false;
-        if (causal && u > t + S - T) return false;
+        const int distance = t + S - T - u;
+        if (distance > behind || -distance > ahead) return false;
         if (!MASKED) return true;
         if (key_mask && !key_mask[u]) return false;
         return !documents || documents[u] == documents[t + S - T];
     }
+
+    // Whether all of n queries from t on may see all of m keys from u on, by position.
+    DEVICE bool inside(int t, int n, int u, int m) const {
+        return t + n <= T && u + m <= S && t + n - 1 + S - T - u <= behind &&
+               u + m - 1 - (t + S - T) <= ahead;
+    }
+
+    // The range of keys that queries first … end - 1 can see, by position: keys_of in
+    // reference/visibility.py.
+    DEVICE int key_begin(int first) const { return within(first + S - T - behind, S); }
+    DEVICE int key_end(int end) const { return within(end + S - T + ahead, S); }
+
+    // The range of queries that can see keys first … end - 1: queries_of.
+    DEVICE int query_begin(int first) const { return within(first - (S - T) - ahead, T); }
+    DEVICE int query_end(int end) const { return within(end - (S - T) + behind, T); }
+
+    DEVICE static int within(int x, int n) { return x < 0 ? 0 : x < n ? x : n; }
 
     // The least and the greatest document of positions first … last.
     DEVICE void span(int first, int last, int& least, int& greatest) const {
@@ -92,19 +114,6 @@ struct Rules {
         key_mask ? key_mask + (i64)(b) * S : nullptr,                                          \
             documents ? documents + (i64)(b) * S : nullptr,                                    \
             ranges ? ranges + (i64)(b) * ((S + RANGE - 1) / RANGE) * 2 : nullptr,              \
-            alibi ? alibi[h] : 0.0f, T, S, causal, dropping, keep_scale, threshold,            \
-            sample + (u32)(b), step, site, k0, k1,                                             \
-            (u64)(h) * (u64)T * (u64)S                                                         \
+            alibi ? alibi[h] : 0.0f, T, S, behind, ahead, dropping, keep_scale, threshold,     \
+            sample + (u32)(b), step, site, k0, k1, (u64)(h) * (u64)T * (u64)S                  \
     }
-
-// The keys that queries up to `last` may see end before this one.
-DEVICE int key_end(int last, int T, int S, int causal) {
-    const int end = causal ? last + S - T + 1 : S;
-    return end < 0 ? 0 : end < S ? end : S;
-}
-
-// The first query that may see key `first`.
-DEVICE int query_begin(int first, int T, int S, int causal) {
-    const int begin = causal ? first - (S - T) : 0;
-    return begin < 0 ? 0 : begin;
-}

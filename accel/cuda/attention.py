@@ -7,42 +7,24 @@ atomics are needed: one whose blocks own queries (dq), one whose blocks own keys
 query heads that read them (dk, dv).
 
 A causal T × T head of width d takes 2·T²·d operations forward and 5·T²·d backward (half the full
-square), of which the two kernels do 7·T²·d, since both make the scores again.
+square), of which the two kernels do 7·T²·d, since both make the scores again. Tiles that causality
+or a window hides from a whole block are not walked over.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import check_activations, check_dout, contiguous, strides
-from accel.cuda.device import (
-    BF16,
-    F32,
-    bf16_flag,
-    ceil_div,
-    current,
-    empty,
-    f32,
-    i32,
-    i64,
-    launch,
-    zeros,
-)
-from accel.cuda.elementwise import dropout_words
-from reference.attention import check_documents, check_heads
-from reference.checks import check_mask, check_number, check_shape
-from reference.dropout import check_dropout
-from reference.philox import check_counters
-from reference.types import Array, DropoutKey
+from accel.cuda.arrays import contiguous, strides
+from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
+from accel.cuda.elementwise import drawn_by
+from reference.types import Array, Dropout, DropoutKey
+from reference.visibility import Visibility
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
 OWN, MMA_KEYS, MMA_QUERIES = 128, 64, 32  # rows of attention_mma.cu: of a block, of its tiles
 
-
 RANGE = 32  # positions whose documents are summed up: RANGE in attention.cuh
-
-_DROPPING = 12  # the place of ``dropping`` among AttentionCache.arguments
 
 
 class AttentionCache(NamedTuple):
@@ -50,72 +32,29 @@ class AttentionCache(NamedTuple):
     k: Array  # (B, S, Hkv, d)
     v: Array  # (B, S, Hkv, dv)
     out: Array  # (B, T, Hq, dv)
-    lse: Array  # (B, Hq, T) float32: log Σ exp of each row's scores; +inf where it sees nothing
-    arguments: tuple[Any, ...]  # of the kernels, from the slopes of ALiBi on
+    lse: Array  # (B, Hq, T) float32: ln Σ exp of each row's scores; +inf where it sees nothing
+    rules: dict[str, Any]  # the kernels' other parameters, by name
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    alibi: Array | None = None,
-    key_mask: Array | None = None,
-    documents: Array | None = None,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
+    q: Array, k: Array, v: Array, who: Visibility, *, scale: float, dropout: Dropout | None
 ) -> tuple[Array, AttentionCache]:
-    """Return the attention of q (B, T, Hq, d) over k and v (B, S, Hkv, …): (B, T, Hq, dv)."""
-    check_activations("attention", q=q, k=k, v=v)
-    check_heads(q, k, v)
-    check_dropout(dropout_p, dropout_key)
+    """Return o (B, T, Hq, dv), as ``reference.attention.forward``."""
     B, T, Hq, d = q.shape
-    S, Hkv, dv = v.shape[1:]
-    if alibi is not None:
-        check_shape("attention", "alibi", alibi, (Hq,), f"the query heads of q {(B, T, Hq, d)}")
-        if alibi.dtype != F32:
-            raise ValueError(f"attention: alibi must be float32, got {alibi.dtype}")
-    if key_mask is not None:
-        check_mask("attention", "key_mask", key_mask, (B, S), "the batch and keys")
-    if documents is not None:
-        check_documents(documents, B, T, S)
-        if documents.dtype != np.int32:
-            raise ValueError(f"attention: documents must be int32, got {documents.dtype}")
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    check_number("attention", "scale", scale)
-    dropping = dropout_p > 0 and dropout_key is not None
-    p, key = (float(dropout_p), dropout_key) if dropping else (0.0, DropoutKey(0, 0, 0, 0))
-    assert key is not None
-    if dropping:
-        key = check_counters(B, Hq * T * S, key)
-
+    _, Hkv, dv = v.shape[1:]
     q, k, v = (_with_rows(x) for x in (q, k, v))
-    tensor_cores = _tensor_cores(q, k, v)
-    alibi, key_mask, documents = (
-        None if x is None else contiguous(x) for x in (alibi, key_mask, documents)
-    )
-    arguments = (
-        *(alibi, key_mask, documents),
-        _ranges(documents) if tensor_cores and documents is not None else None,
-        *(i32(n) for n in (T, S, Hq, Hkv, d, dv, causal)),
-        f32(scale),
-        i32(dropping),
-        f32(1 / (1 - p)),
-        *dropout_words(p, key),
-    )
+    fast = _tensor_cores(q, k, v)
+    rules = {"Hq": Hq, "Hkv": Hkv, "d": d, "dv": dv, "scale": scale}
+    rules |= _visible(who, fast) | {"dropping": dropout is not None}
+    rules |= drawn_by(dropout or Dropout(0.0, DropoutKey(0, 0, 0, 0)))
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
-    inputs = (*_strided(q), *_strided(k), *_strided(v), *arguments, out, lse)
-    if tensor_cores:
-        head = _head(d, dv)
-        shared = 2 * head * (OWN + 4 * MMA_KEYS)
-        grid = (ceil_div(T, OWN), Hq, B)
-        _launch_mma("attention_forward", grid, inputs, shared, head, arguments)
+    given = _strided(q=q, k=k, v=v) | rules | {"out": out, "lse": lse}
+    if fast:
+        _launch_fast("attention_forward", T, Hq, OWN + 4 * MMA_KEYS, given)
     else:
         floats = QUERIES * (d + dv + KEYS + 1) + KEYS * (d + 1 + dv)
-        _launch("attention_forward", (ceil_div(T, QUERIES), Hq, B), inputs, floats, q)
-    return out, AttentionCache(q, k, v, out, lse, arguments)
+        _launch("attention_forward", ceil_div(T, QUERIES), Hq, floats, given)
+    return out, AttentionCache(q, k, v, out, lse, rules)
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
@@ -124,8 +63,7 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     Where the shapes allow they are neighbouring views of one (B, T, Hq + 2·Hkv, d) array, which
     ``split_heads_backward`` then returns without a copy.
     """
-    q, k, v, out, lse, arguments = cache
-    check_dout("attention", dout, out.shape, q.dtype)
+    q, k, v, out, lse, rules = cache
     B, T, Hq, d = q.shape
     S, Hkv, dv = v.shape[1:]
     if T == 0:  # nobody asks; the kernel of dk and dv counts on a query
@@ -133,47 +71,57 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
         return dq, dk, dvalue
     dout = _with_rows(dout)
     delta = empty((B, Hq, T), F32)
-    rows = B * T * Hq
-    launch(
-        "attention",
-        "attention_delta",
-        ceil_div(rows, 8),
-        256,
-        *_strided(dout),
-        out,
-        delta,
-        i64(rows),
-        *(i32(n) for n in (T, Hq, dv)),
-        BF16=bf16_flag(q),
-    )
+    common = _strided(dout=dout) | {"delta": delta}
+    sizes = {"rows": B * T * Hq, "T": T, "Hq": Hq, "dv": dv}
+    launch("attention", "attention_delta", ceil_div(sizes["rows"], 8), out=out, **common, **sizes)
     if T == S and d == dv:
         whole = empty((B, T, Hq + 2 * Hkv, d), q.dtype)
         dq, dk, dvalue = whole[:, :, :Hq], whole[:, :, Hq : Hq + Hkv], whole[:, :, Hq + Hkv :]
     else:
         dq, dk, dvalue = (empty(x.shape, x.dtype) for x in (q, k, v))
-    common = (*_strided(q), *_strided(k), *_strided(v), *arguments, *_strided(dout), lse, delta)
-    inputs = (*common, *_strided(dq))
-    key_inputs = (*common, *_strided(dk), *_strided(dvalue))
+    common |= _strided(q=q, k=k, v=v) | rules | {"lse": lse}
+    for_queries, for_keys = common | _strided(dq=dq), common | _strided(dk=dk, dvalue=dvalue)
     if _tensor_cores(q, k, v, dout):
-        head = _head(d, dv)
-        shared = 2 * head * (2 * OWN + 4 * MMA_KEYS)
-        grid = (ceil_div(T, OWN), Hq, B)
-        _launch_mma("attention_dq", grid, inputs, shared, head, arguments)
-        shared = 2 * head * (2 * OWN + 4 * MMA_QUERIES) + 4 * 4 * MMA_QUERIES
-        grid = (ceil_div(S, OWN), Hkv, B)
-        _launch_mma("attention_dkv", grid, key_inputs, shared, head, arguments)
+        _launch_fast("attention_dq", T, Hq, 2 * OWN + 4 * MMA_KEYS, for_queries)
+        rows, more = 2 * OWN + 4 * MMA_QUERIES, 4 * 4 * MMA_QUERIES
+        _launch_fast("attention_dkv", S, Hkv, rows, for_keys, more)
     else:
         floats = QUERIES * (2 * d + dv + KEYS + 1) + KEYS * (d + 1 + dv + 1)
-        _launch("attention_dq", (ceil_div(T, QUERIES), Hq, B), inputs, floats, q)
+        _launch("attention_dq", ceil_div(T, QUERIES), Hq, floats, for_queries)
         floats = KEYS * (2 * d + 2 * dv + 2) + QUERIES * (d + dv + 2 * (KEYS + 1))
-        _launch("attention_dkv", (ceil_div(S, KEYS), Hkv, B), key_inputs, floats, q)
+        _launch("attention_dkv", ceil_div(S, KEYS), Hkv, floats, for_keys)
     return dq, dk, dvalue
 
 
-def _launch(
-    kernel: str, grid: tuple[int, int, int], arguments: tuple[Any, ...], floats: int, q: Array
+def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
+    """Return who may see whom as the kernels are told."""
+    T, S, window = who.queries, who.keys, who.window
+    behind = min(window - 1, T + S) if window else T + S  # no distance is T + S
+    arrays = {"alibi": who.alibi, "key_mask": who.key_mask, "documents": who.documents}
+    given = {name: x if x is None else contiguous(x) for name, x in arrays.items()}
+    documents = given["documents"]
+    given["ranges"] = _ranges(documents) if fast and documents is not None else None
+    return {"T": T, "S": S, "behind": behind, "ahead": 0 if who.causal else behind, **given}
+
+
+def _launch(kernel: str, blocks: int, heads: int, floats: int, given: dict[str, Any]) -> None:
+    """Run a kernel of attention.cu with ``floats`` floats of shared memory."""
+    launch("attention", kernel, (blocks, heads, len(given["q"])), 128, 4 * floats, **given)
+
+
+def _launch_fast(
+    kernel: str, n: int, heads: int, rows: int, given: dict[str, Any], more: int = 0
 ) -> None:
-    launch("attention", kernel, grid, 128, *arguments, shared=4 * floats, BF16=bf16_flag(q))
+    """Run a kernel of attention_mma.cu on n rows, with shared memory for ``rows`` and more."""
+    head = 64 if max(given["d"], given["dv"]) <= 64 else 128
+    grid, shared = (ceil_div(n, OWN), heads, len(given["q"])), 2 * head * rows + more
+    macros = {
+        "HEAD": head,
+        "ALIBI": int(given["alibi"] is not None),
+        "MASKED": int(given["key_mask"] is not None or given["documents"] is not None),
+        "DROPOUT": int(given["dropping"]),
+    }
+    launch("attention_mma", kernel, grid, 256, shared, **given, **macros)
 
 
 def _tensor_cores(*arrays: Array) -> bool:
@@ -192,49 +140,9 @@ def _ranges(documents: Array) -> Array:
     """Return the least and greatest document of each 32 positions, (B, tiles, 2) int32."""
     B, S = documents.shape
     ranges = empty((B, ceil_div(S, RANGE), 2), np.int32)
-    pairs = ranges.size // 2
-    launch(
-        "attention",
-        "document_ranges",
-        ceil_div(pairs, 256),
-        256,
-        documents,
-        ranges,
-        i64(pairs),
-        i32(S),
-        BF16=1,
-    )
+    given = {"documents": documents, "ranges": ranges, "pairs": ranges.size // 2, "S": S}
+    launch("attention", "document_ranges", ceil_div(ranges.size // 2, 256), **given, BF16=1)
     return ranges
-
-
-def _head(d: int, dv: int) -> int:
-    """Return the width that attention_mma.cu is compiled for."""
-    return 64 if max(d, dv) <= 64 else 128
-
-
-def _launch_mma(
-    kernel: str,
-    grid: tuple[int, int, int],
-    inputs: tuple[Any, ...],
-    shared: int,
-    head: int,
-    arguments: tuple[Any, ...],
-) -> None:
-    alibi, key_mask, documents, *_ = arguments
-    dropping = arguments[_DROPPING]
-    launch(
-        "attention_mma",
-        kernel,
-        grid,
-        256,
-        *inputs,
-        shared=shared,
-        BF16=1,
-        HEAD=head,
-        ALIBI=int(alibi is not None),
-        MASKED=int(key_mask is not None or documents is not None),
-        DROPOUT=int(dropping),
-    )
 
 
 def _with_rows(x: Array) -> Array:
@@ -242,6 +150,9 @@ def _with_rows(x: Array) -> Array:
     return x if x.shape[3] == 1 or strides(x)[3] == 1 else contiguous(x)
 
 
-def _strided(x: Array) -> tuple[Any, ...]:
-    """Return the arguments of one (B, T, H, d) array: itself and three strides in elements."""
-    return (x, *(i64(s) for s in strides(x)[:3]))
+def _strided(**arrays: Array) -> dict[str, Any]:
+    """Return (B, T, H, d) arrays and their strides in elements: q, q_b, q_t, q_h for ``q``."""
+    given: dict[str, Any] = dict(arrays)
+    for name, x in arrays.items():
+        given |= zip((f"{name}_b", f"{name}_t", f"{name}_h"), strides(x)[:3], strict=True)
+    return given

@@ -13,8 +13,8 @@
 // are walked over come by cp.async into two stages, one filling while the other is used. Shared
 // memory at HEAD = 128: forward 96 KiB, dq 128 KiB, dk/dv 97 KiB.
 //
-// Tiles that causality empties are not walked over, nor those whose range of documents does not meet
-// the block's own: what they would add is exactly nothing.
+// Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
+// those whose range of documents does not meet the block's own: what they would add is exactly nothing.
 //
 // A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
 // 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
@@ -112,7 +112,7 @@ DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], 
 }
 
 // The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
-// forbid. `inside`: causality and the ends of the arrays forbid nothing in this tile.
+// forbid. `inside`: positions forbid nothing in this tile.
 DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool inside) {
     float x = s * scale2;
     if (ALIBI) x += rules.bias(t, u) * LOG2E;
@@ -131,17 +131,17 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
-    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
-    const elem* keys = k + b * kb + hk * kh;
-    const elem* values = v + b * vb + hk * vh;
+    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;
+    const elem* keys = k + b * k_b + hk * k_h;
+    const elem* values = v + b * v_b + hk * v_h;
 
-    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
+    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
+    int j = rules.next_tile(rules.key_begin(first) / KEYS, tiles, KEYS, least, greatest);
     if (j < tiles) {
-        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
+        fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
     }
     copy_commit();
     float o[GROUPS][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f};
@@ -151,8 +151,8 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
         after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
-            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
-            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
+            fetch<KEYS>(other, keys, k_t, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, v_t, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -161,8 +161,7 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
         clear(s);
         multiply_rows(s, tq, row, tk);
         const int u0 = j * KEYS;
-        const bool inside =
-            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+        const bool inside = rules.inside(first + row, 16, u0, KEYS);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int t = first + row + g + 8 * half;
@@ -219,8 +218,8 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
 
 // Grid: (query tiles, Hq, B).
 KERNEL __launch_bounds__(THREADS)
-    attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
-                 const float* delta, elem* dq, i64 dqb, i64 dqt, i64 dqh) {
+    attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, stages = tdo + OWN * PITCH;
     const u32 stage_bytes = 2 * KEYS * PITCH;
@@ -230,18 +229,18 @@ KERNEL __launch_bounds__(THREADS)
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
-    const int tiles = (key_end(last, T, S, causal) + KEYS - 1) / KEYS;
-    const elem* keys = k + b * kb + hk * kh;
-    const elem* values = v + b * vb + hk * vh;
+    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;
+    const elem* keys = k + b * k_b + hk * k_h;
+    const elem* values = v + b * v_b + hk * v_h;
 
-    fetch<OWN>(tq, q + b * qb + h * qh, qt, first, T, d);
-    fetch<OWN>(tdo, dout + b * db + h * dh, dt, first, T, dv);
+    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
+    fetch<OWN>(tdo, dout + b * dout_b + h * dout_h, dout_t, first, T, dv);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
-    int j = rules.next_tile(0, tiles, KEYS, least, greatest);
+    int j = rules.next_tile(rules.key_begin(first) / KEYS, tiles, KEYS, least, greatest);
     if (j < tiles) {
-        fetch<KEYS>(stages, keys, kt, j * KEYS, S, d);
-        fetch<KEYS>(stages + KEYS * PITCH, values, vt, j * KEYS, S, dv);
+        fetch<KEYS>(stages, keys, k_t, j * KEYS, S, d);
+        fetch<KEYS>(stages + KEYS * PITCH, values, v_t, j * KEYS, S, dv);
     }
     copy_commit();
     float row_lse[2], row_delta[2];
@@ -259,8 +258,8 @@ KERNEL __launch_bounds__(THREADS)
         after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
         if (after < tiles) {
             const u32 other = stages + (turn ^ 1) * stage_bytes;
-            fetch<KEYS>(other, keys, kt, after * KEYS, S, d);
-            fetch<KEYS>(other + KEYS * PITCH, values, vt, after * KEYS, S, dv);
+            fetch<KEYS>(other, keys, k_t, after * KEYS, S, d);
+            fetch<KEYS>(other + KEYS * PITCH, values, v_t, after * KEYS, S, dv);
         }
         copy_commit();
         copy_wait<1>();
@@ -271,8 +270,7 @@ KERNEL __launch_bounds__(THREADS)
         multiply_rows(s, tq, row, tk);
         multiply_rows(dp, tdo, row, tv);
         const int u0 = j * KEYS;
-        const bool inside =
-            u0 + KEYS <= S && last < T && (!causal || u0 + KEYS - 1 <= first + row + S - T);
+        const bool inside = rules.inside(first + row, 16, u0, KEYS);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
@@ -289,15 +287,15 @@ KERNEL __launch_bounds__(THREADS)
     copy_wait<0>();
     sync_block();  // with no tiles: all of the queries have landed
     const float factor[2] = {scale, scale};
-    store_rows(acc, factor, memory, row, dq + b * dqb + h * dqh, dqt, first, T, d);
+    store_rows(acc, factor, memory, row, dq + b * dq_b + h * dq_h, dq_t, first, T, d);
 }
 
 // Grid: (key tiles, Hkv, B). The queries of all heads of the group are walked over one after the
 // other, so a gradient is summed in one place and in one order.
 KERNEL __launch_bounds__(THREADS)
-    attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 db, i64 dt, i64 dh, const float* lse,
-                  const float* delta, elem* dk, i64 dkb, i64 dkt, i64 dkh, elem* dvalue, i64 dvb,
-                  i64 dvt, i64 dvh) {
+    attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
+                  const float* lse, const float* delta, elem* dk, i64 dk_b, i64 dk_t, i64 dk_h,
+                  elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h) {
     SHARED(memory);
     const u32 tk = shared_address(memory), tv = tk + OWN * PITCH, stages = tv + OWN * PITCH;
     const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs
@@ -305,19 +303,20 @@ KERNEL __launch_bounds__(THREADS)
     const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const float scale2 = scale * LOG2E;
-    const int begin = query_begin(first, T, S, causal) / QUERIES * QUERIES;
-    const int each = begin < T ? (T - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
+    const int last = first + OWN < S ? first + OWN - 1 : S - 1;
+    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
+    const int begin = shared_rules.query_begin(first) / QUERIES * QUERIES;
+    const int end = shared_rules.query_end(last + 1);
+    const int each = begin < end ? (end - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
     const int tiles = group * each;
 
     int least = 0, greatest = 0;  // documents of the block's keys
-    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
-    if (MASKED && ranges)
-        shared_rules.span(first, (first + OWN < S ? first + OWN : S) - 1, least, greatest);
+    if (MASKED && ranges) shared_rules.span(first, last, least, greatest);
     // The first tile of queries from j on that has one of them.
     auto next = [&](int j) {
         for (; j < tiles; ++j) {
-            const int t0 = begin + j % each * QUERIES, end = t0 + QUERIES < T ? t0 + QUERIES : T;
-            if (!shared_rules.apart(least, greatest, t0 + S - T, end - 1 + S - T)) break;
+            const int t0 = begin + j % each * QUERIES, t1 = t0 + QUERIES < T ? t0 + QUERIES : T;
+            if (!shared_rules.apart(least, greatest, t0 + S - T, t1 - 1 + S - T)) break;
         }
         return j;
     };
@@ -326,8 +325,8 @@ KERNEL __launch_bounds__(THREADS)
     auto fetch_queries = [&](int j, int turn) {
         const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
         const u32 stage = stages + turn * stage_bytes;
-        fetch<QUERIES>(stage, q + b * qb + h * qh, qt, t0, T, d);
-        fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * db + h * dh, dt, t0, T, dv);
+        fetch<QUERIES>(stage, q + b * q_b + h * q_h, q_t, t0, T, d);
+        fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * dout_b + h * dout_h, dout_t, t0, T, dv);
         if (threadIdx.x < QUERIES) {
             const int t = t0 + threadIdx.x;
             const i64 at = ((i64)b * Hq + h) * T + t;
@@ -337,8 +336,8 @@ KERNEL __launch_bounds__(THREADS)
         }
     };
 
-    fetch<OWN>(tk, k + b * kb + hk * kh, kt, first, S, d);
-    fetch<OWN>(tv, v + b * vb + hk * vh, vt, first, S, dv);
+    fetch<OWN>(tk, k + b * k_b + hk * k_h, k_t, first, S, d);
+    fetch<OWN>(tv, v + b * v_b + hk * v_h, v_t, first, S, dv);
     int j = next(0);
     if (j < tiles) fetch_queries(j, 0);
     copy_commit();
@@ -360,8 +359,7 @@ KERNEL __launch_bounds__(THREADS)
         clear(dp);
         multiply_rows(s, tk, row, tq);
         multiply_rows(dp, tv, row, tdo);
-        const bool inside = first + OWN <= S && t0 + QUERIES <= T &&
-                            (!causal || first + row + 15 <= t0 + S - T);
+        const bool inside = rules.inside(t0, QUERIES, first + row, 16);
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
@@ -381,6 +379,7 @@ KERNEL __launch_bounds__(THREADS)
     copy_wait<0>();
     sync_block();  // with no tiles: all of the keys and values have landed
     const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
-    store_rows(acc_k, factor, memory, row, dk + b * dkb + hk * dkh, dkt, first, S, d);
-    store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvb + hk * dvh, dvt, first, S, dv);
+    store_rows(acc_k, factor, memory, row, dk + b * dk_b + hk * dk_h, dk_t, first, S, d);
+    store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvalue_b + hk * dvalue_h,
+               dvalue_t, first, S, dv);
 }

@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cuda.arena import Arena
+from accel.cuda.sources import signature
 from reference.types import Array
 
 Argument = Array | np.generic | None
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
+THREADS = 256  # of a block, where a launcher does not say otherwise
 
 
 class Device(Protocol):
@@ -153,45 +155,30 @@ def launch(
     source: str,
     kernel: str,
     grid: int | tuple[int, ...],
-    threads: int,
-    *arguments: Argument,
+    threads: int = THREADS,
     shared: int = 0,
-    **defines: int,
+    /,
+    **given: Any,
 ) -> None:
     """Run a kernel on the device in use; a grid without blocks does nothing.
 
-    ``defines`` are the macros that the source is compiled with: ``BF16=1``, say.
+    ``given`` are the kernel's parameters by the names that ``source``.cu gives them, arrays or
+    plain numbers, and macros that it is compiled with; BF16 follows from the activations.
     """
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
-    if x * y * z:
-        current().launch(
-            source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines
-        )
-
-
-def bf16_flag(array: Array) -> int:
-    """Return 1 when the elements are bfloat16, 0 when they are float32: the macro BF16."""
-    return int(array.dtype == BF16)
-
-
-def i32(value: int) -> np.int32:
-    """Return a kernel argument of type int."""
-    return np.int32(value)
-
-
-def i64(value: int) -> np.int64:
-    """Return a kernel argument of type long long."""
-    return np.int64(value)
-
-
-def u32(value: int) -> np.uint32:
-    """Return a kernel argument of type unsigned."""
-    return np.uint32(value)
-
-
-def f32(value: float) -> np.float32:
-    """Return a kernel argument of type float."""
-    return np.float32(value)
+    if not x * y * z:
+        return
+    parameters, elem, macros = signature(source, kernel)
+    try:
+        arguments = [convert(given[name]) for name, convert in parameters]
+    except KeyError as missing:
+        raise TypeError(f"{source}.cu: {kernel} has a parameter {missing}, got none") from None
+    defines = {name: given[name] for name in macros if name in given}
+    if len(arguments) + len(defines) != len(given):
+        surplus = given.keys() - defines.keys() - {name for name, _ in parameters}
+        raise TypeError(f"{source}.cu: {kernel} has no parameter or macro {sorted(surplus)}")
+    defines.setdefault("BF16", int(elem is not None and given[elem].dtype == BF16))
+    current().launch(source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -202,8 +189,3 @@ def ceil_div(a: int, b: int) -> int:
 def is_contiguous(array: Array) -> bool:
     """Return whether the elements lie one after the other in C order."""
     return bool(array.flags.c_contiguous)
-
-
-def is_f32(array: Any) -> bool:
-    """Return whether an array is float32."""
-    return bool(array.dtype == F32)

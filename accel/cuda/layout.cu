@@ -1,7 +1,6 @@
 // Kernels that follow strides: broadcast addition, its backward, and copies of views. The launcher
 // has folded neighbouring axes together, so that at most four are left. Strides count elements.
 
-
 // out (s0, s1, s2, s3), contiguous, = a + b, where a repeated axis has stride 0. A thread owns one
 // element; neighbours in a warp are neighbours in memory.
 KERNEL add_broadcast(const elem* a, const elem* b, elem* out, i64 s0, i64 s1, i64 s2, i64 s3,
@@ -16,7 +15,8 @@ KERNEL add_broadcast(const elem* a, const elem* b, elem* out, i64 s0, i64 s1, i6
 
 // out, over the kept axes k0 … k2, = Σ of x over the summed axes r0 … r3, in their order. x has the
 // strides p… along the kept axes and q… along the summed ones. A thread owns one output.
-KERNEL sum_axes(const elem* x, elem* out, i64 k0, i64 k1, i64 k2, i64 p0, i64 p1, i64 p2, i64 r0, i64 r1, i64 r2, i64 r3, i64 q0, i64 q1, i64 q2, i64 q3) {
+KERNEL sum_axes(const elem* x, elem* out, i64 k0, i64 k1, i64 k2, i64 p0, i64 p1, i64 p2, i64 r0,
+                i64 r1, i64 r2, i64 r3, i64 q0, i64 q1, i64 q2, i64 q3) {
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= k0 * k1 * k2) return;
     const i64 i2 = i % k2, i1 = i / k2 % k1, i0 = i / (k2 * k1);

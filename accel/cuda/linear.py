@@ -4,53 +4,25 @@ A product of M × K by K × N takes 2·M·N·K floating-point operations; backwa
 bf16 the operands are bf16, sums are float32, and weight gradients stay float32.
 """
 
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from accel.cuda.arrays import (
     MAX_GRID_Y,
-    THREADS,
-    check_activations,
-    check_dout,
     check_out,
-    check_weights,
     column_sums,
     contiguous,
     copy,
     packs,
     to_dtype,
 )
-from accel.cuda.device import (
-    F32,
-    bf16_flag,
-    current,
-    empty,
-    i64,
-    is_contiguous,
-    launch,
-)
-from reference.checks import check_shape, given_again
-from reference.heads import check_parts, check_split
-from reference.linear import check_head, check_linear
+from accel.cuda.device import F32, current, empty, is_contiguous, launch
 from reference.types import Array
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # (..., I); None when the backward is to be given it again
+    x: Array | None  # (..., I); None when the backward is to be given x
     weight: Array  # (I, O), of x's dtype
     has_bias: bool
-    x_shape: tuple[int, ...]
-    dtype: np.dtype[Any]  # of x
-
-
-class SplitHeadsCache(NamedTuple):
-    heads: tuple[int, ...]
-    x_shape: tuple[int, ...]  # (B, T, H, d)
-
-
-class MergeHeadsCache(NamedTuple):
-    x_shape: tuple[int, ...]  # (B, T, H, d)
 
 
 def matmul(
@@ -90,34 +62,26 @@ def rows_of(x: Array) -> Array:
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
 ) -> tuple[Array, LinearCache]:
     """Return x W + b, shape (..., O)."""
-    check_weights("linear", x, weight=weight, bias=bias)
-    check_linear(x, weight, bias)
     weight = to_dtype(weight, x.dtype)
     rows = rows_of(x)
     out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype))
     if bias is not None:
         add_bias(out, bias)
-    kept = x if keep_x else None
-    cache = LinearCache(kept, weight, bias is not None, x.shape, x.dtype)
+    cache = LinearCache(x if keep_x else None, weight, bias is not None)
     return out.reshape(*x.shape[:-1], weight.shape[1]), cache
 
 
 def linear_backward(
-    dout: Array,
-    cache: LinearCache,
-    *,
-    x: Array | None = None,
-    out: tuple[Array | None, Array | None] | None = None,
+    dout: Array, cache: LinearCache, *, x: Array | None, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
     """Return (dx, dweight, dbias); the last two are float32."""
-    kept, weight, has_bias, x_shape, dtype = cache
-    x = given_again("linear", kept, x, x_shape)
-    check_dout("linear", dout, (*x_shape[:-1], weight.shape[1]), dtype)
-    check_activations("linear_backward", x=x, dout=dout)
-    to_weight, to_bias = out or (None, None)
+    kept, weight, has_bias = cache
+    x = kept if x is None else x
+    assert x is not None
+    to_weight, to_bias = out
     rows, drows = rows_of(x), rows_of(dout)
     dweight = check_out(to_weight, weight.shape)
     dx = matmul(drows, weight, empty(rows.shape, x.dtype), transpose_b=True)
@@ -133,14 +97,11 @@ def add_bias(out: Array, bias: Array) -> None:
     """Add bias (O,) to every row of out (N, O), in place."""
     N, O = out.shape  # noqa: E741
     grid = (packs(out, O), min(N, MAX_GRID_Y))
-    arguments = (out, to_dtype(bias, F32), i64(N), i64(O))
-    launch("elementwise", "add_bias", grid, THREADS, *arguments, BF16=bf16_flag(out))
+    launch("elementwise", "add_bias", grid, y=out, bias=to_dtype(bias, F32), N=N, O=O)
 
 
-def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
-    check_weights("logits", x, head=head, bias=bias)
-    check_head("logits", x, head, bias)
     rows = rows_of(x)
     out = empty((rows.shape[0], head.shape[0]), x.dtype)
     matmul(rows, to_dtype(head, x.dtype), out, transpose_b=True)
@@ -154,23 +115,21 @@ def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
 
 def split_heads_forward(
     x: Array, *, heads: tuple[int, ...]
-) -> tuple[tuple[Array, ...], SplitHeadsCache]:
-    """Cut x (B, T, H, d) along its heads into views of ``heads`` heads each, in order."""
-    heads = check_split(x, heads)
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Return views of x (B, T, H, d) with ``heads`` heads each, in order, and the shape of x."""
     parts, first = [], 0
     for n in heads:
         parts.append(x[:, :, first : first + n])
         first += n
-    return tuple(parts), SplitHeadsCache(heads, x.shape)
+    return tuple(parts), x.shape
 
 
-def split_heads_backward(dout: tuple[Array, ...], cache: SplitHeadsCache) -> Array:
+def split_heads_backward(dout: tuple[Array, ...], x_shape: tuple[int, ...]) -> Array:
     """Return dx (B, T, H, d). Neighbouring views of one array are not copied."""
-    check_parts(dout, cache.heads, cache.x_shape)
     whole = _whole(dout)
     if whole is not None:
         return whole
-    dx = empty(cache.x_shape, dout[0].dtype)
+    dx = empty(x_shape, dout[0].dtype)
     first = 0
     for part in dout:
         copy(dx[:, :, first : first + part.shape[2]], part)
@@ -193,17 +152,12 @@ def _whole(parts: tuple[Array, ...]) -> Array | None:
     return base
 
 
-def merge_heads_forward(x: Array) -> tuple[Array, MergeHeadsCache]:
-    """Return x (B, T, H, d) as (B, T, H·d)."""
-    if x.ndim != 4:
-        raise ValueError(f"merge_heads: x must be (B, T, H, d), got {x.shape}")
+def merge_heads_forward(x: Array) -> tuple[Array, tuple[int, ...]]:
+    """Return x (B, T, H, d) as (B, T, H·d), and the shape of x."""
     batch, length, n_heads, d_head = x.shape
-    merged = contiguous(x).reshape(batch, length, n_heads * d_head)
-    return merged, MergeHeadsCache(x.shape)
+    return contiguous(x).reshape(batch, length, n_heads * d_head), x.shape
 
 
-def merge_heads_backward(dout: Array, cache: MergeHeadsCache) -> Array:
+def merge_heads_backward(dout: Array, x_shape: tuple[int, ...]) -> Array:
     """Return dx (B, T, H, d)."""
-    B, T, H, d = cache.x_shape
-    check_shape("merge_heads_backward", "dout", dout, (B, T, H * d), "the output")
-    return dout.reshape(cache.x_shape)
+    return dout.reshape(x_shape)

@@ -12,31 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.cuda.arrays import (
-    THREADS,
-    check_activations,
     check_out,
-    check_weights,
     column_sums,
     contiguous,
+    fours,
     to_dtype,
 )
-from accel.cuda.device import (
-    F32,
-    bf16_flag,
-    ceil_div,
-    current,
-    empty,
-    f32,
-    i32,
-    i64,
-    launch,
-    zeros,
-)
+from accel.cuda.device import F32, THREADS, current, empty, launch, zeros
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
-from reference.checks import check_mask, check_rows, check_scalar, check_shape
-from reference.linear import check_head
 from reference.types import Array, Loss
 
 # Logits of one chunk: 512 MiB in bf16, 4,096 tokens at V = 65,536, enough rows for cuBLAS to run at
@@ -55,21 +40,16 @@ def linear_cross_entropy_forward(
     x: Array,
     head: Array,
     targets: Array,
-    mask: Array | None = None,
-    bias: Array | None = None,
+    mask: Array | None,
+    bias: Array | None,
     *,
-    need_backward: bool = True,
+    need_backward: bool,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
-    op = "linear_cross_entropy"
-    check_weights(op, x, head=head, bias=bias)
-    check_head(op, x, head, bias)
-    check_shape(op, "targets", targets, x.shape[:-1], "the rows it scores")
     if mask is not None:
-        check_mask(op, "mask", mask, x.shape[:-1], "targets")
         mask = contiguous(mask).reshape(-1)
     V = head.shape[0]
-    n_valid = count_ids(op, "targets", targets, mask, V)
+    n_valid = count_ids("linear_cross_entropy", "targets", targets, mask, V)
 
     rows, head, targets = rows_of(x), to_dtype(head, x.dtype), contiguous(targets).reshape(-1)
     N = rows.shape[0]
@@ -84,20 +64,10 @@ def linear_cross_entropy_forward(
         z = matmul(rows[part], head, buffer[: part.stop - first], transpose_b=True)
         if bias is not None:
             add_bias(z, bias)
-        launch(
-            "loss",
-            "cross_entropy",
-            part.stop - first,
-            THREADS,
-            z,
-            targets[part],
-            None if mask is None else mask[part],
-            losses[part],
-            i64(V),
-            i32(need_backward),
-            shared=SCRATCH,
-            BF16=bf16_flag(x),
-        )
+        given = {"targets": targets[part], "mask": None if mask is None else mask[part]}
+        given |= {"logits": z, "losses": losses[part]}
+        how = {"V": V, "gradient": need_backward}
+        launch("loss", "cross_entropy", part.stop - first, THREADS, SCRATCH, **given, **how)
         if dx is not None and dhead is not None:  # z holds dlogits now
             matmul(z, head, dx[part])
             matmul(z, rows[part], dhead, transpose_a=True, beta=1.0)
@@ -110,26 +80,12 @@ def linear_cross_entropy_forward(
 
 
 def linear_cross_entropy_backward(
-    dloss: float,
-    cache: LinearCrossEntropyCache,
-    *,
-    out: tuple[Array | None, Array | None] | None = None,
+    dloss: float, cache: LinearCrossEntropyCache, *, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array | None]:
-    """Return (dx, dhead, dbias) of dloss · total; the last two are float32.
-
-    Raises
-    ------
-    ValueError
-        When the forward was told that no backward follows.
-    """
-    if cache.dx is None or cache.dhead is None:
-        raise ValueError(
-            "linear_cross_entropy: the forward ran with need_backward=False, so there is nothing "
-            "to go back through"
-        )
-    check_scalar("linear_cross_entropy_backward", "dloss", dloss)
+    """Return (dx, dhead, dbias) of dloss · total; the last two are float32."""
+    assert cache.dx is not None and cache.dhead is not None
     factor = float(dloss)
-    to_head, to_bias = out or (None, None)
+    to_head, to_bias = out
     dx = cache.dx if factor == 1 else scale_forward(cache.dx, factor=factor)[0]
     dbias = None if cache.dbias is None else _scaled(cache.dbias, factor, to_bias)
     return dx, _scaled(cache.dhead, factor, to_head), dbias
@@ -137,19 +93,14 @@ def linear_cross_entropy_backward(
 
 def _scaled(gradient: Array, factor: float, out: Array | None) -> Array:
     to = check_out(out, gradient.shape)
-    blocks = ceil_div(to.size, 4 * THREADS)
-    arguments = (to, gradient, i64(to.size), f32(factor))
-    launch("optimizer", "scale_into", blocks, THREADS, *arguments)
+    launch("optimizer", "scale_into", fours(to), dst=to, src=gradient, n=to.size, factor=factor)
     return to
 
 
 def softmax(x: Array) -> Array:
     """Return the softmax of x (..., n) over its last axis."""
-    check_activations("softmax", x=x)
-    check_rows("softmax", x)
     x = contiguous(x)
     out = empty(x.shape, x.dtype)
     V = x.shape[-1]
-    rows = x.size // V
-    launch("loss", "softmax", rows, THREADS, x, out, i64(V), shared=SCRATCH, BF16=bf16_flag(x))
+    launch("loss", "softmax", x.size // V, THREADS, SCRATCH, x=x, y=out, V=V)
     return out

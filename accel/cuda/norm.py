@@ -8,16 +8,13 @@ are kept in float32, four or eight bytes a row. Gains and shifts are read in flo
 from typing import NamedTuple
 
 from accel.cuda.arrays import (
-    check_dout,
     check_out,
-    check_weights,
     contiguous,
     pack,
     sum_rows,
     to_dtype,
 )
-from accel.cuda.device import F32, bf16_flag, ceil_div, empty, f32, i64, launch
-from reference.checks import check_number, check_rows, check_shape
+from accel.cuda.device import F32, ceil_div, empty, launch
 from reference.types import Array
 
 # Blocks of a backward pass: each stays for many rows and leaves one row of partial sums. It is a
@@ -45,58 +42,28 @@ def _threads(x: Array) -> int:
 
 def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
     """Return x / √(mean(x²) + eps) · gain, shape (..., D)."""
-    check_weights("rmsnorm", x, gain=gain)
-    check_rows("rmsnorm", x)
-    check_number("rmsnorm", "eps", eps, at_least=0)
-    check_shape("rmsnorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
     x, gain = contiguous(x), to_dtype(gain, F32)
     D = x.shape[-1]
     rows = x.size // D
     out, rstd = empty(x.shape, x.dtype), empty((rows,), F32)
-    launch(
-        "norm",
-        "rmsnorm_forward",
-        rows,
-        _threads(x),
-        x,
-        gain,
-        out,
-        rstd,
-        i64(D),
-        f32(eps),
-        shared=SCRATCH,
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "gain": gain, "y": out, "rstd": rstd, "D": D, "eps": eps}
+    launch("norm", "rmsnorm_forward", rows, _threads(x), SCRATCH, **given)
     return out, RMSNormCache(x, gain, rstd)
 
 
 def rmsnorm_backward(
-    dout: Array, cache: RMSNormCache, *, out: Array | None = None
+    dout: Array, cache: RMSNormCache, *, out: tuple[Array | None]
 ) -> tuple[Array, Array]:
     """Return (dx, dgain); dgain is float32."""
     x, gain, rstd = cache
-    check_dout("rmsnorm", dout, x.shape, x.dtype)
-    dgain = check_out(out, gain.shape)
+    dgain = check_out(out[0], gain.shape)
     D = x.shape[-1]
     rows = x.size // D
     blocks = min(rows, BLOCKS)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, D), F32)
-    launch(
-        "norm",
-        "rmsnorm_backward",
-        blocks,
-        _threads(x),
-        contiguous(dout),
-        x,
-        gain,
-        rstd,
-        dx,
-        partial,
-        i64(rows),
-        i64(D),
-        shared=SCRATCH + 4 * D,
-        BF16=bf16_flag(x),
-    )
+    given = {"dy": contiguous(dout), "x": x, "gain": gain, "rstd": rstd, "N": rows, "D": D}
+    given |= {"dx": dx, "partial": partial}
+    launch("norm", "rmsnorm_backward", blocks, _threads(x), SCRATCH + 4 * D, **given)
     sum_rows(partial, dgain)
     return dx, dgain
 
@@ -105,66 +72,30 @@ def layernorm_forward(
     x: Array, gain: Array, bias: Array, *, eps: float
 ) -> tuple[Array, LayerNormCache]:
     """Return (x - mean) / √(var + eps) · gain + bias, shape (..., D)."""
-    check_weights("layernorm", x, gain=gain, bias=bias)
-    check_rows("layernorm", x)
-    check_number("layernorm", "eps", eps, at_least=0)
-    check_shape("layernorm", "gain", gain, x.shape[-1:], f"x {x.shape}")
-    check_shape("layernorm", "bias", bias, x.shape[-1:], f"x {x.shape}")
     x, gain = contiguous(x), to_dtype(gain, F32)
     D = x.shape[-1]
     rows = x.size // D
     out = empty(x.shape, x.dtype)
     mean, rstd = empty((rows,), F32), empty((rows,), F32)
-    launch(
-        "norm",
-        "layernorm_forward",
-        rows,
-        _threads(x),
-        x,
-        gain,
-        to_dtype(bias, F32),
-        out,
-        mean,
-        rstd,
-        i64(D),
-        f32(eps),
-        shared=SCRATCH,
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "gain": gain, "bias": to_dtype(bias, F32), "D": D, "eps": eps}
+    given |= {"y": out, "mean": mean, "rstd": rstd}
+    launch("norm", "layernorm_forward", rows, _threads(x), SCRATCH, **given)
     return out, LayerNormCache(x, gain, mean, rstd)
 
 
 def layernorm_backward(
-    dout: Array,
-    cache: LayerNormCache,
-    *,
-    out: tuple[Array | None, Array | None] | None = None,
+    dout: Array, cache: LayerNormCache, *, out: tuple[Array | None, Array | None]
 ) -> tuple[Array, Array, Array]:
     """Return (dx, dgain, dbias); the last two are float32."""
     x, gain, mean, rstd = cache
-    check_dout("layernorm", dout, x.shape, x.dtype)
-    dgain, dbias = (check_out(o, gain.shape) for o in (out or (None, None)))
+    dgain, dbias = (check_out(o, gain.shape) for o in out)
     D = x.shape[-1]
     rows = x.size // D
     blocks = min(rows, BLOCKS)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, 2 * D), F32)
-    launch(
-        "norm",
-        "layernorm_backward",
-        blocks,
-        _threads(x),
-        contiguous(dout),
-        x,
-        gain,
-        mean,
-        rstd,
-        dx,
-        partial,
-        i64(rows),
-        i64(D),
-        shared=SCRATCH + 8 * D,
-        BF16=bf16_flag(x),
-    )
+    given = {"dy": contiguous(dout), "x": x, "gain": gain, "mean": mean, "rstd": rstd}
+    given |= {"dx": dx, "partial": partial, "N": rows, "D": D}
+    launch("norm", "layernorm_backward", blocks, _threads(x), SCRATCH + 8 * D, **given)
     both = empty((2 * D,), F32)
     sum_rows(partial, both)
     sum_rows(both[:D].reshape(1, D), dgain)

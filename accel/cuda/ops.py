@@ -4,107 +4,38 @@ The functions look at the dtype of what they are given, so the same ones serve b
 ``ops_bf16.py`` differs only in where bf16 arrays come from.
 """
 
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from accel.cuda.arrays import check_activations, copy, to_numpy, upload
-from accel.cuda.attention import attention_backward, attention_forward
-from accel.cuda.device import F32, current, memory, zeros
-from accel.cuda.elementwise import (
-    add_backward,
-    add_forward,
-    dropout_backward,
-    dropout_forward,
-    gelu_backward,
-    gelu_forward,
-    gelu_tanh_backward,
-    gelu_tanh_forward,
-    relu_backward,
-    relu_forward,
-    scale_backward,
-    scale_forward,
-    swiglu_backward,
-    swiglu_forward,
+from accel.cuda import (
+    arrays,
+    attention,
+    device,
+    elementwise,
+    embedding,
+    linear,
+    loss,
+    norm,
+    optimizer,
+    rope,
 )
-from accel.cuda.embedding import embedding_backward, embedding_forward
-from accel.cuda.linear import (
-    linear_backward,
-    linear_forward,
-    logits,
-    merge_heads_backward,
-    merge_heads_forward,
-    split_heads_backward,
-    split_heads_forward,
-)
-from accel.cuda.loss import (
-    linear_cross_entropy_backward,
-    linear_cross_entropy_forward,
-    softmax,
-)
-from accel.cuda.norm import (
-    layernorm_backward,
-    layernorm_forward,
-    rmsnorm_backward,
-    rmsnorm_forward,
-)
-from accel.cuda.optimizer import accumulate, adamw, global_norm, square_sums
-from accel.cuda.rope import rope_backward, rope_forward
-from reference.checks import check_position, check_shape
+from accel.cuda.arrays import copy, upload
+from accel.cuda.device import BF16, F32, current, zeros
+from reference.boundary import Rules
 from reference.config import Config
-from reference.model import decode_step as compose_decode_step
+from reference.kv import empty_cache, writes
+from reference.ops import backend
 from reference.types import Array, KVCache
 
-__all__ = [
-    "accumulate",
-    "adamw",
-    "add_backward",
-    "add_forward",
-    "attention_backward",
-    "attention_forward",
-    "decode_step",
-    "dropout_backward",
-    "dropout_forward",
-    "embedding_backward",
-    "embedding_forward",
-    "from_numpy",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_tanh_backward",
-    "gelu_tanh_forward",
-    "global_norm",
-    "kv_cache",
-    "layernorm_backward",
-    "layernorm_forward",
-    "linear_backward",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_forward",
-    "linear_forward",
-    "logits",
-    "memory",
-    "merge_heads_backward",
-    "merge_heads_forward",
-    "parameters",
-    "relu_backward",
-    "relu_forward",
-    "rmsnorm_backward",
-    "rmsnorm_forward",
-    "rope_backward",
-    "rope_forward",
-    "scale_backward",
-    "scale_forward",
-    "softmax",
-    "split_heads_backward",
-    "split_heads_forward",
-    "square_sums",
-    "step",
-    "swiglu_backward",
-    "swiglu_forward",
-    "to_numpy",
-    "write_kv",
-]
+RULES = Rules(
+    {F32: "float32", BF16: "bf16 (held as uint16)"},
+    "convert with from_numpy",
+    masters=(F32,),
+    mixed=True,
+    host=False,
+)
 
 
 def from_numpy(array: Array, *, activation: bool = False) -> Array:
@@ -126,55 +57,22 @@ def step() -> AbstractContextManager[None]:
 def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
     """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows."""
     del params
-    return new_kv_cache(config, batch, length, F32)
-
-
-def new_kv_cache(
-    config: Config,
-    batch: int,
-    length: int,
-    dtype: np.dtype,
-) -> KVCache:
-    """Return an empty cache of a dtype, zeros."""
-    if not 1 <= length <= config.context_length:
-        raise ValueError(
-            f"kv_cache: length must lie in 1..{config.context_length}, the model's context, "
-            f"got {length}"
-        )
-    shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
-    return KVCache(zeros(shape, dtype), zeros(shape, dtype))
+    return empty_cache(config, batch, length, partial(zeros, dtype=F32))
 
 
 def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
-    """Write k and v (B, T, Hkv, d) of one layer at position, position + 1, … of each row."""
-    check_activations("write_kv", k=k, v=v, cache=cache.k)
-    n_layers, batch, room, *heads = cache.k.shape
-    if not 0 <= layer < n_layers:
-        raise ValueError(f"write_kv: layer must lie in 0..{n_layers - 1}, got {layer}")
-    check_position("write_kv", "position", position, batch)
-    length = k.shape[1]
-    for name, array in (("k", k), ("v", v)):
-        check_shape("write_kv", name, array, (batch, length, *heads), f"cache {cache.k.shape}")
-    starts = np.broadcast_to(np.asarray(position), (batch,))
-    if batch and length and (starts.min() < 0 or starts.max() + length > room):
-        raise ValueError(
-            f"write_kv: positions {starts.min()}..{starts.max() + length - 1} lie outside the "
-            f"cache, which has room for {room} tokens"
-        )
-    together = bool(batch) and bool((starts == starts[0]).all())
-    rows = [slice(0, batch)] if together else [slice(b, b + 1) for b in range(batch)]
-    for where in rows:
-        at = slice(int(starts[where.start]), int(starts[where.start]) + length)
-        copy(cache.k[layer, where, at], k[where])
-        copy(cache.v[layer, where, at], v[where])
+    """Write k, v (B, T, Hkv, d) of one layer at position, position + 1, …; int or (B,)."""
+    for where, what in writes(cache, k, v, layer, position):
+        copy(where, what)
 
 
-def decode_step(
-    params: Mapping[str, Array],
-    config: Config,
-    token: Array,
-    cache: KVCache,
-    position: int | Array,
-) -> Array:
-    """Return logits (B, V) after one more token of each row: the model composed of these ops."""
-    return compose_decode_step(sys.modules[__name__], params, config, token, cache, position)
+# a copy: the public functions take the names of those here that they are made of
+IMPLEMENTATIONS = (
+    *(dict(globals()), vars(arrays), vars(attention), vars(device), vars(elementwise)),
+    *(vars(embedding), vars(linear), vars(loss), vars(norm), vars(optimizer), vars(rope)),
+)
+globals().update(backend(__name__, RULES, *IMPLEMENTATIONS))
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -9,18 +9,11 @@ import math
 
 import numpy as np
 
-from accel.cuda.arrays import THREADS, contiguous, copy
-from accel.cuda.device import ceil_div, current, empty, f32, i64, launch
+from accel.cuda.arrays import contiguous, copy, fours
+from accel.cuda.device import THREADS, ceil_div, current, empty, launch
 from accel.cuda.weights import copy_of, written
-from reference.adamw import check_adamw
 from reference.global_norm import SUM_BLOCK
 from reference.types import Array
-
-
-def _check_flat(op: str, **arrays: Array) -> None:
-    for name, array in arrays.items():
-        if array.dtype != np.float32:
-            raise ValueError(f"{op}: arrays must be float32, but {name} is {array.dtype}")
 
 
 def adamw(
@@ -36,28 +29,20 @@ def adamw(
     eps: float,
     weight_decay: float,
     n_decayed: int,
-    grad_scale: float = 1.0,
+    grad_scale: float,
 ) -> None:
     """Take one step of AdamW: master, m and v (n,) are updated in place."""
-    _check_flat("adamw", master=master, m=m, v=v, grad=grad)
-    sizes = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    check_adamw(master, m, v, grad, step, n_decayed, (beta1, beta2), sizes, grad_scale)
-    beta1, beta2 = float(beta1), float(beta2)
     flat = [contiguous(array) for array in (master, m, v, grad)]
     bf16 = copy_of(master) if flat[0] is master and master.size else None
-    numbers = (lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, grad_scale)
-    corrections = (1 / (1 - beta1**step), 1 / (1 - beta2**step))
     launch(
         "optimizer",
         "adamw",
-        ceil_div(master.size, 4 * THREADS),
-        THREADS,
-        *flat,
-        i64(master.size),
-        i64(n_decayed),
-        *(f32(x) for x in (*numbers, *corrections)),
-        bf16,
-        i64(0 if bf16 is None else bf16.size),
+        fours(master),
+        **dict(zip(("master", "m", "v", "grad"), flat, strict=True)),
+        **{"n": master.size, "n_decayed": n_decayed, "eps": eps, "weight_decay": weight_decay},
+        **{"lr": lr, "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2},
+        **{"correct1": 1 / (1 - beta1**step), "correct2": 1 / (1 - beta2**step)},
+        **{"grad_scale": grad_scale, "copy": bf16, "n_copied": 0 if bf16 is None else bf16.size},
     )
     for array, updated in zip((master, m, v), flat, strict=False):
         if updated is not array:
@@ -67,12 +52,8 @@ def adamw(
 
 def accumulate(dst: Array, src: Array) -> None:
     """Add ``src`` onto ``dst`` in place."""
-    _check_flat("accumulate", dst=dst, src=src)
-    if dst.shape != src.shape:
-        raise ValueError(f"accumulate: src must have dst's shape {dst.shape}, got {src.shape}")
-    blocks = ceil_div(dst.size, 4 * THREADS)
     total = contiguous(dst)
-    launch("optimizer", "accumulate", blocks, THREADS, total, contiguous(src), i64(dst.size))
+    launch("optimizer", "accumulate", fours(dst), dst=total, src=contiguous(src), n=dst.size)
     if total is not dst:
         copy(dst, total)
     written(dst)
@@ -80,22 +61,10 @@ def accumulate(dst: Array, src: Array) -> None:
 
 def square_sums(x: Array) -> Array:
     """Return Σx² of each block of 65,536 elements of x (n,), in float64."""
-    if x.ndim != 1:
-        raise ValueError(f"square_sums: x must be flat, got shape {x.shape}")
-    _check_flat("square_sums", x=x)
     x = contiguous(x)
     sums = empty((ceil_div(x.size, SUM_BLOCK),), np.float64)
-    launch(
-        "optimizer",
-        "square_sums",
-        sums.size,
-        THREADS,
-        x,
-        sums,
-        i64(x.size),
-        i64(SUM_BLOCK),
-        shared=8 * THREADS,
-    )
+    given = {"x": x, "sums": sums, "n": x.size, "each": SUM_BLOCK}
+    launch("optimizer", "square_sums", sums.size, THREADS, 8 * THREADS, **given)
     return sums
 
 

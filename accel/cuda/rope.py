@@ -5,39 +5,33 @@ sines is made on the host in float64 and kept: 4 MB at T = 8,192, d = 128, read 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import check_activations, check_dout, contiguous
-from accel.cuda.device import Device, bf16_flag, current, empty, f32, i32, i64, launch
-from reference.rope import check_rope
+from accel.cuda.arrays import contiguous
+from accel.cuda.device import Device, current, empty, launch
 from reference.types import Array
 
 
 class RopeCache(NamedTuple):
     table: Array  # (1 or B, T, d/2, 2) float32: cosine and sine
-    x_shape: tuple[int, ...]  # (B, T, H, d)
-    dtype: np.dtype[Any]  # of x
-    rotate_heads: int  # the first so many heads turn
+    rotate_heads: int  # heads that are rotated, from the first on
 
 
 def rope_forward(
-    x: Array, *, base: float, start: int | Array = 0, rotate_heads: int | None = None
+    x: Array, *, base: float, start: int | Array, rotate_heads: int | None
 ) -> tuple[Array, RopeCache]:
-    """Return x (B, T, H, d) with its coordinate pairs turned by their positions."""
-    check_activations("rope", x=x)
-    rotate_heads = check_rope(x, base, start, rotate_heads)
-    _, length, _, d_head = x.shape
+    """Return x (B, T, H, d) with its coordinate pairs rotated by their positions."""
+    _, length, n_heads, d_head = x.shape
     starts = tuple(int(s) for s in np.atleast_1d(start))
-    table = _table(current(), float(base), starts, length, d_head)
-    cache = RopeCache(table, x.shape, x.dtype, rotate_heads)
+    table = _table(current(), base, starts, length, d_head)
+    cache = RopeCache(table, n_heads if rotate_heads is None else rotate_heads)
     return _rotate(x, cache, 1.0), cache
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
-    """Return dx: the gradient turned back."""
-    check_dout("rope", dout, cache.x_shape, cache.dtype)
+    """Return dx: the gradient rotated back."""
     return _rotate(dout, cache, -1.0)
 
 
@@ -54,20 +48,7 @@ def _rotate(x: Array, cache: RopeCache, sign: float) -> Array:
     batch, length, n_heads, d_head = x.shape
     table_stride = length * d_head if cache.table.shape[0] > 1 else 0
     out = empty(x.shape, x.dtype)
-    launch(
-        "rope",
-        "rope",
-        batch * length,
-        256,
-        x,
-        cache.table,
-        out,
-        i32(length),
-        i32(n_heads),
-        i32(d_head),
-        i32(cache.rotate_heads),
-        i64(table_stride),
-        f32(sign),
-        BF16=bf16_flag(x),
-    )
+    given = {"x": x, "y": out, "T": length, "H": n_heads, "d": d_head, "sign": sign}
+    turned = {"turning": cache.rotate_heads, "table": cache.table, "table_stride": table_stride}
+    launch("rope", "rope", batch * length, **given, **turned)
     return out

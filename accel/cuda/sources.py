@@ -1,7 +1,12 @@
 """The text of the kernels, as a compiler is given it."""
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 FOLDER = Path(__file__).parent
 
@@ -19,6 +24,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "rope": ("device.cuh",),
 }
 
+C_TYPES: dict[str, Callable[[Any], Any]] = {
+    "int": np.int32,
+    "u32": np.uint32,
+    "i64": np.int64,
+    "float": np.float32,
+}
+
 
 def parts(source: str) -> dict[str, str]:
     """Return file name -> text of all that makes up a kernel file, in order."""
@@ -31,9 +43,37 @@ def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def kernels(text: str) -> list[str]:
-    """Return the names of the kernels that a file defines."""
-    return re.findall(r"^KERNEL\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", text, re.MULTILINE)
+def kernels(text: str) -> dict[str, str]:
+    """Return the kernels that a file defines: name -> the text of the parameters."""
+    pattern = r"^KERNEL\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(([^)]*)\)"
+    return dict(re.findall(pattern, text, re.MULTILINE))
+
+
+def as_it_is(array: Any) -> Any:
+    """Return what is given for a pointer: an array, or None."""
+    return array
+
+
+class Signature(NamedTuple):
+    """What a kernel is to be given, by name."""
+
+    parameters: tuple[tuple[str, Callable[[Any], Any]], ...]  # in order, with what makes the C type
+    elem: str | None  # the first array of activations, whose dtype decides the macro BF16
+    macros: tuple[str, ...]  # that the source may be compiled with
+
+
+@functools.cache
+def signature(source: str, kernel: str) -> Signature:
+    """Read the signature of a kernel of ``source``.cu from its text."""
+    text = re.sub(r"//.*", "", "".join(parts(source).values())).replace("\\\n", " ")
+    meanings = dict(re.findall(r"^#define (\w+) (.*)", text, re.MULTILINE))
+    declared = re.sub(r"\w+", lambda word: meanings.get(word[0], word[0]), kernels(text)[kernel])
+    pieces = re.findall(r"(\w+) ?(\*?) ?(\w+) *(?:,|$)", declared)
+    return Signature(
+        tuple((name, as_it_is if star else C_TYPES[kind]) for kind, star, name in pieces),
+        next((name for kind, _, name in pieces if kind == "elem"), None),
+        tuple(re.findall(r"^#ifndef (\w+)", text, re.MULTILINE)),
+    )
 
 
 def join(texts: dict[str, str]) -> str:

@@ -16,8 +16,8 @@ the former result of ``parameters`` changes with the master.
 import weakref
 from collections.abc import Mapping
 
-from accel.cuda.arrays import THREADS, to_dtype
-from accel.cuda.device import BF16, F32, ceil_div, current, empty, i64, is_contiguous, launch
+from accel.cuda.arrays import fours, to_dtype
+from accel.cuda.device import BF16, F32, current, empty, is_contiguous, launch
 from reference.types import Array
 
 
@@ -74,7 +74,10 @@ def _parameters(master: Mapping[str, Array]) -> dict[str, Array]:
         high = low + x.size
         for a, b in ((low, min(high, tie.fresh[0])), (max(low, tie.fresh[1]), high)):
             if a < b:
-                _convert(x.reshape(-1)[a - low : b - low], tie.copy[a:b])
+                part = x.reshape(-1)[a - low : b - low]
+                launch(
+                    "elementwise", "to_bf16_array", fours(part), x=part, y=tie.copy[a:b], n=b - a
+                )
         weights[name] = tie.copy[low:high].reshape(x.shape)
         low = high
     tie.fresh = (0, 0)
@@ -91,11 +94,6 @@ def _side_by_side(matrices: list[Array]) -> bool:
             return False
         address += x.nbytes
     return address > current().address(matrices[0])
-
-
-def _convert(x: Array, out: Array) -> None:
-    blocks = ceil_div(x.size, 4 * THREADS)
-    launch("elementwise", "to_bf16_array", blocks, THREADS, x, out, i64(x.size))
 
 
 def copy_of(array: Array) -> Array | None:

@@ -2,7 +2,7 @@
 
 Every measurement is a whole ``myllm train`` in processes of its own, on ids drawn at random, since
 speed does not depend on what the text says. One rank with all threads and two ranks with half of
-them each run alternately; the first round also loads or compiles the kernels and is not counted.
+them each run in turn; the first round also loads or compiles the kernels and is not counted.
 """
 
 import os

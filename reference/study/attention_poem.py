@@ -19,15 +19,12 @@ forgets its order. Texts that start anywhere leave only the prefix, which is why
     python -m reference.study.attention_poem
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.attention import AttentionCache, attention_backward, attention_forward
+from reference import cross_entropy, ops
 from reference.blocks import Grads, Params
-from reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from reference.embedding import EmbeddingCache, embedding_backward, embedding_forward
-from reference.linear import LinearCache, linear_backward, linear_forward
 from reference.params import Layout, weight
 from reference.sinusoidal import sinusoidal_table
 from reference.study.fit import fit
@@ -44,7 +41,7 @@ def attention_layout(vocab_size: int, width: int = 48) -> Layout:
 
 
 class Knows(NamedTuple):
-    """What a position is told beside its own word."""
+    """What a position knows beside its own word."""
 
     place: bool = True  # PE_t is added to the word
     prefix: bool = True  # attention sees the words before; without, the word itself only
@@ -54,31 +51,31 @@ EVERYTHING = Knows()
 
 
 class PoemCache(NamedTuple):
-    embedding: EmbeddingCache
-    q: LinearCache
-    k: LinearCache
-    v: LinearCache
-    attention: AttentionCache
-    o: LinearCache
-    decode: LinearCache
+    embedding: Any
+    q: Any
+    k: Any
+    v: Any
+    attention: Any
+    o: Any
+    decode: Any
 
 
 def forward(params: Params, ids: Ids, knows: Knows = EVERYTHING) -> tuple[Array, PoemCache]:
     """Return the scores (T, V) of the word after each prefix of ids (T,)."""
     E = params["E"]
     T, D = len(ids), E.shape[1]
-    e, embedding_cache = embedding_forward(ids, E)
+    e, embedding_cache = ops.embedding_forward(ids, E)
     x = e + sinusoidal_table(T, D, E.dtype) if knows.place else e
-    q, q_cache = linear_forward(x, params["Wq"])
-    k, k_cache = linear_forward(x, params["Wk"])
-    v, v_cache = linear_forward(x, params["Wv"])
+    q, q_cache = ops.linear_forward(x, params["Wq"])
+    k, k_cache = ops.linear_forward(x, params["Wk"])
+    v, v_cache = ops.linear_forward(x, params["Wv"])
     one_head = (1, T, 1, D)  # attention is given (batch, tokens, heads, width)
     # attention stays within a document; with every word a document, each sees itself alone
     documents = None if knows.prefix else np.arange(T, dtype=np.int32)[None]
     q, k, v = (a.reshape(one_head) for a in (q, k, v))
-    o, attention_cache = attention_forward(q, k, v, documents=documents)
-    y, o_cache = linear_forward(o.reshape(T, D), params["Wo"])
-    z, decode_cache = linear_forward(y, E.T)
+    o, attention_cache = ops.attention_forward(q, k, v, documents=documents)
+    y, o_cache = ops.linear_forward(o.reshape(T, D), params["Wo"])
+    z, decode_cache = ops.linear_forward(y, E.T)
     return z, PoemCache(
         embedding_cache, q_cache, k_cache, v_cache, attention_cache, o_cache, decode_cache
     )
@@ -86,17 +83,17 @@ def forward(params: Params, ids: Ids, knows: Knows = EVERYTHING) -> tuple[Array,
 
 def backward(dz: Array, cache: PoemCache, grads: Grads) -> None:
     """Write the gradients of the parameters into ``grads``, given that of the scores (T, V)."""
-    dy, dE_decode, _ = linear_backward(dz, cache.decode)  # (T, D), (D, V)
-    do = linear_backward(dy, cache.o, out=(grads["Wo"], None))[0]
+    dy, dE_decode, _ = ops.linear_backward(dz, cache.decode)  # (T, D), (D, V)
+    do = ops.linear_backward(dy, cache.o, out=(grads["Wo"], None))[0]
     T, D = do.shape
-    dqkv = attention_backward(do.reshape(1, T, 1, D), cache.attention)
+    dqkv = ops.attention_backward(do.reshape(1, T, 1, D), cache.attention)
     dq, dk, dv = (a.reshape(T, D) for a in dqkv)
     dx = (
-        linear_backward(dq, cache.q, out=(grads["Wq"], None))[0]
-        + linear_backward(dk, cache.k, out=(grads["Wk"], None))[0]
-        + linear_backward(dv, cache.v, out=(grads["Wv"], None))[0]
+        ops.linear_backward(dq, cache.q, out=(grads["Wq"], None))[0]
+        + ops.linear_backward(dk, cache.k, out=(grads["Wk"], None))[0]
+        + ops.linear_backward(dv, cache.v, out=(grads["Wv"], None))[0]
     )
-    grads["E"][...] = embedding_backward(dx, cache.embedding) + dE_decode.T
+    grads["E"][...] = ops.embedding_backward(dx, cache.embedding) + dE_decode.T
 
 
 def loss_and_grads(params: Params, grads: Grads, ids: Ids, knows: Knows = EVERYTHING) -> float:
@@ -105,8 +102,8 @@ def loss_and_grads(params: Params, grads: Grads, ids: Ids, knows: Knows = EVERYT
     Every word of ids (T + 1,) but the first is a target: the loss has T terms.
     """
     z, cache = forward(params, ids[:-1], knows)
-    loss, loss_cache = cross_entropy_forward(z, ids[1:])
-    backward(cross_entropy_backward(1 / loss.n_valid, loss_cache), cache, grads)
+    loss, loss_cache = cross_entropy.forward(z, ids[1:])
+    backward(cross_entropy.backward(1 / loss.n_valid, loss_cache), cache, grads)
     return loss.total / loss.n_valid
 
 

@@ -9,7 +9,7 @@ current word goes in as a one-hot row x (V,)::
     z = y Eᵀ                  (V,)  the score of each next word; the decoder is tied to the encoder
 
 and the loss is cross-entropy against the word that came next. The backward reads these lines from
-the last to the first. E is met twice, so its gradient is the sum of two.
+the last to the first. E is used twice, so its gradient is the sum of two.
 
 All occurrences of a word look the same to this model: after each it must predict the same
 distribution. The best one is how often each word followed, and the loss there is the entropy of the
@@ -19,16 +19,13 @@ lack of training but of context. ``attention_poem.py`` is the way past it.
     python -m reference.study.bigram_mlp
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from reference import cross_entropy, ops
 from reference.blocks import Grads, Params
-from reference.cross_entropy import cross_entropy_backward, cross_entropy_forward
-from reference.linear import LinearCache, linear_backward, linear_forward
 from reference.params import Layout, bias, weight
-from reference.relu import ReLUCache, relu_backward, relu_forward
-from reference.softmax import softmax
 from reference.study.fit import fit
 from reference.study.poem import bigram_counts, bigram_entropy, encode
 from reference.types import Array, Ids
@@ -48,32 +45,32 @@ def mlp_layout(vocab_size: int, width: int = 32, hidden: int = 64) -> Layout:
 
 
 class MLPCache(NamedTuple):
-    encode: LinearCache
-    up: LinearCache
-    relu: ReLUCache
-    down: LinearCache
-    decode: LinearCache
+    encode: Any
+    up: Any
+    relu: Any
+    down: Any
+    decode: Any
 
 
 def forward(params: Params, words: Ids) -> tuple[Array, MLPCache]:
     """Return the scores (N, V) of the word after each of ``words`` (N,)."""
     E = params["E"]
     x = np.eye(len(E), dtype=E.dtype)[words]  # (N, V) one-hot rows
-    e, encode_cache = linear_forward(x, E)
-    u, up_cache = linear_forward(e, params["W_up"], params["b_up"])
-    h, relu_cache = relu_forward(u)
-    y, down_cache = linear_forward(h, params["W_down"], params["b_down"])
-    z, decode_cache = linear_forward(y, E.T)
+    e, encode_cache = ops.linear_forward(x, E)
+    u, up_cache = ops.linear_forward(e, params["W_up"], params["b_up"])
+    h, relu_cache = ops.relu_forward(u)
+    y, down_cache = ops.linear_forward(h, params["W_down"], params["b_down"])
+    z, decode_cache = ops.linear_forward(y, E.T)
     return z, MLPCache(encode_cache, up_cache, relu_cache, down_cache, decode_cache)
 
 
 def backward(dz: Array, cache: MLPCache, grads: Grads) -> None:
     """Write the gradients of the parameters into ``grads``, given that of the scores (N, V)."""
-    dy, dE_decode, _ = linear_backward(dz, cache.decode)  # (N, D), (D, V)
-    dh = linear_backward(dy, cache.down, out=(grads["W_down"], grads["b_down"]))[0]
-    du = relu_backward(dh, cache.relu)
-    de = linear_backward(du, cache.up, out=(grads["W_up"], grads["b_up"]))[0]
-    dE_encode = linear_backward(de, cache.encode)[1]  # (V, D)
+    dy, dE_decode, _ = ops.linear_backward(dz, cache.decode)  # (N, D), (D, V)
+    dh = ops.linear_backward(dy, cache.down, out=(grads["W_down"], grads["b_down"]))[0]
+    du = ops.relu_backward(dh, cache.relu)
+    de = ops.linear_backward(du, cache.up, out=(grads["W_up"], grads["b_up"]))[0]
+    dE_encode = ops.linear_backward(de, cache.encode)[1]  # (V, D)
     grads["E"][...] = dE_encode + dE_decode.T
 
 
@@ -86,8 +83,8 @@ def loss_and_grads(params: Params, grads: Grads, words: Ids, targets: Ids) -> fl
         ``targets[n]`` is the word that followed ``words[n]``.
     """
     z, cache = forward(params, words)
-    loss, loss_cache = cross_entropy_forward(z, targets)
-    backward(cross_entropy_backward(1 / loss.n_valid, loss_cache), cache, grads)
+    loss, loss_cache = cross_entropy.forward(z, targets)
+    backward(cross_entropy.backward(1 / loss.n_valid, loss_cache), cache, grads)
     return loss.total / loss.n_valid
 
 
@@ -121,7 +118,7 @@ def main() -> None:
         print(f"  step {step:>5}   loss {losses[step - 1]:.5f}   above the entropy by {gap:.5f}")
     print(f"  entropy of bigrams   {entropy:.5f}   no one-word model can do better\n")
     the = vocabulary.index("the")
-    p = softmax(forward(params, np.array([the], dtype=np.int32))[0])[0]
+    p = ops.softmax(forward(params, np.array([the], dtype=np.int32))[0])[0]
     print("After 'the', the poem's own frequencies and what the network says:")
     for y in np.argsort(-counts[the], kind="stable")[: np.count_nonzero(counts[the])]:
         print(f"  {vocabulary[y]:<6} {counts[the, y] / counts[the].sum():.4f}   {p[y]:.4f}")

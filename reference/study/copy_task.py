@@ -81,9 +81,9 @@ def loss_and_grads(params: Params, grads: Grads, batch: CopyBatch) -> float:
 def learn(batches: Sequence[CopyBatch], *, seed: int = 0) -> tuple[Params, list[float]]:
     """Train on each of ``batches`` once; return the parameters and the loss by step.
 
-    The layout starts matrices at 0.02, which suits a width of a thousand or more. Beside sines and
-    cosines of size one, an embedding 32 wide would hardly be seen, so all matrices are raised to
-    1/√D here; Vaswani et al. multiply the embedding by √D for the same reason.
+    The layout draws matrices with a standard deviation of 0.02, which suits a width of a thousand
+    or more. Beside sines and cosines of size one, such an embedding would hardly matter, so all
+    matrices are scaled to 1/√D here; Vaswani et al. multiply the embedding by √D instead.
     """
     layout = encoder_decoder_layout(CONFIG)
     flat = layout.init(seed)
@@ -130,7 +130,7 @@ def cross_attention(params: Params, batch: CopyBatch) -> Array:
     _, cache = loss_forward(ops, params, CONFIG, source, target, source, mask, mask)
     cross = cache.decoder[0].cross
     assert cross is not None  # a decoder block of this model always has one
-    return np.asarray(cross.branch.attention.p[:, :, 0])
+    return np.asarray(cross.branch.attention.cache.P[:, :, 0])
 
 
 def show(ids: Ids) -> str:

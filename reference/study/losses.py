@@ -16,9 +16,9 @@ squared error on one-hots, ‖softmax(z) - onehot(y)‖² (Brier 1950)
     and its slope carries a factor p from the softmax, so that a model that is wrong and sure of it
     hardly learns. It is not convex in z.
 hinge, max(0, 1 + max_(j≠y) z_j - z_y) (Crammer & Singer 2001)
-    Asks for a margin of one and no more. It hears the majority only: q = (0.6, 0.4) and (0.9, 0.1)
-    have the same best scores, from which neither q can be read. With no word above one half it is
-    least where all scores are equal, and has learned nothing.
+    Asks for a margin of one and no more. It depends on the majority only: q = (0.6, 0.4) and
+    (0.9, 0.1) have the same best scores, from which neither q can be read. With no word above one
+    half it is least where all scores are equal, and has learned nothing.
 
     python -m reference.study.losses
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 from accel.cuda import cupy_device
 from dist import carriers, cli
-from tests import fake_nccl
 from tests.cuda_shim.device import ShimDevice
+from tests.helpers import fake_nccl
 
 
 def install(nccl: str, put: Any = setattr) -> ShimDevice:

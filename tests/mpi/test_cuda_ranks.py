@@ -10,9 +10,8 @@ import pytest
 from dist import launch
 from dist.config import RunFile
 from tests.cuda_shim import require
-from tests.mpi.test_ranks import ENVIRONMENT, ROOT
-from tests.runs import prepare, with_run
-from tests.test_dist_train import digest, losses, save_run_file
+from tests.helpers import ROOT
+from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 require.shim()
 

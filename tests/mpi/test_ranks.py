@@ -14,12 +14,8 @@ import pytest
 
 from dist import launch
 from dist.config import RunFile
-from tests import needs
-from tests.runs import prepare, with_run
-from tests.test_dist_train import digest, losses, save_run_file
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "MYLLM_THREADS": "1"}
+from tests.helpers import ROOT
+from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 
 def start(
@@ -58,8 +54,6 @@ def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
 def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
     tmp_path: Path, compute: str
 ) -> None:
-    if compute == "bf16":
-        needs.bf16()
     config = prepare(
         tmp_path,
         run__backend="cpu",
@@ -150,7 +144,7 @@ def train_and_fail(
     """Train on four ranks, of which one fails as ``failing.py`` says."""
     mpirun, kind = launch.find_mpirun()
     words = launch.command(mpirun, kind, 4, [])
-    words[words.index("-m") :] = [str(Path(__file__).parent / "failing.py"), str(rank), how]
+    words[words.index("-m") :] = [str(ROOT / "tests" / "helpers" / "failing.py"), str(rank), how]
     return subprocess.run(
         [*words, "train", str(save_run_file(config, path))],
         cwd=ROOT,

@@ -12,9 +12,9 @@ from reference.config import Config
 from reference.params import Layout, decoder_layout
 from reference.presets import MYLLM_1B
 from reference.types import Array
-from tests.models import MODELS, encoder_decoder, toy
-from tests.peers.torch_models import Decoder, EncoderDecoder
-from tests.peers.weights import copy_in, gradients
+from tests.helpers.models import MODELS, encoder_decoder, toy
+from tests.helpers.torch_models import Decoder, EncoderDecoder
+from tests.helpers.torch_weights import copy_in, gradients
 
 torch = pytest.importorskip("torch", reason="needs the optional extra: pip install -e '.[peers]'")
 F = torch.nn.functional

@@ -7,7 +7,7 @@ pieces that are no token: one slot per address, the newest piece wins, ids insid
 nothing fills up, nothing has to be cleared, and text made to collide costs no more than new text.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,10 @@ _ONE = np.uint64(1)
 
 
 class Tables(NamedTuple):
-    """What an encoder knows; tables have 2^(64 - shift) slots."""
+    """What an encoder knows; tables have 2^(64 - shift) slots.
+
+    Kernels take it from Python as a plain tuple, whose type Numba recognises faster.
+    """
 
     byte_ids: Array  # (256,) int32: the id of every byte
     pairs: Array  # (2·P,) uint64: pair of ids + 1, and rank << 32 | new id
@@ -289,38 +292,16 @@ def fill_vocabulary(
     offsets: Array,
     ids: Array,
     whole: bool,
-    byte_ids: Array,
-    pairs: Array,
-    pair_shift: Int,
-    slots: Array,
-    shift: Int,
-    long_slots: Array,
-    long_shift: Int,
-    token_bytes: Array,
-    cache: Array,
-    cache_shift: Int,
-    long_cache: Array,
-    long_cache_shift: Int,
+    known: tuple[Any, ...],
 ) -> None:
     """Enter the tokens that a piece of their bytes becomes: all if ``whole``, else by merging.
 
-    Token t is ``token_bytes[offsets[t]:offsets[t + 1]]`` and has the id ``ids[t]``; the other
-    arguments are the fields of ``Tables``.
+    Token t is ``token_bytes[offsets[t]:offsets[t + 1]]`` and has the id ``ids[t]``; ``known`` has
+    the fields of ``Tables``.
     """
-    tables = Tables(
-        byte_ids,
-        pairs,
-        pair_shift,
-        slots,
-        shift,
-        long_slots,
-        long_shift,
-        token_bytes,
-        cache,
-        cache_shift,
-        long_cache,
-        long_cache_shift,
-    )
+    tables = Tables(*known)
+    slots, shift, token_bytes = tables.slots, tables.shift, tables.token_bytes
+    long_slots, long_shift = tables.long_slots, tables.long_shift
     symbols = np.empty(MAX_SCAN + 1, np.int32)
     ranks = np.empty(MAX_SCAN, np.uint64)
     for t in range(ids.size):
@@ -371,18 +352,7 @@ def encode_texts(
     kind: Int,
     max_digits: Int,
     whole_tail: bool,
-    byte_ids: Array,
-    pairs: Array,
-    pair_shift: Int,
-    slots: Array,
-    shift: Int,
-    long_slots: Array,
-    long_shift: Int,
-    token_bytes: Array,
-    cache: Array,
-    cache_shift: Int,
-    long_cache: Array,
-    long_cache_shift: Int,
+    known: tuple[Any, ...],
 ) -> None:
     """Encode the texts ``buf[starts[t]:stops[t]]``, each followed by ``PADDING`` zeros.
 
@@ -400,25 +370,11 @@ def encode_texts(
         (T,) int64: where the ids of each text end.
     table, ascii, kind, max_digits, whole_tail
         The pattern, see ``tokenizer.kernels.split``.
-    byte_ids, pairs, pair_shift, slots, shift, long_slots, long_shift, token_bytes
-        The vocabulary's fields of ``Tables``.
-    cache, cache_shift, long_cache, long_cache_shift
-        The cache's; updated.
+    known
+        The fields of ``Tables``; those of the cache are updated.
     """
-    tables = Tables(
-        byte_ids,
-        pairs,
-        pair_shift,
-        slots,
-        shift,
-        long_slots,
-        long_shift,
-        token_bytes,
-        cache,
-        cache_shift,
-        long_cache,
-        long_cache_shift,
-    )
+    tables = Tables(*known)
+    slots, shift, cache, cache_shift = tables.slots, tables.shift, tables.cache, tables.cache_shift
     symbols = np.empty(MAX_SCAN + 1, np.int32)
     ranks = np.empty(MAX_SCAN, np.uint64)
     ends = given if kind == 0 else np.empty(BLOCK, np.int64)

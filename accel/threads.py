@@ -1,0 +1,77 @@
+"""The threads: one number governs all of the project's own parallelism.
+
+It comes from ``set_threads``, else ``$MYLLM_THREADS``, else the processor cores this process may
+use, divided among the ranks that MPI started on this machine.
+"""
+
+import os
+
+import numba
+from numba.core import config
+
+_threads: int | None = None
+_pool_started = False
+
+
+def available_cores() -> int:
+    """Return how many processor cores this process may run on; NUMBA_NUM_THREADS may say fewer."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    if "NUMBA_NUM_THREADS" in os.environ:  # Numba's pool is never larger than what it read there
+        cores = min(cores, int(config.NUMBA_NUM_THREADS))
+    return cores
+
+
+def threads() -> int:
+    """Return the number of threads that parallel kernels and pools of this process use.
+
+    Raises
+    ------
+    ValueError
+        If ``$MYLLM_THREADS`` is not a number from 1 to the cores available.
+    """
+    if _threads is not None:
+        return _threads
+    cores = available_cores()
+    text = os.environ.get("MYLLM_THREADS")
+    if text:
+        return _checked("MYLLM_THREADS", int(text) if text.isdecimal() else text)
+    if cores < (os.cpu_count() or 1):
+        return cores  # the launcher has bound this rank to cores of its own
+    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
+    return max(1, cores // max(1, int(ranks)))
+
+
+def set_threads(n: int) -> None:
+    """Let parallel kernels and pools of this process use ``n`` threads.
+
+    Numba keeps its number for each thread of Python: kernels that another thread than the caller's
+    starts use all cores, unless ``$NUMBA_NUM_THREADS`` says fewer.
+
+    Raises
+    ------
+    ValueError
+        If ``n`` is not a number from 1 to the cores available.
+    """
+    global _threads
+    _threads = _checked("threads", n)
+    if _pool_started:
+        numba.set_num_threads(_threads)
+
+
+def _checked(name: str, value: object) -> int:
+    cores = available_cores()
+    if not isinstance(value, int) or not 1 <= value <= cores:
+        raise ValueError(
+            f"{name} must be a number from 1 to {cores}, the cores here, got {value!r}"
+        )
+    return value
+
+
+def ready_pool() -> None:
+    """Tell Numba's pool the number of threads, before the first parallel kernel starts it."""
+    global _pool_started
+    if not _pool_started:
+        _pool_started = True
+        numba.set_num_threads(threads())

@@ -1,0 +1,310 @@
+"""The kernel cache: what is compiled, when, how often, and where it is kept.
+
+Every claim is about processes (cold, warm, several at once), so each test makes a little package of
+kernels in a temporary folder and runs it in interpreters of its own.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel import jit, threads
+from tests.helpers import ROOT
+
+HELPERS = """
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+FACTOR = 2.0
+
+@intrinsic
+def bump(typingctx, x):
+    def codegen(context, builder, signature, args):
+        return builder.fadd(args[0], ir.Constant(ir.DoubleType(), 10.0))
+    return types.float64(types.float64), codegen
+"""
+
+KERNELS = """
+import numpy as np
+from numba import prange
+from accel.jit import jit
+from pack.helpers import FACTOR, bump
+
+@jit
+def scaled(x):
+    return bump(FACTOR * x)
+
+@jit(nogil=True, parallel=True, fastmath={"contract"})
+def total(a):
+    s = 0.0
+    for i in prange(a.size):
+        s += scaled(a[i])
+    return s
+"""
+
+KERNELS += """
+@jit
+def doubled(a):
+    return 2 * total(a)
+"""
+
+REPORT = """
+import numpy as np
+from pack import kernels
+print(kernels.scaled(1.0), kernels.total(np.arange(4.0)))
+print(sum(sum(k.stats.cache_misses.values()) for k in (kernels.scaled, kernels.total)))
+"""
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("COMPILE_SECONDS = 7\n")
+    (folder / "helpers.py").write_text(HELPERS)
+    (folder / "kernels.py").write_text(KERNELS)
+    past = time.time() - 60
+    for path in folder.iterdir():
+        os.utime(path, (past, past))
+    return tmp_path
+
+
+def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
+    drop = ("MYLLM_", "NUMBA_", "XDG_", "OMPI_", "MPI_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    env |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "MYLLM_CACHE_DIR": f"{tmp_path}/cache"}
+    return {k: v for k, v in (env | extra).items() if v}
+
+
+def start(tmp_path: Path, code: str = REPORT, **extra: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path, **extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(tmp_path: Path, code: str = REPORT, **extra: str) -> tuple[list[str], str]:
+    process = start(tmp_path, code, **extra)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.splitlines(), err
+
+
+def test_a_kernel_may_be_the_first_of_its_process_to_reach_a_parallel_one(pack: Path) -> None:
+    """What it calls is part of its stored code, which does not start the threads itself."""
+    code = "import numpy as np\nfrom pack import kernels\nprint(kernels.doubled(np.arange(4.0)))"
+    cold, warm = run(pack, code), run(pack, code)
+    assert cold[0] == warm[0] == ["104.0"]
+
+
+def test_first_process_compiles_and_says_so_the_second_loads_in_silence(pack: Path) -> None:
+    out, err = run(pack)
+    assert out == ["12.0 52.0", "2"]
+    assert "compiling kernels of pack once, ~7 s" in err and err.count("\n") == 1
+    assert run(pack) == (["12.0 52.0", "0"], "")
+
+
+def test_import_compiles_nothing_and_creates_nothing(pack: Path) -> None:
+    assert run(pack, "import pack.kernels") == ([], "")
+    assert not (pack / "cache").exists()
+
+
+def test_an_edited_neighbour_recompiles_constant_and_intrinsic(pack: Path) -> None:
+    run(pack)
+    helpers = pack / "pack/helpers.py"
+    helpers.write_text(HELPERS.replace("2.0", "3.0"))
+    assert run(pack)[0] == ["13.0 58.0", "2"]
+    helpers.write_text(HELPERS.replace("10.0", "20.0"))
+    assert run(pack)[0] == ["22.0 92.0", "2"]
+    helpers.write_text(HELPERS)
+    assert run(pack)[0] == ["12.0 52.0", "0"]  # the first folder still serves the first text
+
+
+def test_another_processor_recompiles(pack: Path) -> None:
+    run(pack)
+    out, _ = run(pack, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
+    assert out == ["12.0 52.0", "2"]
+
+
+def test_processes_starting_together_compile_each_kernel_once(pack: Path) -> None:
+    together = [start(pack) for _ in range(4)]
+    ends = [process.communicate(timeout=120) for process in together]
+    assert [out.splitlines()[0] for out, _ in ends] == ["12.0 52.0"] * 4
+    compiled = [int(out.splitlines()[1]) for out, _ in ends]
+    assert sum(compiled) == 2
+    # who waited is silent; who came when the first kernel was there already may compile the second
+    assert 1 <= sum("compiling" in err for _, err in ends) <= sum(n > 0 for n in compiled)
+
+
+def test_a_home_that_cannot_be_written_falls_to_a_temporary_folder_and_says_so(pack: Path) -> None:
+    out, err = run(pack, MYLLM_CACHE_DIR="", HOME="/dev/null/home", TMPDIR=str(pack))
+    assert out == ["12.0 52.0", "2"]
+    assert "set MYLLM_CACHE_DIR" in err
+    (temporary,) = pack.glob("myllm-*")
+    assert temporary.stat().st_mode & 0o077 == 0
+    assert run(pack, MYLLM_CACHE_DIR="", HOME="/dev/null/home", TMPDIR=str(pack))[0][1] == "0"
+
+
+def test_a_temporary_folder_that_others_may_write_is_not_trusted(pack: Path) -> None:
+    folder = pack / f"myllm-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    out, err = run(pack, MYLLM_CACHE_DIR="", HOME="/dev/null/home", TMPDIR=str(pack))
+    assert out == ["12.0 52.0", "2"] and str(folder) + ";" not in err
+    assert not any(folder.iterdir())
+
+
+def test_a_chosen_folder_that_cannot_be_written_is_an_error_naming_it(pack: Path) -> None:
+    process = start(pack, MYLLM_CACHE_DIR="/dev/null/cache")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "/dev/null/cache" in err.splitlines()[-1] and "MYLLM_CACHE_DIR" in err.splitlines()[-1]
+
+
+def test_a_filled_cache_serves_where_nothing_can_be_locked_or_written(pack: Path) -> None:
+    run(pack)
+    lock = pack / "cache/kernels/lock"
+    lock.unlink()
+    lock.mkdir()  # stands for a read-only disk, also for the superuser
+    assert run(pack) == (["12.0 52.0", "0"], "")
+
+
+def test_a_damaged_file_is_compiled_again(pack: Path) -> None:
+    run(pack)
+    for path in (pack / "cache").rglob("*.nb?"):
+        path.write_bytes(path.read_bytes()[:-20])
+    out, err = run(pack)
+    assert out == ["12.0 52.0", "2"] and "damaged" in err
+    assert run(pack) == (["12.0 52.0", "0"], "")
+
+
+@pytest.mark.parametrize("where", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_an_index_with_a_wrong_byte_is_written_anew(pack: Path, where: float) -> None:
+    run(pack)
+    for path in (pack / "cache").rglob("*.nbi"):
+        data = bytearray(path.read_bytes())
+        data[int(where * len(data))] ^= 0xFF
+        path.write_bytes(data)
+    assert run(pack)[0][0] == "12.0 52.0"
+    assert run(pack) == (["12.0 52.0", "0"], "")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_sources_edited_under_a_running_process_do_not_poison_the_cache(
+    pack: Path, replaced: bool
+) -> None:
+    """Also not by a file as old as those that are unpacked or copied with their dates."""
+    edit = f"""
+import os, pathlib, pack.kernels, time
+time.sleep(0.05)
+path = pathlib.Path({str(pack / "pack/helpers.py")!r})
+edited = path.with_suffix(".new") if {replaced} else path
+edited.write_text(path.read_text().replace("2.0", "3.0"))
+if {replaced}:
+    os.utime(edited, (0, 0))
+    os.replace(edited, path)
+"""
+    out, err = run(pack, edit + REPORT)
+    assert out[0] == "12.0 52.0" and "not kept" in err
+    assert run(pack)[0] == ["13.0 58.0", "2"]
+
+
+def test_a_module_edited_before_it_is_imported_does_not_poison_the_cache(pack: Path) -> None:
+    late = pack / "pack/late.py"
+    late.write_text("from accel.jit import jit\nTWO = 2.0\n@jit\ndef f(x):\n    return TWO * x\n")
+    os.utime(late, (1, 1))
+    time.sleep(0.05)
+    edit = f"""
+import pathlib, pack.kernels, time
+pack.kernels.scaled(1.0)  # from now on the folder's name is known
+time.sleep(0.05)
+path = pathlib.Path({str(late)!r})
+clean = path.read_text()
+path.write_text(clean.replace("2.0", "3.00"))  # of another size, lest Python take its .pyc
+from pack import late
+path.write_text(clean)
+print(late.f(1.0))
+"""
+    out, err = run(pack, edit)
+    assert out == ["3.0"] and "not kept" in err
+    assert run(pack, "from pack import late\nprint(late.f(1.0))")[0] == ["2.0"]
+
+
+def test_a_kernel_that_calls_one_of_another_folder_is_refused(pack: Path) -> None:
+    other = pack / "other"
+    other.mkdir()
+    (other / "far.py").write_text(
+        "from accel.jit import jit\nfrom pack.kernels import scaled\n"
+        "@jit\ndef far(x):\n    return scaled(x) + 1\n"
+    )
+    process = start(pack, "from other.far import far\nfar(1.0)")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and "keep kernels that call each other in one folder" in err
+
+
+def test_a_function_without_a_file_compiles_without_a_cache(pack: Path) -> None:
+    code = "from accel.jit import jit\n@jit\ndef f(x):\n    return x + 1\nprint(f(1))"
+    assert run(pack, code)[0] == ["2"]
+
+
+def test_one_number_governs_the_threads_of_parallel_kernels(pack: Path) -> None:
+    code = """
+import numba, numpy as np
+from accel import threads
+from pack import kernels
+kernels.total(np.arange(4.0))
+print(threads.threads(), numba.get_num_threads())
+threads.set_threads(threads.available_cores())
+print(threads.threads() == numba.get_num_threads() == threads.available_cores())
+"""
+    assert run(pack, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
+
+
+def test_numba_s_own_limit_is_kept_to(pack: Path) -> None:
+    code = """
+from accel.threads import threads
+from pack import kernels
+import numpy as np
+kernels.total(np.arange(4.0))
+print(threads())
+"""
+    assert run(pack, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
+    everything = run(pack, code)[0]
+    assert run(pack, code, NUMBA_NUM_THREADS="one")[0] == everything  # Numba warns, and takes all
+
+
+def test_ranks_on_one_machine_share_its_cores(pack: Path) -> None:
+    code = """
+import os
+from accel.threads import threads
+os.cpu_count = lambda: 8
+os.sched_getaffinity = lambda pid: set(range(8))
+print(threads())
+os.sched_getaffinity = lambda pid: {0, 1, 2}
+print(threads())
+"""
+    assert run(pack, code, MPI_LOCALNRANKS="4")[0] == ["2", "3"]
+    assert run(pack, code, OMPI_COMM_WORLD_LOCAL_SIZE="16")[0] == ["1", "3"]
+
+
+@pytest.mark.parametrize("text", ["0", "two", "-1", "1000000"])
+def test_a_wrong_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_threads", None)
+    monkeypatch.setenv("MYLLM_THREADS", text)
+    with pytest.raises(ValueError, match="MYLLM_THREADS must be a number from 1 to"):
+        threads.threads()
+    with pytest.raises(ValueError, match="threads must be a number from 1 to"):
+        threads.set_threads(threads.available_cores() + 1)
+
+
+def test_cache_is_no_option() -> None:
+    with pytest.raises(ValueError, match="always caches"):
+        jit.jit(cache=True)(lambda x: x)

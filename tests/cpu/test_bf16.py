@@ -1,0 +1,549 @@
+"""The bf16 mode of the CPU backend: packing, blocks, products, attention and whole models."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accel
+from accel.cpu import bf16_gemm, bf16_tiles, memory
+from accel.cpu.simd import start
+from reference import attention as plain_attention
+from reference import linear_cross_entropy as plain_loss
+from reference import model
+from reference import ops as plain
+from reference.config import Config
+from reference.params import decoder_layout
+from reference.types import DropoutKey
+from tests.helpers import needs
+from tests.helpers.attention_cases import (
+    KEY,
+    WINDOWS,
+    Case,
+    assert_only_the_window_is_walked_over,
+    cases,
+    cast,
+    on_absolute_values,
+    run,
+)
+
+U32 = 2.0**-24  # unit roundoff of float32
+U16 = 2.0**-9  # of bfloat16
+
+sizes = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 95, 129]))
+
+
+def block_kernel(emit):
+    """Return a kernel around one way of computing a block; not kept in any cache."""
+    block = bf16_tiles.block_by(emit)
+
+    @numba.njit
+    def kernel(a, b, c, c_row, steps, add):
+        bf16_tiles.configure()
+        block(start(a), start(b), start(c), c_row, steps, add)
+        bf16_tiles.release()
+
+    return kernel
+
+
+@pytest.mark.parametrize("way", ["emit_tiles", "emit_vectors", "emit_portable"])
+@pytest.mark.parametrize("steps", [1, 3, 40])
+@pytest.mark.parametrize("c_row", [32, 45])
+def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
+    """All ways that the processor has; where it has neither instruction, the portable one."""
+    if way == "emit_tiles":
+        needs.tiles()
+        bf16_tiles.enable()
+    if way == "emit_vectors" and not needs.HAS_BF16:
+        pytest.skip("the processor has no AVX512-BF16 (asked of /proc/cpuinfo)")
+    kernel = block_kernel(getattr(bf16_tiles, way))
+    rng = np.random.default_rng(steps)
+    a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))
+    left = bf16_gemm.pack(a, bf16_gemm.A, transposed=False)
+    right = bf16_gemm.pack(b, bf16_gemm.B, transposed=True)
+    exact, size = rounded(a) @ rounded(b).T, np.abs(rounded(a)) @ np.abs(rounded(b)).T
+    for add in (False, True):
+        c = rng.standard_normal((32, c_row)).astype(np.float32)
+        before = c.astype(np.float64)
+        kernel(left.reshape(-1), right.reshape(-1), c.reshape(-1), c_row, steps, add)
+        expected, bound = exact + add * before[:, :32], size + add * np.abs(before[:, :32])
+        assert np.all(np.abs(c[:, :32] - expected) <= 32 * steps * U32 * bound)
+        assert np.array_equal(c[:, 32:], before[:, 32:]), "beside the block nothing is written"
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return accel.load("cpu", compute="bf16")
+
+
+def rounded(x):
+    """Return x rounded to bfloat16, to nearest even, as float64."""
+    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def unpack(packed, side, rows, columns):
+    """Return the matrix behind packed panels, by the layout that ``bf16_tiles.py`` states."""
+    halves = packed.view(np.uint16).reshape(*packed.shape[:2], 2, 16, 16, 2)
+    values = (halves.astype(np.uint32) << 16).view(np.float32)
+    if side == "A":  # panel, step, half, row, pair, parity -> (M, K)
+        full = values.transpose(0, 2, 3, 1, 4, 5).reshape(packed.shape[0] * 32, -1)
+    else:  # panel, step, half, pair, column, parity -> (K, N)
+        full = values.transpose(1, 3, 5, 0, 2, 4).reshape(packed.shape[1] * 32, -1)
+    assert not full[rows:].any() and not full[:, columns:].any(), "the padding must be zeros"
+    return full[:rows, :columns]
+
+
+@given(rows=sizes, columns=sizes, transposed=st.booleans(), side=st.sampled_from("AB"))
+def test_packing_rounds_and_pads_either_side_either_way(rows, columns, transposed, side):
+    x = np.random.default_rng(rows).standard_normal((rows, columns + 3)).astype(np.float32)
+    x = x[:, :columns]  # rows that are not neighbours
+    packed = bf16_gemm.pack(x, getattr(bf16_gemm, side), transposed=transposed)
+    want = rounded(x.T if transposed else x)
+    np.testing.assert_array_equal(unpack(packed, side, *want.shape), want)
+
+
+def test_packing_keeps_nan_and_infinities():
+    x = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-3]], np.float32)
+    packed = bf16_gemm.pack(x, bf16_gemm.A, transposed=False)
+    np.testing.assert_array_equal(unpack(packed, "A", 1, 6), rounded(x))
+
+
+@given(rows=sizes, depth=sizes, columns=sizes, has_bias=st.booleans(), seed=st.integers(0, 99))
+@example(rows=300, depth=1100, columns=70, has_bias=True, seed=0)  # several passes along k
+@example(rows=40, depth=33, columns=2100, has_bias=False, seed=0)  # several groups of columns
+def test_linear_is_the_product_of_rounded_operands(ops, rows, depth, columns, has_bias, seed):
+    rng = np.random.default_rng(seed)
+    x, w, b, dy = (
+        rng.standard_normal(shape, dtype=np.float32)
+        for shape in [(rows, depth), (depth, columns), (columns,), (rows, columns)]
+    )
+    with memory.poisoned():
+        y, cache = ops.linear_forward(x, w, b if has_bias else None)
+        dx, dw, db = ops.linear_backward(dy, cache)
+    bx, bw, bdy = rounded(x), rounded(w), rounded(dy)
+    for got, want, terms in [
+        (y, bx @ bw + (b if has_bias else 0), np.abs(bx) @ np.abs(bw) + 1),
+        (dx, bdy @ bw.T, np.abs(bdy) @ np.abs(bw.T)),
+        (dw, bx.T @ bdy, np.abs(bx.T) @ np.abs(bdy)),
+    ]:
+        # Products are exact in float32; every addition, of at most as many, rounds once.
+        assert got.dtype == np.float32
+        assert np.all(np.abs(got - want) <= max(rows, depth, columns) * 2 * U32 * terms)
+    assert (db is None) == (not has_bias)
+    if db is not None:
+        np.testing.assert_allclose(db, dy.sum(0, dtype=np.float64), atol=rows * 4 * U32 * 8)
+
+
+def test_no_rows_give_no_gradient(ops):
+    x, w = np.ones((0, 40), np.float32), np.ones((40, 33), np.float32)
+    y, cache = ops.linear_forward(x, w, np.ones(33, np.float32))
+    dx, dw, db = ops.linear_backward(y, cache)
+    assert y.shape == (0, 33) and dx.shape == (0, 40) and not dw.any() and not db.any()
+
+
+def test_linear_writes_weight_gradients_where_told(ops):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 40), dtype=np.float32)
+    w, b = rng.standard_normal((40, 33), dtype=np.float32), np.zeros(33, np.float32)
+    flat = np.full(40 * 33 + 33, 7, np.float32)
+    out = flat[: 40 * 33].reshape(40, 33), flat[40 * 33 :]
+    y, cache = ops.linear_forward(x, w, b)
+    dy = rng.standard_normal(y.shape, dtype=np.float32)
+    want = ops.linear_backward(dy, cache)
+    got = ops.linear_backward(dy, cache, out=out)
+    assert y.shape == (2, 5, 33) and got[0].shape == x.shape
+    for x1, x2, x3 in zip(got[1:], want[1:], out, strict=True):
+        np.testing.assert_array_equal(x1, x2)
+        np.testing.assert_array_equal(x3, x2)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_are_packed_once_a_step_and_anew_after_it(ops):
+    rng = np.random.default_rng(0)
+    master = {"w": rng.standard_normal((40, 50), dtype=np.float32), "gain": np.ones(40, np.float32)}
+    x = rng.standard_normal((3, 40), dtype=np.float32)
+    first = ops.parameters(master)
+    before, cache = ops.linear_forward(x, first["w"])
+    ops.linear_backward(before, cache)
+    assert set(first["w"].packed) == {False, True}
+    pack = first["w"].packed[False]
+    ops.linear_forward(x, first["w"])
+    assert first["w"].packed[False] is pack
+    master["w"] *= 2
+    np.testing.assert_array_equal(ops.linear_forward(x, first["w"])[0], before)
+    second = ops.parameters(master)
+    assert not second["w"].packed
+    np.testing.assert_array_equal(ops.linear_forward(x, second["w"])[0], 2 * before)
+    assert second["w"].packed[False] is pack, "the memory of the former pack is used again"
+    # whoever kept the former result sees the present weights, as with the master itself
+    np.testing.assert_array_equal(ops.linear_forward(x, first["w"])[0], 2 * before)
+    np.testing.assert_array_equal(ops.linear_forward(x, second["w"])[0], 2 * before)
+
+
+def test_a_part_of_a_prepared_weight_is_not_taken_for_the_whole(ops):
+    rng = np.random.default_rng(0)
+    w = ops.parameters({"w": rng.standard_normal((64, 64), dtype=np.float32)})["w"]
+    x = rng.standard_normal((3, 32), dtype=np.float32)
+    ops.linear_forward(rng.standard_normal((3, 64), dtype=np.float32), w)
+    got = ops.linear_forward(x, w[:32])[0]
+    np.testing.assert_array_equal(got, ops.linear_forward(x, np.array(w[:32]))[0])
+
+
+@pytest.mark.parametrize("part", [lambda w: w.T, lambda w: w[:, ::2], lambda w: w[:, 8:40]])
+def test_a_prepared_weight_may_be_seen_from_another_side(ops, part):
+    rng = np.random.default_rng(0)
+    w = ops.parameters({"w": rng.standard_normal((64, 96), dtype=np.float32)})["w"]
+    seen, same = part(w), np.array(part(w))
+    for size, product in (
+        (seen.shape[0], lambda x, w: ops.linear_forward(x, w)[0]),
+        (seen.shape[1], ops.logits),
+    ):
+        x = rng.standard_normal((3, size), dtype=np.float32)
+        np.testing.assert_array_equal(product(x, seen), product(x, same))
+
+
+def test_a_former_result_of_parameters_gives_the_present_weights(ops):
+    layout = decoder_layout(CONFIG)
+    master = layout.init(0)
+    params = ops.parameters(layout.views(master))
+    x, token = np.ones((3, CONFIG.d_model), np.float32), np.array([1], np.int32)
+
+    def results(params):
+        weight, cache = params["layers.0.attention.wqkv"], ops.kv_cache(params, CONFIG, 1, 4)
+        return ops.linear_forward(x, weight)[0], ops.decode_step(params, CONFIG, token, cache, 0)
+
+    before = results(params)
+    master *= 1.5
+    latest = ops.parameters(layout.views(master))
+    for old, was, now in zip(results(params), before, results(latest), strict=True):
+        np.testing.assert_array_equal(old, now)
+        assert not np.array_equal(was, now)
+
+
+def test_rounding_row_by_row_is_to_nearest_even():
+    from accel.cpu.bf16 import round_to_bf16
+
+    x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    x[:4] = [np.nan, np.inf, -np.inf, -0.0]
+    x[4:6] = np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)  # ties
+    got = (round_to_bf16(x).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(got, rounded(x))
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def rounded_attention(case, arrays, dout):
+    """Return out, dq, dk, dv as plain code with operands rounded to bfloat16 would compute them."""
+    (q, k, v, *rest) = arrays
+    _, exact = plain_attention.attention_forward(*arrays, **case.options())
+    _, cache = plain_attention.attention_forward(rounded(q), rounded(k), v, *rest, **case.options())
+    keep = 1.0 if cache.dropout is None else cache.dropout
+    B, Hkv, G, T, _ = cache.q.shape
+    do = dout.reshape(B, T, Hkv, G, -1).transpose(0, 2, 3, 1, 4)
+    v = rounded(exact.v)
+    p = cache.p
+    out = rounded(p * keep) @ v
+    dp = (rounded(do) @ v.swapaxes(-1, -2)) * keep
+    ds = rounded(p * (dp - np.sum(do * out, axis=-1, keepdims=True)))
+    dq = cache.scale * (ds @ cache.k)
+    dk = cache.scale * np.sum(ds.swapaxes(-1, -2) @ cache.q, axis=2)
+    dv = np.sum(rounded(p * keep).swapaxes(-1, -2) @ rounded(do), axis=2)
+    back = (0, 3, 1, 2, 4)
+    return (
+        out.transpose(back).reshape(dout.shape),
+        dq.transpose(back).reshape(q.shape),
+        dk.transpose(0, 2, 1, 3),
+        dv.transpose(0, 2, 1, 3),
+    )
+
+
+@given(case=cases)
+@example(case=Case(queries=131, keys=131, width=64, value_width=64))
+@example(case=Case(queries=200, keys=330, causal=False, alibi=True))
+@example(case=Case(queries=97, keys=300, documents=True, key_mask=True, dropout_p=0.1, group=7))
+@example(case=Case(batch=1, queries=33, keys=33, kv_heads=1, group=1, width=300, value_width=270))
+@example(case=Case(queries=200, keys=200, window=1))
+@example(case=Case(queries=131, keys=67, window=2, causal=False))
+@example(case=Case(queries=97, keys=330, window=65, kv_heads=1, group=3, alibi=True))
+@example(case=Case(queries=300, keys=300, window=64, causal=False, dropout_p=0.3, batch=1))
+@example(case=Case(queries=300, keys=300, window=63, documents=True, key_mask=True, batch=1))
+def test_attention_is_as_exact_as_plain_code_on_rounded_operands(ops, case):
+    arrays, dout = case.arrays()
+    exact = run(plain_attention, arrays, dout, case.options(), np.float64)
+    with memory.poisoned():
+        got = run(ops, arrays, dout, case.options(), np.float32)
+    near = rounded_attention(case, arrays, dout)
+    absolute = on_absolute_values(case, arrays, dout)
+    for i, (x, p, e, s) in enumerate(zip(got, near, exact, absolute, strict=True)):
+        assert x.shape == e.shape and x.dtype == np.float32
+        bound = (2 if i == 0 else 3) * np.linalg.norm(p - e) + 2 * U16 * np.linalg.norm(s)
+        assert np.linalg.norm(x - e) <= bound, f"array {i} of (out, dq, dk, dv)"
+
+
+@pytest.mark.parametrize("who", WINDOWS)
+def test_tiles_outside_the_window_are_never_walked_over(ops, who):
+    assert_only_the_window_is_walked_over(ops, who)
+
+
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_gives_the_same_bits_with_fewer_threads(ops, window):
+    case = Case(queries=300, keys=300, group=3, dropout_p=0.2, key_mask=True, window=window)
+    arrays, dout = case.arrays()
+    results, threads = [run(ops, arrays, dout, case.options(), np.float32)], numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        results.append(run(ops, arrays, dout, case.options(), np.float32))
+    finally:
+        numba.set_num_threads(threads)
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_attention_of_one_hot_probabilities_is_exact(ops):
+    """Where P is 0 or 1 nothing is rounded: every tile, head and edge must be in its place."""
+    T, heads = 200, 6
+    q = np.zeros((1, T, heads, 32), np.float32)
+    k = np.zeros((1, T, 2, 32), np.float32)
+    codes = np.random.default_rng(0).choice([-1.0, 1.0], (T, 32)).astype(np.float32)
+    k[0] = codes[:, None]
+    order = np.random.default_rng(1).permutation(T)
+    q[0] = 64 * codes[order][:, None]
+    v = np.random.default_rng(2).integers(-100, 100, (1, T, 2, 50)).astype(np.float32)
+    out, _ = ops.attention_forward(q, k, v, causal=False)
+    want = v[:, order][:, :, np.arange(heads) // 3]
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize("keys", [1, 33, 70, 129, 200])
+def test_attention_without_preference_is_the_mean_of_the_keys_there_are(ops, keys):
+    """Tiles are padded with keys of score 0, which must not count."""
+    v = np.random.default_rng(0).integers(-8, 9, (1, keys, 1, 5)).astype(np.float32)
+    q, k = np.zeros((1, 40, 1, 7), np.float32), np.zeros((1, keys, 1, 7), np.float32)
+    out, _ = ops.attention_forward(q, k, v, causal=False)
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(1), (40, 1, 5))[None], atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_gets_zeros(ops):
+    case = Case(queries=150, keys=150)
+    (q, k, v, *_), dout = case.arrays()
+    key_mask = np.ones((case.batch, case.keys), np.bool_)
+    key_mask[:, :140] = False
+    with memory.poisoned():
+        out, dq, dk, dv = run(ops, (q, k, v, None, key_mask, None), dout, {}, np.float32)
+    assert not out[:, :140].any() and not dq[:, :140].any()
+    assert not dk[:, :140].any() and not dv[:, :140].any()
+    assert out[:, 140:].all() and np.isfinite(dk).all() and dv[:, 140:].all()
+
+
+def test_extreme_scores_overflow_nothing(ops):
+    case = Case(queries=200, keys=200)
+    arrays, dout = case.arrays(1e6)
+    assert all(np.isfinite(x).all() for x in run(ops, arrays, dout, {}, np.float32))
+
+
+def test_nan_travels_to_every_query_that_sees_it(ops):
+    (q, k, v, *_), _ = Case(queries=150, keys=150).arrays()
+    k[0, 100, 0, 5] = np.nan
+    out, _ = ops.attention_forward(*cast((q, k, v), np.float32))
+    assert np.isnan(out[0, 100:, :2]).all() and not np.isnan(out[0, :100]).any()
+    assert not np.isnan(out[1]).any() and not np.isnan(out[:, :, 2:]).any()
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(70, 40, 100), (300, 33, 37_000), (1, 1, 1)])
+def test_loss_and_gradients_are_those_of_rounded_operands(ops, shape, has_bias):
+    n, d, vocabulary = shape  # the second takes more than one chunk
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, n, d), dtype=np.float32)
+    head = rng.standard_normal((vocabulary, d), dtype=np.float32) / np.float32(np.sqrt(d))
+    bias = rng.standard_normal(vocabulary).astype(np.float32) if has_bias else None
+    targets = rng.integers(0, vocabulary, (1, n)).astype(np.int32)
+    mask = rng.random((1, n)) < 0.8
+    wide = [rounded(x), rounded(head), targets, mask, None if bias is None else bias.astype(float)]
+    want, cache = plain_loss.linear_cross_entropy_forward(*wide)
+    want_gradients = plain_loss.linear_cross_entropy_backward(0.5, cache)
+    with memory.poisoned():
+        got, cache = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        gradients = ops.linear_cross_entropy_backward(0.5, cache)
+    assert got.n_valid == want.n_valid
+    assert abs(got.total - want.total) <= 1e-5 * max(want.total, 1)
+    for i, (g, w) in enumerate(zip(gradients, want_gradients, strict=True)):
+        assert (g is None) == (w is None)
+        if g is not None:  # the gradient of the logits is rounded before it is multiplied
+            limit = (1e-5 if i == 2 else 2 * U16) * np.linalg.norm(w) + 1e-6
+            assert np.linalg.norm(g - w) <= limit
+    alone, _ = ops.linear_cross_entropy_forward(x, head, targets, mask, bias, need_backward=False)
+    assert alone.n_valid == got.n_valid and abs(alone.total - got.total) <= 1e-6 * got.total + 1e-6
+
+
+def test_logits_are_those_of_rounded_operands(ops):
+    rng = np.random.default_rng(0)
+    x, head = (rng.standard_normal(s, dtype=np.float32) for s in [(2, 3, 40), (70, 40)])
+    bias = rng.standard_normal(70).astype(np.float32)
+    want = rounded(x) @ rounded(head).T + bias
+    np.testing.assert_allclose(ops.logits(x, head, bias), want, atol=1e-5)
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+CONFIG = Config(
+    vocab_size=300,
+    d_model=48,
+    n_layers=2,
+    n_heads=6,
+    n_kv_heads=2,
+    d_head=16,
+    d_ff=100,
+    context_length=150,
+)
+
+
+def one_step(ops, master, dtype):
+    layout = decoder_layout(CONFIG)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, CONFIG.vocab_size, (2, 130)).astype(np.int32)
+    targets = rng.integers(0, CONFIG.vocab_size, (2, 130)).astype(np.int32)
+    master = master.astype(dtype)
+    grad = np.full_like(master, np.nan)
+    with ops.step():
+        loss, cache = model.loss_forward(
+            ops, ops.parameters(layout.views(master)), CONFIG, ids, targets
+        )
+        model.loss_backward(1.0, cache, layout.views(grad))
+        del cache
+    return loss.total, grad
+
+
+def test_a_model_s_gradients_differ_by_the_rounding_of_bfloat16(ops):
+    layout = decoder_layout(CONFIG)
+    master = 3 * layout.init(0)
+    exact_loss, exact = one_step(plain, master, np.float64)
+    loss, grad = one_step(ops, master, np.float32)
+    assert abs(loss - exact_loss) <= 1e-3 * exact_loss
+    for name, x in layout.views(grad).items():
+        e = layout.views(exact)[name]
+        assert np.linalg.norm(x - e) <= 0.06 * np.linalg.norm(e), name
+    assert np.linalg.norm(grad - exact) > 1e-4 * np.linalg.norm(exact), "this is not float32"
+
+
+def test_a_step_gives_the_same_bits_again_and_with_fewer_threads(ops):
+    master = decoder_layout(CONFIG).init(0)
+    results = [one_step(ops, master, np.float32)]
+    threads = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        results.append(one_step(ops, master, np.float32))
+    finally:
+        numba.set_num_threads(threads)
+    results.append(one_step(ops, master, np.float32))
+    for loss, grad in results[1:]:
+        assert loss == results[0][0]
+        np.testing.assert_array_equal(grad, results[0][1])
+
+
+@pytest.mark.parametrize("fields", [{}, {"window": 3, "qk_norm": True}])
+def test_decoding_reads_rounded_matrices(ops, fields):
+    config = dataclasses.replace(CONFIG, **fields)
+    layout = decoder_layout(config)
+    master = 3 * layout.init(0)
+    halves = {n: w for n, w in layout.views(rounded(master).astype(np.float32)).items()}
+    exact = layout.views(master.astype(np.float64))
+    params = ops.parameters(layout.views(master))
+    rounded_matrices = {
+        n: (halves[n] if w.ndim == 2 else w).astype(float) for n, w in exact.items()
+    }
+    caches = [o.kv_cache(p, config, 2, 8) for o, p in ((ops, params), (plain, rounded_matrices))]
+    for position in range(5):
+        token = np.array([3, 7 * position], np.int32)
+        got = ops.decode_step(params, config, token, caches[0], position)
+        want = plain.decode_step(rounded_matrices, config, token, caches[1], position)
+        assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
+    assert params["layers.0.attention.wqkv"].halves is not None
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_float64_is_refused_in_a_sentence(ops):
+    x = np.ones((2, 3, 1, 4))
+    with pytest.raises(ValueError, match="in the bf16 mode arrays are float32"):
+        ops.attention_forward(x, x, x)
+    with pytest.raises(ValueError, match="in the bf16 mode arrays are float32"):
+        ops.linear_forward(x[0, :, 0], np.ones((4, 5)))
+
+
+def test_a_transposed_weight_is_refused_in_a_sentence(ops):
+    with pytest.raises(ValueError, match="is it transposed"):
+        ops.linear_forward(np.ones((2, 3), np.float32), np.ones((4, 3), np.float32))
+
+
+def test_a_gradient_of_the_wrong_shape_is_refused(ops):
+    y, cache = ops.linear_forward(np.ones((2, 3), np.float32), np.ones((3, 4), np.float32))
+    with pytest.raises(ValueError, match="dout must have shape"):
+        ops.linear_backward(y.T, cache)
+
+
+def test_dropout_counters_are_checked(ops):
+    x = np.ones((1, 3, 1, 4), np.float32)
+    with pytest.raises(ValueError, match="seed must lie in"):
+        ops.attention_forward(x, x, x, dropout_p=0.5, dropout_key=DropoutKey(-1, 0, 0, 0))
+    assert KEY.seed > 2**32, "the seed's high half must matter in the cases above"
+
+
+def test_a_processor_without_either_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.delenv("MYLLM_BF16", raising=False)
+    monkeypatch.setattr(bf16_tiles, "_features", lambda: {"+avx2"})
+    bf16_tiles.enable.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"AMX-BF16 .* or AVX512-BF16 .* neither"):
+            accel.load("cpu", compute="bf16")
+    finally:
+        monkeypatch.undo()
+        bf16_tiles.enable.cache_clear()
+        bf16_tiles.enable()
+
+
+def test_a_system_that_keeps_the_tiles_to_itself_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(bf16_tiles, "has_tiles", lambda: True)
+    monkeypatch.setattr(bf16_tiles, "_request_tiles", lambda: -1)
+    bf16_tiles.enable.cache_clear()
+    try:
+        with pytest.raises(ImportError, match="the operating system does not let"):
+            accel.load("cpu", compute="bf16")
+    finally:
+        monkeypatch.undo()
+        bf16_tiles.enable.cache_clear()
+        bf16_tiles.enable()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512bf16"}]
+)
+def test_what_numba_compiles_for_decides(setting):
+    code = "import accel\naccel.load('cpu', compute='bf16')"
+    env = os.environ | setting | {"MYLLM_BF16": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "use compute='float32'" in done.stderr
+
+
+def test_importing_the_mode_asks_for_nothing():
+    code = (
+        "import accel.cpu.ops_bf16 as o\n"
+        "from accel.cpu import bf16_gemm as g, bf16_tiles as t\n"
+        "assert not t.enable.cache_info().currsize and not g._multiply.signatures\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,39 @@
+"""A process that compiles the kernels and one that loads them from the cache compute the same bits.
+
+They need not: what LLVM stores for a kernel holds copies of what it calls, optimised once more with
+their caller, and where it was compiled its calls would go to the originals (``accel/jit.py``).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def run(mode: str, cache: Path) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.cold_warm", mode],
+        cwd=ROOT,
+        env={**os.environ, "MYLLM_CACHE_DIR": str(cache), "MYLLM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "mode", ["float32", pytest.param("float64", marks=pytest.mark.slow), "bf16"]
+)
+def test_kernels_just_compiled_and_kernels_loaded_give_the_same_bits(
+    tmp_path: Path, mode: str
+) -> None:
+    cold, said = run(mode, tmp_path)
+    assert "compiling" in said
+    warm, said = run(mode, tmp_path)
+    assert "compiling" not in said
+    assert cold == warm and len(cold.splitlines()) == 9

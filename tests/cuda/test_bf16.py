@@ -1,0 +1,96 @@
+"""bf16 on the shim is as close as plain bf16 code, by the rule of ``accel.tolerance``."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.cuda import attention, ops, ops_bf16
+from accel.cuda import device as devices
+from accel.verify import check_module
+from tests.cuda_shim import require
+from tests.cuda_shim.device import ORDERS, ShimDevice
+from tests.helpers.cuda_cases import (
+    attention_by_the_rule,
+    attention_cases,
+    by_the_rule,
+    cases,
+    long_attention_cases,
+    rounded,
+    run_backend,
+)
+
+require.shim()
+
+MMA_WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
+MMA_CASES = [*attention_cases(MMA_WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
+CASES = [*cases(), *attention_cases(((5, 7),))]
+
+
+@pytest.fixture(scope="module")
+def shims() -> dict[str, ShimDevice]:
+    """One device for each order: compiled kernels are kept."""
+    return {order: ShimDevice(order, early=order == "reverse") for order in ORDERS}
+
+
+@pytest.fixture(autouse=True)
+def device(shims: dict[str, ShimDevice]) -> Iterator[ShimDevice]:
+    """Use the shim for one test, and leave no device behind."""
+    before = devices.use(shims["shuffled"])
+    yield shims["shuffled"]
+    devices.use(before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{op}: {what}" for op, what, _, _ in CASES])
+def test_bf16_keeps_to_the_rule(case: Any) -> None:
+    for name, closeness in by_the_rule(ops_bf16, case, "bf16").items():
+        assert closeness.ok, (name, closeness)
+
+
+@pytest.mark.parametrize("case", MMA_CASES, ids=[what for _, what, _, _ in MMA_CASES])
+def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
+    case: Any, shims: dict[str, ShimDevice]
+) -> None:
+    op, _, arrays, options = case
+    results = []
+    for order in ORDERS:
+        devices.use(shims[order])
+        results.append(run_backend(ops_bf16, op, rounded(arrays), options))
+    for name, closeness in attention_by_the_rule(case, results[0]).items():
+        assert closeness.ok, (name, closeness)
+        assert closeness.bound < 0.1, name  # the rule is no empty one
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_widths_decide_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    def record(source: str, kernel: str, *arguments: Any, **more: Any) -> None:
+        launched.append((source, more.get("HEAD")))
+
+    monkeypatch.setattr(attention, "launch", record)
+    for d, dv, expected in (
+        (64, 64, ("attention_mma", 64)),
+        (8, 64, ("attention_mma", 64)),
+        (72, 64, ("attention_mma", 128)),
+        (128, 128, ("attention_mma", 128)),
+        (136, 64, ("attention", None)),
+        (12, 16, ("attention", None)),
+    ):
+        q, v = (
+            ops_bf16.from_numpy(np.zeros((1, 2, 1, n), np.float32), activation=True)
+            for n in (d, dv)
+        )
+        ops_bf16.attention_forward(q, q, v)
+        assert launched.pop() == expected
+    strict = ops.from_numpy(np.zeros((1, 2, 1, 64), np.float32))
+    ops.attention_forward(strict, strict, strict)
+    assert launched.pop()[0] == "attention"
+
+
+@pytest.mark.parametrize(("module", "dtype"), [(ops, "float32"), (ops_bf16, "bf16")])
+def test_any_case_that_is_drawn_keeps_to_the_rule(module: Any, dtype: str) -> None:
+    check_module(module, dtypes=(dtype,), examples=12)

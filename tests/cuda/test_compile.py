@@ -1,0 +1,106 @@
+"""NVRTC compiles every kernel for the GPUs that matter, with no driver and no headers.
+
+``python -m pytest tests/cuda/test_compile.py -s`` prints the table of registers and spills.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel.cuda import sources
+from accel.cuda.compiler import (
+    ARCHITECTURES,
+    CompileError,
+    compile_kernels,
+    cubin_file,
+    read_usage,
+)
+from tests.cuda_shim import require
+
+require.nvrtc()
+
+Defines = dict[str, int]
+
+
+def variants() -> Iterator[tuple[str, Defines]]:
+    """Yield every kernel file with macros it is compiled with: all of them, or the extremes."""
+    for source in sources.SOURCES:
+        if source != "attention_mma":
+            yield from ((source, {"BF16": bf16}) for bf16 in (0, 1))
+            continue
+        for head in (64, 128):
+            for options in (0, 1):
+                rules = dict.fromkeys(("MASKED", "ALIBI", "DROPOUT"), options)
+                yield source, {"BF16": 1, "HEAD": head, **rules}
+
+
+VARIANTS = list(variants())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("source", "defines"), VARIANTS, ids=str)
+def test_every_kernel_compiles_and_spills_nothing(
+    source: str, defines: Defines, architecture: str
+) -> None:
+    texts = sources.parts(source)
+    cubin, usage = compile_kernels(sources.join(texts), source, architecture, defines)
+    assert cubin.startswith(b"\x7fELF")
+    assert sorted(u.kernel for u in usage) == sorted(sources.kernels(texts[f"{source}.cu"]))
+    print(f"\n{source} {architecture} {defines}")
+    for u in usage:
+        print(
+            f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt "
+            f"{u.shared:6} B shared"
+        )
+        assert u.spills == 0, u
+
+
+def test_sources_and_files_agree() -> None:
+    on_disk = {path.stem for path in sources.FOLDER.glob("*.cu")}
+    assert on_disk == set(sources.SOURCES)
+    for source in sources.SOURCES:
+        assert sources.kernels(sources.text_of(f"{source}.cu")), f"{source}.cu defines no kernel"
+
+
+def test_no_kernel_includes_a_header_or_adds_floats_atomically() -> None:
+    for source in sources.SOURCES:
+        for name, text in sources.parts(source).items():
+            includes = [line for line in text.splitlines() if line.startswith("#include")]
+            assert includes == (['#include "shim.h"'] if name == "device.cuh" else []), name
+            assert "atomic" not in text.replace("no float atomics", "").replace(
+                "Without atomics", ""
+            ).replace("no atomics", ""), name
+
+
+def test_a_faulty_kernel_is_refused_with_the_compiler_s_words() -> None:
+    text = sources.text_of("device.cuh") + "\nKERNEL broken(float* x) { x[0] = nonsense; }"
+    with pytest.raises(CompileError, match=r'refuses broken\.cu for sm_80:\n(.|\n)*"nonsense"'):
+        compile_kernels(text, "broken", "sm_80", {})
+
+
+def test_machine_code_is_kept_by_all_that_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYLLM_CACHE_DIR", str(tmp_path))
+    first = cubin_file("reduce", "sm_80", {"BF16": 0})
+    assert first.read_bytes().startswith(b"\x7fELF") and tmp_path in first.parents
+    written = first.stat().st_mtime_ns
+    assert cubin_file("reduce", "sm_80", {"BF16": 0}).stat().st_mtime_ns == written
+    others = [
+        cubin_file("reduce", "sm_80", {"BF16": 1}),
+        cubin_file("reduce", "sm_90a", {"BF16": 0}),
+    ]
+    monkeypatch.setattr(sources, "text_of", _with_a_comment)
+    others.append(cubin_file("reduce", "sm_80", {"BF16": 0}))
+    assert len({first, *others}) == 4
+    assert len(list(first.parent.iterdir())) == 4  # nothing half written lies about
+
+
+def _with_a_comment(name: str) -> str:
+    return (sources.FOLDER / name).read_text(encoding="utf-8") + "\n// changed\n"
+
+
+def test_a_report_that_is_not_understood_is_not_taken_for_no_spills() -> None:
+    with pytest.raises(CompileError, match="not as expected"):
+        read_usage("ptxas info : Compiling entry function 'k' for 'sm_80'\nptxas info : whatever")

@@ -1,0 +1,337 @@
+"""Bugs planted in the shipped kernels: the tests of the cuda backend must see each of them.
+
+A bug is a change to the text of a kernel file, compiled and run on the shim. It is caught when some
+case, in some order of threads, is off by the rule, differs from what another order gives, or is
+stopped by the shim. The named bugs are those that were feared; with ``-m slow`` every barrier and
+wait of every kernel is removed in turn.
+"""
+
+import faulthandler
+import os
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.cuda import device as devices
+from accel.cuda import ops, ops_bf16, sources
+from tests.cuda_shim import require
+from tests.cuda_shim.device import ORDERS, ShimDevice, ShimError
+from tests.helpers.cuda_cases import (
+    attention_by_the_rule,
+    attention_cases,
+    by_the_rule,
+    cases,
+    long_attention_cases,
+    rounded,
+    run_backend,
+)
+
+require.shim()
+
+# What runs the kernels of a file: the backend's module, its precision, cases.
+OPS_OF = {
+    "elementwise": ("add", "scale", "relu", "gelu", "gelu_tanh", "swiglu", "dropout", "linear"),
+    "layout": ("add", "split_heads"),
+    "reduce": ("rmsnorm", "layernorm", "linear"),
+    "norm": ("rmsnorm", "layernorm"),
+    "embedding": ("embedding",),
+    "rope": ("rope",),
+    "loss": ("linear_cross_entropy",),
+}
+
+
+def runs(source: str) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (module, dtype, case) of everything that runs a kernel file."""
+    if source == "attention_mma":
+        for case in (*attention_cases(((64, 64),)), *long_attention_cases(((64, 64),))):
+            yield ops_bf16, "bf16", case
+    elif source == "attention":
+        for case in (*attention_cases(((5, 7),)), *long_attention_cases(((5, 7),))):
+            yield ops, "float32", case
+    else:
+        for case in cases():
+            if case[0] in OPS_OF[source]:
+                yield ops, "float32", case
+
+
+def caught(
+    source: str,
+    file: str,
+    old: str,
+    new: str,
+    only: str = "",
+    orders: Sequence[str] = tuple(ORDERS),
+) -> str | None:
+    """Return how a bug in ``file`` shows when the cases of ``source`` run, or None."""
+    shims = [
+        ShimDevice(order, early=order == "reverse", edits={file: [(old, new)]}) for order in orders
+    ]
+    for i, shim in enumerate(shims):
+        shim.launches += [""] * i  # their number is the seed of "shuffled"
+    for module, dtype, case in runs(source):
+        if only not in case[1]:
+            continue
+        op, what, arrays, options = case
+        results = []
+        for shim in shims:
+            before = devices.use(shim)
+            try:
+                given = rounded(arrays) if dtype == "bf16" else arrays
+                results.append(run_backend(module, op, given, options))
+                if shim is shims[0]:
+                    rule = (
+                        attention_by_the_rule(case, results[0])
+                        if dtype == "bf16"
+                        else by_the_rule(module, case, dtype, got=results[0])
+                    )
+                    for name, closeness in rule.items():
+                        if not closeness.ok:
+                            return f"{what}: {name} is off"
+            except ShimError as error:
+                return str(error)
+            finally:
+                devices.use(before)
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                if not np.array_equal(a, b, equal_nan=True):
+                    return f"{what}: the order of threads shows"
+    return None
+
+
+def caught_apart(
+    source: str,
+    file: str,
+    old: str,
+    new: str,
+    only: str = "",
+    orders: Sequence[str] = tuple(ORDERS),
+) -> str | None:
+    """Return ``caught`` of a child process: a bug may reach outside of memory and end it."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # its end is an answer, not a crash to be told of
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # a bug may loop for ever, and ask for memory while it does
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        status = 1  # an exception: what the kernel gave was no answer at all
+        try:
+            os.write(writing, (caught(source, file, old, new, only, orders) or "").encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    return f"the process ended with status {status}" if status else told or None
+
+
+FEARED: dict[str, tuple[str, str, str, str]] = {
+    "barrier before a tile is read": (
+        "attention_mma",
+        "        sync_block();  // tile j has landed\n        float s[KEYS / 8][4];\n",
+        "        float s[KEYS / 8][4];\n",
+        "long causal",
+    ),
+    "barrier before a tile is overwritten": (
+        "attention_mma",
+        "        multiply_columns(o, s, tv);\n        sync_block();  // tile j has been read\n",
+        "        multiply_columns(o, s, tv);\n",
+        "long causal",
+    ),
+    "write after read in dk, dv": (
+        "attention_mma",
+        "multiply_columns(acc_k, dp, tq);\n        sync_block();  // tile j has been read\n",
+        "multiply_columns(acc_k, dp, tq);\n",
+        "long causal",
+    ),
+    "wait count": (
+        "attention_mma",
+        "copy_wait<1>();\n        sync_block();  // tile j has landed\n"
+        "        float s[KEYS / 8][4], dp",
+        "copy_wait<2>();\n        sync_block();  // tile j has landed\n"
+        "        float s[KEYS / 8][4], dp",
+        "long causal",
+    ),
+    "ldmatrix lanes of the right operand": (
+        "attention_mma",
+        "b + place(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2)",
+        "b + place(n * 16 + lane % 16, 2 * k + lane / 16)",
+        "causal",
+    ),
+    "ldmatrix not transposed": (
+        "attention_mma",
+        "ldmatrix<true>(right",
+        "ldmatrix<false>(right",
+        "causal",
+    ),
+    "swizzle of one side only": (
+        "attention_mma",
+        "copy_async(tile + place(row, chunk),",
+        "copy_async(tile + row * PITCH + chunk * 16,",
+        "causal",
+    ),
+    "key/value head of the query's number": (
+        "attention_mma",
+        "const Rules rules = ATTENTION_RULES(b, h);\n    const float scale2 = scale * LOG2E;\n"
+        "    const int last = first + OWN < T ? first + OWN - 1 : T - 1;\n"
+        "    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;\n"
+        "    const elem* keys = k + b * k_b + hk * k_h;\n"
+        "    const elem* values = v + b * v_b + hk * v_h;\n\n"
+        "    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);\n    int least",
+        "const Rules rules = ATTENTION_RULES(b, h);\n    const float scale2 = scale * LOG2E;\n"
+        "    const int last = first + OWN < T ? first + OWN - 1 : T - 1;\n"
+        "    const int tiles = (rules.key_end(last + 1) + KEYS - 1) / KEYS;\n"
+        "    const elem* keys = k + b * k_b + h % Hkv * k_h;\n"
+        "    const elem* values = v + b * v_b + h % Hkv * v_h;\n\n"
+        "    fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);\n    int least",
+        "everything",
+    ),
+    "a group's last head forgotten": (
+        "attention_mma",
+        "const int tiles = group * each;",
+        "const int tiles = (group - 1) * each;",
+        "causal",
+    ),
+    "the diagonal masked": ("attention.cuh", "-distance > ahead", "-distance >= ahead", "causal"),
+    "a window of one place more": (
+        "attention.cuh",
+        "distance > behind ||",
+        "distance > behind + 1 ||",
+        "window causal",
+    ),
+    "a window of one place less": (
+        "attention.cuh",
+        "distance > behind ||",
+        "distance >= behind ||",
+        "window causal",
+    ),
+    "a window's first tile of keys passed over": (
+        "attention.cuh",
+        "within(first + S - T - behind, S)",
+        "within(first + S - T - behind + 1, S)",
+        "window full",
+    ),
+    "a window's last tile of queries passed over": (
+        "attention_mma",
+        "shared_rules.query_end(last + 1)",
+        "shared_rules.query_end(last)",
+        "window full",
+    ),
+    "a window of the forward and dq only": (
+        "attention_mma",
+        "const Rules rules = ATTENTION_RULES(b, h);\n        float s[QUERIES / 8][4]",
+        "Rules rules = ATTENTION_RULES(b, h);\n        rules.behind = T + S;\n"
+        "        float s[QUERIES / 8][4]",
+        "window causal",
+    ),
+    "a gradient of keys that no query reads, written before it is cleared": (
+        "attention",
+        "    sync_block();  // with no tiles: the gradients have been cleared\n",
+        "",
+        "window, more keys",
+    ),
+    "queries taken for the first positions": (
+        "attention.cuh",
+        "documents[u] == documents[t + S - T]",
+        "documents[u] == documents[t]",
+        "everything",
+    ),
+    "whole tiles that are not": (
+        "attention_mma",
+        "inside(first + row, 16, u0, KEYS);\n#pragma unroll\n        for (int half = 0",
+        "inside(first + row + 15, 1, u0, KEYS);\n#pragma unroll\n        for (int half = 0",
+        "long causal",
+    ),
+    "tail guard of a store": (
+        "attention_mma",
+        "if (first + row + r < n && chunk * 8 < width)",
+        "if (chunk * 8 < width)",
+        "causal",
+    ),
+    "tail guard of a fetch": (
+        "attention_mma",
+        "const bool valid = first + row < n && chunk * 8 < width;",
+        "const bool valid = chunk * 8 < width;",
+        "full, more keys",
+    ),
+    "no rescaling when the maximum grows": (
+        "attention",
+        "const float shrink = m[r] == -INFINITY ? 0.0f : expf(m[r] - top);",
+        "const float shrink = m[r] == -INFINITY ? 0.0f : 1.0f;",
+        "causal",
+    ),
+    "tail guard of a pack": (
+        "device.cuh",
+        "if (i + k < n) put(p + i + k, v[k]);",
+        "put(p + i + k, v[k]);",
+        "",
+    ),
+    "a token counted once": (
+        "embedding",
+        "sums[row[k] * width + thread] += d[k];",
+        "sums[row[k] * width + thread] = d[k];",
+        "one token",
+    ),
+    "sums of only one round of rows": (
+        "norm",
+        "if (i + k < D) dgain[i + k] += d[k] * n;",
+        "if (i + k < D) dgain[i + k] = d[k] * n;",
+        "many rows",
+    ),
+    "the target's logit overwritten before it is read": (
+        "loss",
+        "    sync_block();  // the target's logit has been read\n",
+        "",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEARED)
+def test_a_feared_bug_is_caught(name: str) -> None:
+    where, old, new, only = FEARED[name]
+    source = {"attention.cuh": "attention_mma", "device.cuh": "elementwise"}.get(where, where)
+    file = where if "." in where else f"{where}.cu"
+    # a bug that cannot be planted, or compiled, is none that was caught
+    assert sources.text_of(file).count(old) == 1
+    how = caught_apart(source, file, old, new, only)
+    assert how and "g++ refuses" not in how, f"{name}: {how or 'no test sees it'}"
+
+
+def synchronizations() -> Iterator[tuple[str, str, int]]:
+    """Yield (source, file, place) of every barrier and wait of the kernels."""
+    for source in sources.SOURCES:
+        if source not in (*OPS_OF, "attention", "attention_mma"):
+            continue
+        text = sources.text_of(f"{source}.cu")
+        for match in re.finditer(r"^ *(sync_block|sync_warp|copy_wait<\d>)\(\);.*\n", text, re.M):
+            yield source, f"{source}.cu", match.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "file", "place"),
+    list(synchronizations()),
+    ids=lambda value: str(value),
+)
+def test_no_barrier_or_wait_is_removed_unseen(source: str, file: str, place: int) -> None:
+    text = sources.text_of(file)
+    line = text[place : text.index("\n", place) + 1]
+    # the line with as much of the text around it as makes it the only one
+    for width in range(0, 2000, 20):
+        before, after = text[max(0, place - width) : place], text[place + len(line) :][:width]
+        if text.count(before + line + after) == 1:
+            break
+    edit = before + line + after, before + after
+    how = caught_apart(source, file, *edit)
+    if how is None:  # threads may run for long in an order that hides it
+        how = caught_apart(source, file, *edit, "few", ("shuffled",) * 20)
+    assert how and "g++ refuses" not in how, f"{file}: {line}{how}"

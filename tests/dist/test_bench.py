@@ -1,0 +1,37 @@
+"""The trainer's benchmark runs, and holds what it finds against what is promised."""
+
+import pytest
+
+from dist import cli
+from dist.bench.train import Run, summary
+from tests.helpers import ROOT
+
+
+def test_the_benchmark_runs_and_prints_every_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["bench", "train", "--rounds", "1", "--steps", "7", "--threads", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "one rank" in out and "two ranks of 1" in out
+    assert sum("round 1" in line for line in out.splitlines()) == 2
+    verdicts = [line for line in out.splitlines() if " met |" in line or " MISSED |" in line]
+    assert len(verdicts) == 3
+
+
+def test_figures_are_medians_held_against_their_bars() -> None:
+    one = [Run(first, 10.0, 0.001, 1000.0) for first in (2.0, 9.0, 2.5)]
+    two = [Run(5.0, 10.0, own, speed) for own, speed in ((0.03, 850.0), (0.03, 880.0), (0.0, 9e9))]
+    verdicts = [row for row in summary({"one": one, "two": two}) if row.bar is not None]
+    assert [(row.what, row.met) for row in verdicts] == [
+        ("start to first step, one rank", True),
+        ("trainer's own share of a step", False),
+        ("tokens of two ranks / of one", False),
+    ]
+    assert verdicts[0].ours == 2.5 and verdicts[1].ours == 0.03 and verdicts[2].ratio == 0.88
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--steps", "5"], ["--threads", "1"]])
+def test_wrong_usage_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "train", *words])

@@ -1,0 +1,101 @@
+"""Run files: what is refused, what is resolved, and the arithmetic of the presets."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dist import config
+from reference import presets
+from tests.helpers.runs import tables
+
+
+def test_the_headline_run_is_47837_and_57221_steps() -> None:
+    run = config.load("myllm-1b")
+    assert run.model == presets.MYLLM_1B
+    assert run.tokens_per_step == 262_144
+    assert run.data.phases[0].tokens == 12_540_182_528 == 47_837 * 262_144
+    assert run.phase_steps == (47_837, 57_221) and run.steps == 105_058
+    assert run.accumulation(8) == 4
+    # one epoch is 1,530,776 windows; the last step borrows 8 of the next
+    assert 47_837 * run.train.global_batch - 12_540_116_992 // 8_192 == 8
+
+
+def test_gpt2_small_is_the_model_of_the_reference() -> None:
+    assert config.load("gpt2-small").model == presets.GPT2_SMALL
+
+
+@pytest.mark.parametrize("path", sorted(config.PRESETS.glob("*.toml")), ids=lambda p: p.stem)
+def test_a_resolved_run_file_reads_back_the_same(path: Path) -> None:
+    run = config.load(path)
+    assert config.from_tables(tomllib.loads(run.to_toml())) == run
+
+
+def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
+    run = config.load("demo", ["train.lr=3e-4", "run.out=a/b c", "data.isolate_documents=true"])
+    assert (run.train.lr, run.run.out, run.data.isolate_documents) == (3e-4, "a/b c", True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.learning_rate=1", r"unknown key train\.learning_rate; known: .*lr"),
+        ("trainer.lr=1", r"unknown table \[trainer\]"),
+        ("lr=1", r"--set takes table\.key=value"),
+        ("train.lr=fast", r"train\.lr must be a number, got 'fast'"),
+        ("train.steps=1.5", r"train\.steps must be a whole number"),
+        ("train.steps=true", r"train\.steps must be a whole number"),
+        ("run.out=3", r"run\.out must be a string"),
+        ("data.isolate_documents=1", r"must be true or false"),
+        ("train.schedule=step", r"must be one of cosine"),
+        ("train.lr=-1", r"train\.lr must be a positive number"),
+        ("train.lr=nan", r"train\.lr must be a positive number"),
+        ("train.global_batch=10", r"must be a multiple of train\.micro_batch"),
+        ("train.global_batch=12", r"power of two micro-batches"),
+        ("train.steps=0", r"train\.steps must be at least 1"),
+        ("train.warmup_steps=9999", r"warmup_steps <= total_steps"),
+        ("optim.beta2=1.0", r"optim\.beta2 must lie in"),
+        ("run.patience=0", r"run\.patience must be at least 1"),
+        ("run.eval_every=-1", r"run\.eval_every must not be negative"),
+        ("data.train=", r"\[data\] needs either train"),
+        ("model.n_kv_heads=3", r"\[model\]: n_heads \(4\) must be a multiple"),
+        ("model.width=4", r"unknown model field 'width'"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.load("demo", [override])
+
+
+def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    raw = tables(tmp_path)
+    del raw["train"]["lr"]
+    with pytest.raises(ValueError, match=r"train\.lr is missing"):
+        config.from_tables(raw)
+    with pytest.raises(FileNotFoundError, match=r"no run file .*; *|no preset .*demo"):
+        config.load(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("[model\n")
+    with pytest.raises(ValueError, match="is not a TOML file"):
+        config.load(tmp_path / "bad.toml")
+
+
+def test_phases_and_steps_exclude_each_other(tmp_path: Path) -> None:
+    phase = {"tokens": 100, "sources": [{"path": "x", "weight": 2}]}
+    raw = tables(tmp_path, data__train="", data__phases=[phase])
+    with pytest.raises(ValueError, match=r"train\.steps \(6\) and data\.phases"):
+        config.from_tables(raw)
+    raw["train"]["steps"] = 0
+    assert config.from_tables(raw).steps == 2  # 96 tokens a step, rounded up
+    raw["data"]["phases"] = [{**phase, "token": 3}]
+    with pytest.raises(ValueError, match=r"unknown key data\.phases\.token"):
+        config.from_tables(raw)
+
+
+@pytest.mark.parametrize(("ranks", "message"), [(3, "power of two"), (16, "at most 8 ranks")])
+def test_ranks_that_cannot_share_the_batch_are_refused(
+    tmp_path: Path, ranks: int, message: str
+) -> None:
+    run = config.from_tables(tables(tmp_path))
+    assert [run.accumulation(w) for w in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(ValueError, match=message):
+        run.accumulation(ranks)

@@ -1,0 +1,285 @@
+"""The trainer on the backend cuda: the same run as on a processor, and how its arrays travel."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.cuda import device as devices
+from dist import carriers, checkpoint
+from dist.carriers import Carried, Nccl, Staged, carrier
+from dist.comm import AllRanksError, Solo, bounds_of_slices
+from dist.config import RunFile
+from dist.train import StopRequest, Trainer
+from reference.params import decoder_layout
+from reference.types import Array
+from tests.cuda_shim import require
+from tests.cuda_shim.device import ShimDevice
+from tests.cuda_shim.myllm import install
+from tests.helpers.fake_nccl import Wires, module
+from tests.helpers.runs import digest, losses, prepare, train, with_run
+
+require.shim()
+
+
+@pytest.fixture
+def shim(monkeypatch: pytest.MonkeyPatch) -> ShimDevice:
+    monkeypatch.setattr("accel.cuda.device._device", None)  # to be set by the run, and forgotten
+    return install("none", monkeypatch.setattr)
+
+
+def on(backend: str, config: RunFile, compute: str = "float32") -> RunFile:
+    out = f"{config.run.out}-{backend}-{compute}"
+    return with_run(config, backend=backend, compute=compute, out=out)
+
+
+def weights(config: RunFile) -> Array:
+    return checkpoint.load_master(checkpoint.find(config.run.out))
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_the_loss_and_weights_of_the_cpu_s(tmp_path: Path, shim: ShimDevice) -> None:
+    """As far from the cpu backend as, at most, three times NumPy's own float32 is."""
+    config = prepare(tmp_path, model__dropout_residual=0.2, run__eval_every=3)
+    runs = {backend: on(backend, config) for backend in ("cpu", "reference", "cuda")}
+    for run in runs.values():
+        assert train(run) == 0
+    assert shim.launches
+    lost = {backend: losses(run) for backend, run in runs.items()}
+    assert lost["cuda"] == pytest.approx(lost["cpu"], rel=1e-6)
+    assert lost["cpu"][-1] < 0.97 * lost["cpu"][0]  # it learns
+    found = {backend: weights(run) for backend, run in runs.items()}
+    plain = np.linalg.norm(found["reference"] - found["cpu"])
+    assert 0 < np.linalg.norm(found["cuda"] - found["cpu"]) <= 3 * plain
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_the_same_run_twice_gives_the_same_bits(
+    tmp_path: Path, shim: ShimDevice, compute: str
+) -> None:
+    config = on("cuda", prepare(tmp_path, model__dropout_residual=0.2, train__steps=3), compute)
+    again = with_run(config, out=str(tmp_path / "again"))
+    assert train(config) == train(again) == 0
+    assert digest(config) == digest(again) and losses(config) == losses(again)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_resumed_is_uninterrupted(tmp_path: Path, shim: ShimDevice, compute: str) -> None:
+    config = prepare(tmp_path, model__dropout_residual=0.2, train__steps=4, run__eval_every=2)
+    whole = on("cuda", config, compute)
+    assert train(whole) == 0
+    parts = with_run(whole, out=str(tmp_path / "parts"))
+    for _ in range(4):
+        stop = StopRequest()
+        stop.signal = 15
+        Trainer(parts, Solo()).run(stop)
+    assert digest(parts) == digest(whole) and losses(parts) == losses(whole)
+
+
+@pytest.mark.parametrize(("first", "then"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_run_of_one_backend_goes_on_with_the_other(
+    tmp_path: Path, shim: ShimDevice, first: str, then: str
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=3, run__keep=9)
+    begun, alone = on(first, config), on(then, config)
+    assert train(begun) == train(alone) == 0
+    (Path(begun.run.out) / "checkpoints" / "latest").write_text("step-00000003\n")
+    assert train(with_run(begun, backend=then)) == 0
+    assert losses(begun) == pytest.approx(losses(alone), rel=1e-6)
+    state = checkpoint.read_state(checkpoint.find(begun.run.out))
+    assert (state.step, state.updates) == (6, 6)
+
+
+def test_a_step_leaves_alone_what_it_was_not_to_touch(tmp_path: Path, shim: ShimDevice) -> None:
+    """The master, m and v are three arrays of the device, the optimizer's own and float32."""
+    config = on("cuda", prepare(tmp_path), "bf16")
+    trainer = Trainer(config, Solo())
+    stepper, n = trainer.stepper, decoder_layout(config.model).size
+    for array in (stepper.master, stepper.m, stepper.v):
+        assert array.shape == (n,) and array.dtype == np.float32
+        assert shim.holds(shim.address(array), 4 * n)
+    assert stepper.params["embedding.weight"].dtype == np.uint16
+    assert trainer.run(StopRequest()) is None
+
+
+# ---- how arrays travel ---------------------------------------------------------------------------
+
+
+class Control:
+    """One of some ranks in this process: what rank 0 broadcasts is kept for the others."""
+
+    library = "no MPI"
+    kept: Any = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def broadcast(self, value: Any) -> Any:
+        if self.rank == 0:
+            Control.kept = value
+        return Control.kept
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+@given(
+    st.sampled_from([2, 4, 8]), st.integers(1, 300), st.sampled_from([8, 40]), st.integers(0, 2**32)
+)
+def test_nccl_moves_slices_as_the_contract_of_ranks_says(
+    size: int, n: int, block: int, seed: int
+) -> None:
+    device, wires = ShimDevice(), Wires()
+    nccl = module(device, wires)
+    ranks: list[Any] = [Nccl(Control(rank, size), device, nccl) for rank in range(size)]  # type: ignore[arg-type]
+    bounds = bounds_of_slices(n, block, size)
+    values = np.random.default_rng(seed).standard_normal((size, n)).astype(np.float32)
+    flats = [device.upload(row) for row in values]
+
+    parts = [rank.exchange(flat, bounds) for rank, flat in zip(ranks, flats, strict=True)]
+    wires.deliver()
+    for rank, received in enumerate(parts):
+        assert len(received) == size
+        for peer, part in enumerate(received):
+            np.testing.assert_array_equal(part, values[peer, bounds[rank] : bounds[rank + 1]])
+    np.testing.assert_array_equal(flats, values)
+
+    for rank, flat in zip(ranks, flats, strict=True):
+        rank.all_gather_slices(flat, bounds)
+    wires.deliver()
+    whole = np.concatenate([values[r, bounds[r] : bounds[r + 1]] for r in range(size)])
+    for flat in flats:
+        np.testing.assert_array_equal(flat, whole)
+
+
+def test_every_rank_sends_its_slice_in_one_group() -> None:
+    """Rank 1 of 4, slices of 16, 8, 8 and 3 floats: whose memory, how much, to whom."""
+    device, wires = ShimDevice(), Wires()
+    control: Any = Control(1, 4)
+    Control.kept = bytes(range(128))
+    rank = Nccl(control, device, module(device, wires))
+    flat, bounds = device.upload(np.zeros(35, np.float32)), [0, 16, 24, 32, 35]
+    at = device.address(flat)
+    parts = rank.exchange(flat, bounds)
+    assert device.address(parts[1]) == at + 4 * 16  # its own is not copied
+    calls = wires.groups.pop(1)
+    sent = [(c.address - at, c.count, c.peer) for c in calls if c.kind == "send"]
+    assert sent == [(0, 16, 0), (4 * 24, 8, 2), (4 * 32, 3, 3)]
+    got = [(c.address, c.count, c.peer) for c in calls if c.kind == "recv"]
+    assert got == [(device.address(parts[peer]), 8, peer) for peer in (0, 2, 3)]
+    rank.all_gather_slices(flat, bounds)
+    calls = wires.groups.pop(1)
+    sent = [(c.address - at, c.count, c.peer) for c in calls if c.kind == "send"]
+    assert sent == [(4 * 16, 8, peer) for peer in (0, 2, 3)]
+    got = [(c.address - at, c.count, c.peer) for c in calls if c.kind == "recv"]
+    assert got == [(0, 16, 0), (4 * 24, 8, 2), (4 * 32, 3, 3)]
+
+
+@pytest.fixture
+def two(shim: ShimDevice) -> Callable[..., tuple[Any, str]]:
+    """Choose for the first of two ranks; ``gpus`` are how many they have."""
+    devices.use(shim)
+
+    class Pair(Control):
+        gpus = 2
+
+        def all_gather(self, value: Any) -> list[Any]:
+            (gpu, why), failure = value
+            return [value, ((f"{gpu} of the other" if self.gpus == 2 else gpu, why), failure)]
+
+    def choose(how: Any, gpus: int = 2, backend: str = "cuda") -> tuple[Any, str]:
+        pair: Any = Pair(0, 2)
+        pair.gpus = gpus
+        return carrier(pair, backend, how)
+
+    return choose
+
+
+def test_auto_says_what_it_chose(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, said = two("auto")
+    assert isinstance(comm, Staged)
+    assert said.startswith("gradients and weights go by MPI through host memory: NCCL's library")
+    assert "pip install nvidia-nccl-cu13" in said
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: module(shim, Wires()))
+    comm, said = two("auto")
+    assert isinstance(comm, Nccl) and said == "gradients and weights go by NCCL 2.32.3"
+    comm, said = two("mpi")
+    assert isinstance(comm, Staged) and said.endswith("by MPI through host memory")
+    comm, said = two("auto", gpus=1)
+    assert isinstance(comm, Staged) and "2 ranks share 1" in said
+    comm, said = two("auto", backend="cpu")
+    assert not isinstance(comm, Carried) and said == ""
+
+
+def test_nccl_is_not_replaced_by_something_slower(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AllRanksError, match=r"run\.comm is 'nccl', but NCCL's library was not fou"):
+        two("nccl")
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: module(shim, Wires()))
+    with pytest.raises(AllRanksError, match="NCCL wants a GPU for each rank and 2 ranks share 1"):
+        two("nccl", gpus=1)
+    assert isinstance(two("nccl")[0], Nccl)
+
+
+def test_nccl_that_cannot_start_is_told_in_a_sentence(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = module(shim, Wires())
+
+    def fails(*arguments: Any) -> Any:
+        raise nccl.NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: nccl)
+    nccl.NcclCommunicator = fails
+    with pytest.raises(ValueError, match=r"NCCL could not start \(NCCL_ERR.*run\.comm = 'mpi'"):
+        two("auto")
+
+
+def test_cupy_s_binding_is_asked_whether_the_library_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nccl = SimpleNamespace(available=False)
+
+    class Cuda:
+        """What importing ``cupy.cuda.nccl`` does without the library: it warns."""
+
+        @property
+        def nccl(self) -> Any:
+            warnings.warn("nccl library could not be loaded.", stacklevel=1)
+            return nccl
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=Cuda()))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", Cuda())  # type: ignore[arg-type]
+    assert "pip install nvidia-nccl-cu13" in carriers._why_not_nccl()
+    nccl.available = True
+    assert carriers._why_not_nccl() == ""
+
+
+# ---- what is missing -----------------------------------------------------------------------------
+
+
+def test_what_a_gpu_run_lacks_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on("cuda", prepare(tmp_path))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    assert train(config) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("myllm train: the backend 'cuda' needs CuPy") and said.count("\n") == 1
+    assert train(with_run(config, backend="cpu"), "--set", "run.comm=nccl") == 1
+    said = capsys.readouterr().err
+    assert "run.comm 'nccl' moves the arrays of GPUs, and run.backend 'cpu' has none" in said
+    assert train(config, "--set", "run.comm=pigeon") == 1
+    assert "run.comm must be one of auto, mpi, nccl" in capsys.readouterr().err

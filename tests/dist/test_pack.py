@@ -1,0 +1,320 @@
+"""Packing: what is written for which input, whatever the processes and interruptions."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist import cli, pack
+from dist.documents import Part, chat, document_of
+from dist.shards import Dataset, check_crcs, read_manifest
+from reference.types import Array
+from tests.helpers.runs import text
+from tokenizer import Tokenizer, train_from_iterator
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "t.tok"
+    train_from_iterator([text(i) for i in range(100)], 320).save(path)
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(30):
+        (folder / "inner" / f"{i:02d}.txt").write_text(text(i))
+    lines = [json.dumps({"text": text(100 + i), "other": 1}) for i in range(300)]
+    with gzip.open(folder / "lines.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    (folder / ".hidden").write_text("no")
+    (folder / "empty.txt").write_text("")
+    return folder
+
+
+def run(corpus: Path, out: Path, tokenizer_file: Path, *arguments: str) -> int:
+    words = ["pack", str(corpus), "--tokenizer", str(tokenizer_file), "-o", str(out)]
+    return cli.main([*words, *arguments])
+
+
+def tokens_of(folder: Path) -> Array:
+    dataset = Dataset(folder, 1)
+    return np.concatenate([dataset.read(i)[0] for i in range(dataset.n_windows)])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+def test_documents_come_back_whole_with_an_eos_behind_each(
+    corpus: Path, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(corpus, tmp_path / "d", tokenizer_file, "--heldout", "0.2", "--processes", "1") == 0
+    said = capsys.readouterr().out
+    tokenizer = Tokenizer.load(tokenizer_file)
+    eos = tokenizer.special_tokens["<|eos|>"]
+    documents: dict[str, list[str]] = {}
+    for split in ("train", "heldout"):
+        manifest = read_manifest(tmp_path / "d" / split)
+        ids = tokens_of(tmp_path / "d" / split)
+        assert manifest["eos"] == eos and manifest["tokenizer_sha256"] == tokenizer.sha256
+        assert manifest["tokens"] == len(ids) and ids[-1] == eos
+        pieces = np.split(ids, np.flatnonzero(ids == eos) + 1)[:-1]
+        documents[split] = [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
+        assert manifest["documents"] == len(pieces)
+        assert f"{split}: {len(pieces)} documents, {len(ids):,} tokens" in said
+    expected = [text(i) for i in range(30)] + [text(100 + i) for i in range(300)]
+    assert sorted(documents["train"] + documents["heldout"]) == sorted(expected)
+    assert documents["train"] == [t for t in expected if t in set(documents["train"])]  # in order
+    assert 30 < len(documents["heldout"]) < 110  # 66 expected
+    assert "0 bad lines, 0 empty documents" in said
+    assert check_crcs(tmp_path / "d" / "train") == 1
+    assert cli.main(["pack", "--check", str(tmp_path / "d" / "heldout")]) == 0
+
+
+def test_the_bytes_do_not_depend_on_processes_or_batches(
+    corpus: Path, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ["--shard-tokens", "1000", "--heldout", "0.1"]
+    assert run(corpus, tmp_path / "one", tokenizer_file, "--processes", "1", *few) == 0
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 7)
+    assert run(corpus, tmp_path / "two", tokenizer_file, "--processes", "2", *few) == 0
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert len(contents(tmp_path / "one")) > 8
+
+
+def test_workers_end_with_the_process_that_started_them(tokenizer_file: Path) -> None:
+    program = f"""
+import os, signal
+from dist import pack
+from dist.documents import Document, Part
+
+def documents():
+    while True:
+        yield Document("x", (Part("the fox"),))
+
+if __name__ == "__main__":
+    import multiprocessing
+    encoded = pack.encode_all(documents(), pack.Settings({str(tokenizer_file)!r}), 2)
+    next(encoded)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = tokenizer_file.parent / "packs_and_dies.py"
+    script.write_text(program)
+    # the workers inherit the pipes: without their end this call would not return
+    environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env=environment, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) == 2
+
+
+def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path) -> None:
+    lines = [json.dumps({"text": text(i % 50)}) for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, "--heldout", "0.3")
+    for split in ("train", "heldout"):
+        assert read_manifest(tmp_path / "d" / split)["documents"] % 4 == 0
+
+
+def test_an_interrupted_packing_goes_on_with_identical_bytes(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ["--shard-tokens", "1000", "--heldout", "0.1", "--processes", "1", "--skip-bad-lines"]
+    (corpus / "bad.jsonl").write_text('{"text": "first"}\n{"tex\n{"text": "second"}\n')
+    assert run(corpus, tmp_path / "whole", tokenizer_file, *more) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 20)
+    monkeypatch.setattr(pack, "JOURNAL_SECONDS", 0.0)
+    original, encoded = pack.Encoder.encode, 0
+
+    def encode(self: pack.Encoder, document: Any) -> Any:
+        nonlocal encoded
+        encoded += 1
+        if encoded == 230:
+            raise KeyboardInterrupt
+        return original(self, document)
+
+    monkeypatch.setattr(pack.Encoder, "encode", encode)
+    assert run(corpus, tmp_path / "parts", tokenizer_file, *more) == 130
+    with pytest.raises(FileNotFoundError, match="did not finish"):
+        Dataset(tmp_path / "parts" / "train", 1)
+    assert run(corpus, tmp_path / "parts", tokenizer_file, *more) == 0
+    said = capsys.readouterr()
+    assert "going on after 220 documents" in said.err
+    assert said.err.count("bad.jsonl, line 2") == 1  # said once, although it was read twice
+    assert "1 bad lines" in said.out
+    assert encoded == 230 + 332 - 220
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
+
+
+def test_bad_lines_are_reported_with_file_and_line(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"text": "good"}', "nonsense", "", "[1]", '{"body": "x"}', '{"prompt": "only"}']
+    lines += ['{"messages": [{"role": "robot", "content": "x"}]}', '{"messages": []}']
+    lines += ['{"messages": [{"role": ["user"], "content": "x"}]}', "[" * 100_000]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert run(tmp_path / "a.jsonl", tmp_path / "e", tokenizer_file, "--heldout", "0") == 1
+    assert "a.jsonl, line 2: Expecting value" in (said := capsys.readouterr().err)
+    assert "--skip-bad-lines leaves such lines out" in said
+    more = ["--heldout", "0", "--skip-bad-lines"]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *more) == 0
+    said_all = capsys.readouterr()
+    for line, why in {
+        2: "Expecting value",
+        4: "a JSON object is wanted, not list",
+        5: "no text field 'text'",
+        6: "must both be strings",
+        7: "must be one of system, user, assistant, got 'robot'",
+        8: "a list of at least one",
+        9: "must be one of system, user, assistant, got ['user']",
+        10: "recursion",
+    }.items():
+        assert f"a.jsonl, line {line}: " in said_all.err and why in said_all.err
+    assert "8 bad lines" in said_all.out
+    assert not (tmp_path / "d" / "heldout").exists()
+
+
+def test_prompts_are_masked_and_completions_are_not(tmp_path: Path, tokenizer_file: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"text": "plain"},
+        {"prompt": "the fox", "completion": " jumps"},
+        {
+            "messages": [
+                {"role": "user", "content": "hi <|end|>"},
+                {"role": "assistant", "content": "ho"},
+            ]
+        },
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, "--heldout", "0")
+    t = Tokenizer.load(tokenizer_file)
+    special = t.special_tokens
+    eos, end = special["<|eos|>"], special["<|end|>"]
+
+    def o(said: str) -> list[int]:
+        return t.encode_ordinary(said)
+
+    expected = [(i, True) for i in [*o("plain"), eos]]
+    expected += [(i, False) for i in o("the fox")] + [(i, True) for i in [*o(" jumps"), eos]]
+    # what people write can never become a control id
+    expected += [(i, False) for i in [special["<|user|>"], *o("hi <|end|>"), end]]
+    expected += [(special["<|assistant|>"], False), *((i, True) for i in [*o("ho"), end])]
+    expected += [(eos, False)]
+    assert o("hi <|end|>").count(end) == 0
+    ids, predict = Dataset(tmp_path / "d" / "train", len(expected)).read(0)
+    assert list(zip(ids.tolist(), predict.tolist(), strict=True)) == expected
+
+
+def test_truncate_makes_one_window_a_document(
+    corpus: Path, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    more = ["--layout", "truncate", "--window", "24", "--bos", "--heldout", "0"]
+    assert run(corpus / "inner", tmp_path / "d", tokenizer_file, *more) == 0
+    t = Tokenizer.load(tokenizer_file)
+    dataset = Dataset(tmp_path / "d" / "train", 24)
+    assert dataset.n_windows == 30 and dataset.manifest["window"] == 24
+    lengths = set()
+    for i in range(30):
+        ids, predict = dataset.read(i)
+        whole = [t.special_tokens["<|bos|>"], *t.encode_ordinary(text(i))]
+        whole.append(t.special_tokens["<|eos|>"])
+        n = min(24, len(whole))
+        assert ids.tolist() == whole[:n] + [t.special_tokens["<|pad|>"]] * (24 - n)
+        assert predict.tolist() == [True] * n + [False] * (24 - n)
+        lengths.add(n)
+    assert 24 in lengths and min(lengths) < 24
+
+
+@pytest.mark.parametrize(
+    ("inputs", "arguments", "message"),
+    [
+        ("nowhere.txt", (), "is no file, folder or glob of files"),
+        ("empty", (), "holds no file"),
+        ("blank.txt", (), "there is nothing to train on: all of the texts are empty"),
+        ("blank", ("--heldout", "0"), "there is nothing to train on: all of the texts are empty"),
+        ("a.txt", ("--heldout", "0.999999"), "1 documents were held out and 0 were empty"),
+        ("broken.txt.gz", (), "broken.txt.gz cannot be unpacked"),
+        ("changed.txt.gz", (), "changed.txt.gz cannot be unpacked"),
+        ("a.txt", ("--heldout", "1"), "must lie in [0, 1)"),
+        ("a.txt", ("--shard-tokens", "0"), "a shard holds 1 to"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_sentence(
+    inputs: str,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("")
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "blank" / "b.txt").write_text("")
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"x" * 999)[:-9])
+    (tmp_path / "changed.txt.gz").write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)
+    assert run(tmp_path / inputs, tmp_path / "d", tokenizer_file, *arguments) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_packed_folder_is_not_packed_over(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 1
+    assert "is packed already" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as usage:
+        cli.main(["pack", "x"])
+    assert usage.value.code == 2
+
+
+def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet"
+    )
+    lines = "\n".join(json.dumps({"body": w}) for w in ("three", "four"))
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    out = tmp_path / "d"
+    run(tmp_path / "a.parquet", out / "a", tokenizer_file, "--heldout", "0", "--skip-bad-lines")
+    run(tmp_path / "b.jsonl.zst", out / "b", tokenizer_file, "--heldout", "0", "--field", "body")
+    t = Tokenizer.load(tokenizer_file)
+    for name, words in (("a", ("one", "two")), ("b", ("three", "four"))):
+        expected = [i for w in words for i in [*t.encode_ordinary(w), t.special_tokens["<|eos|>"]]]
+        assert tokens_of(out / name / "train").tolist() == expected
+
+
+def test_a_record_says_what_it_is() -> None:
+    assert document_of({"prompt": "a", "completion": "b"}, "x", "text").content == b"a\0b"
+    # as in Cosmopedia: what a text was asked for with, and the text
+    assert document_of({"prompt": "a", "text": "b"}, "x", "text").parts == (Part("b"),)
+    for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
+        with pytest.raises(ValueError, match="must both be strings"):
+            document_of(record, "x", "text")
+    parts = list(chat([{"role": "system", "content": "s"}]))
+    assert [p.control for p in parts] == [True, False, True]
+    assert not any(p.predict for p in parts)

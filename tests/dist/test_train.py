@@ -1,0 +1,327 @@
+"""Training from the command, on one rank: resuming, guards, signals, what it says and writes."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist import checkpoint, cli, launch, monitor
+from dist.comm import AllRanksError, Solo, launched_size, start
+from dist.config import RunFile, from_tables
+from dist.step import Stepper
+from dist.train import StopRequest, Trainer, same_learning
+from reference.params import decoder_layout
+from tests.helpers.runs import digest, losses, prepare, save_run_file, tables, train, with_run
+
+
+def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = prepare(tmp_path, train__steps=40, run__eval_every=20, model__dropout_residual=0.1)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert "step  1/40  loss 3." in said and "step 40/40" in said
+    for part in ("norm", "lr", " ms", "tok/s", "% of peak", "iB  ", "ETA 0s"):
+        assert part in said.splitlines()[-4]
+    assert "step 20: held-out loss" in said
+    records = monitor.read_metrics(Path(config.run.out))
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 41))
+    assert steps[-1]["loss"] < 2.6 < 3.4 < steps[0]["loss"]
+    evals = [r for r in records if "heldout_loss" in r]
+    assert [r["step"] for r in evals] == [20, 40]
+    assert evals[1]["perplexity"] == pytest.approx(np.exp(evals[1]["heldout_loss"]))
+    resolved = from_tables_file(Path(config.run.out) / "config.toml")
+    assert resolved == config
+
+
+def test_tensorboard_gets_the_numbers_and_forgets_what_a_resumed_run_does_again(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = prepare(tmp_path, run__tensorboard=True, run__checkpoint_every=2)
+    assert train(config) == 0
+    (Path(config.run.out) / "checkpoints" / "latest").write_text("step-00000004\n")
+    assert train(config) == 0
+    events = EventAccumulator(str(Path(config.run.out) / "tensorboard"))
+    events.Reload()
+    seen = events.Scalars("loss")
+    assert [event.step for event in seen] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in seen] == pytest.approx(losses(config))
+    assert [event.step for event in events.Scalars("heldout_loss")] == [6]
+
+
+def test_tensorboard_is_asked_for_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert train(prepare(tmp_path, run__tensorboard=True)) == 1
+    assert "pip install 'myllm[tensorboard]'" in capsys.readouterr().err
+
+
+def from_tables_file(path: Path) -> RunFile:
+    import tomllib
+
+    return from_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+    config = prepare(tmp_path, model__dropout_residual=0.2, run__eval_every=2, run__keep=9)
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert train(whole) == 0
+    assert len(losses(whole)) == 6
+    # a run that a signal stops after each step
+    parts = with_run(config, out=str(tmp_path / "parts"))
+    for step in range(1, 7):
+        stop = StopRequest()
+        stop.signal = signal.SIGTERM
+        ended = Trainer(parts, Solo()).run(stop)
+        assert ended == (signal.SIGTERM if step < 6 else None)
+    assert digest(parts) == digest(whole)
+    assert losses(parts) == losses(whole)
+    assert train(parts) == 0 and losses(parts) == losses(whole)  # finished: nothing is left to do
+
+
+def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint says nothing of the setting, which has its default then."""
+    config = prepare(tmp_path)
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    assert Trainer(config, Solo()).run(stop) == signal.SIGTERM
+    (path,) = (Path(config.run.out) / "checkpoints").glob("step-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    for name in ("window", "qk_norm"):
+        del manifest["config"]["model"][name]
+    path.write_text(json.dumps(manifest))
+    assert train(config) == 0 and len(losses(config)) == 6
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, window=3))
+    assert same_learning(manifest["config"], wider) == ["model.window: 0 -> 3"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_run_that_keeps_less_learns_the_same_bits(tmp_path: Path, backend: str) -> None:
+    config = prepare(tmp_path, model__dropout_residual=0.2, model__n_layers=2, run__backend=backend)
+    digests = set()
+    for level in ("none", "norms", "block"):
+        out = str(tmp_path / level)
+        assert train(with_run(config, out=out), "--set", f"run.recompute={level}") == 0
+        digests.add(digest(with_run(config, out=out)))
+    assert len(digests) == 1
+
+
+def test_a_run_set_back_to_an_older_checkpoint_takes_the_same_way_again(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0
+    first = digest(config)
+    folder = Path(config.run.out) / "checkpoints"
+    (folder / "latest").write_text("step-00000002\n")
+    assert train(config) == 0
+    assert digest(config) == first
+    assert [r["step"] for r in monitor.read_metrics(Path(config.run.out)) if "loss" in r] == [
+        1, 2, 3, 4, 5, 6,
+    ]  # fmt: skip
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__eval_every=1, run__keep=1, train__lr=0.3, train__steps=4)
+    assert train(config) == 0
+    folder = Path(config.run.out) / "checkpoints"
+    evals = [r for r in monitor.read_metrics(Path(config.run.out)) if "heldout_loss" in r]
+    best = min(evals, key=lambda r: r["heldout_loss"])["step"]
+    assert checkpoint.pointed(folder, "best") == folder / checkpoint.folder_name(best)
+    assert {p.name for p in folder.glob("step-*")} == {
+        checkpoint.folder_name(best), checkpoint.folder_name(4),
+    }  # fmt: skip
+
+
+def test_other_settings_are_refused_unless_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path)
+    assert train(config) == 0
+    assert train(config, "--set", "train.lr=0.5", "--set", "train.steps=8") == 1
+    said = capsys.readouterr().err
+    assert "train.steps: 6 -> 8; train.lr: 0.01 -> 0.5" in said and "--changed" in said
+    assert train(config, "--set", "run.eval_windows=3") == 0  # decides nothing that is learned
+    assert train(config, "--set", "train.steps=8", "--changed") == 0
+    assert len(losses(config)) == 8
+
+
+def test_a_step_that_is_not_finite_is_not_taken_and_many_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__patience=2, run__checkpoint_every=2, train__steps=9)
+    bad = {3, 5, 6}
+    masters: dict[int, bytes] = {}
+    original = Stepper.gradient
+
+    def gradient(self: Stepper, batches: object, step: int, first_sample: int) -> object:
+        result = original(self, batches, step, first_sample)  # type: ignore[arg-type]
+        masters[step] = self.master.tobytes()
+        return result._replace(norm=np.inf) if step in bad else result
+
+    monkeypatch.setattr(Stepper, "gradient", gradient)
+    assert train(config) == 1
+    said = capsys.readouterr()
+    assert masters[3] == masters[4] != masters[5] == masters[6]
+    assert 7 not in masters
+    assert "in 2 steps in a row, the last of them step 6" in said.err
+    assert f"the last good checkpoint is {checkpoint.pointed(tmp_path / 'run/checkpoints')}" in (
+        said.err
+    )
+    assert said.out.count("SKIPPED") == 3
+    state = checkpoint.read_state(checkpoint.find(tmp_path / "run/checkpoints/step-00000004"))
+    assert (state.step, state.updates, state.position) == (4, 3, 32)
+
+
+def test_no_checkpoint_of_a_bad_streak_takes_the_place_of_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__patience=3, run__checkpoint_every=1, run__keep=1)
+    original = Stepper.gradient
+
+    def gradient(self: Stepper, batches: object, step: int, first_sample: int) -> object:
+        result = original(self, batches, step, first_sample)  # type: ignore[arg-type]
+        return result._replace(norm=np.inf) if step > 2 else result
+
+    monkeypatch.setattr(Stepper, "gradient", gradient)
+    assert train(config) == 1
+    assert "the last good checkpoint is" in (said := capsys.readouterr().err)
+    assert "step-00000002" in said
+    assert checkpoint.read_state(tmp_path / "run/checkpoints/step-00000002").step == 2
+
+
+def test_a_record_that_could_not_be_written_is_told_though_a_signal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: monitor.Metrics, record: object) -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(monitor.Metrics, "write", write)
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    with pytest.raises(AllRanksError, match="No space left on device"):
+        Trainer(prepare(tmp_path), Solo()).run(stop)
+
+
+def test_a_prompt_for_samples_that_fills_the_context_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizer import train_from_iterator
+
+    small = train_from_iterator(["some words"] * 3, 300)
+    config = prepare(tmp_path, run__sample_every=2, run__sample_prompt="x " * 40)
+    for name in ("train", "heldout"):
+        small.save(tmp_path / name / "tokenizer.myllm")
+    assert train(config) == 1
+    assert "leaves no room to write in a context of 12" in capsys.readouterr().err
+
+
+def test_two_runs_cannot_write_to_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path)
+    first = Trainer(config, Solo())
+    assert train(config) == 1
+    assert "another run is writing to" in capsys.readouterr().err
+    assert first.run(StopRequest()) is None
+    assert train(config) == 0
+
+
+def test_a_signal_is_noted_and_a_second_interrupt_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest().listening() as stop:
+        assert stop.signal is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_bad_input_is_one_sentence_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path)
+    path = save_run_file(config, tmp_path / "c.toml")
+    wrong = {
+        "data.train=nowhere": "there is no dataset nowhere",
+        "run.backend=tpu": "there is no backend 'tpu'",
+        "model.context_length=5000": "less than one window of 5000",
+        "model.vocab_size=10": "set it to 40 or more",
+        "run.sample_every=1": "none beside it",
+        "trian.lr=1": "unknown table [trian]",
+    }
+    for override, message in wrong.items():
+        assert cli.main(["train", str(path), "--set", override]) == 1
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1 and said.startswith("myllm train: ")
+    with pytest.raises(SystemExit) as usage:
+        cli.main(["train"])
+    assert usage.value.code == 2
+
+
+def test_durations_and_sizes_read_well() -> None:
+    said = [monitor.duration(s) for s in (0.4, 59, 61, 3_720, 190_000)]
+    assert said == ["0s", "59s", "1m01s", "1h02m", "2d04h"]
+    assert [monitor.bytes_text(n) for n in (12, 2_048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
+
+
+def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    words = launch.command("mpirun", "openmpi", 8, ["train", "x"])
+    assert words[:3] == ["mpirun", "-n", "8"] and words[-2:] == ["train", "x"]
+    for flag in ("--bind-to", ":OVERSUBSCRIBE", "--allow-run-as-root"):
+        assert flag in words
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "--allow-run-as-root" not in launch.command("mpirun", "openmpi", 8, [])
+    assert "-bind-to" in launch.command("mpirun", "mpich", 2, [])
+    monkeypatch.delenv("MYLLM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert launch.environment(2)["MYLLM_THREADS"] == "4"
+    assert launch.environment(16)["MYLLM_THREADS"] == "1"
+
+
+def test_the_launcher_leaves_ignored_what_its_caller_ignores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers: list[object] = []
+
+    class Process:
+        def __init__(self, *words: object, **options: object) -> None:
+            pass
+
+        def wait(self) -> int:
+            handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
+            return 0
+
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
+    monkeypatch.setattr("subprocess.Popen", Process)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        assert launch.launch(2, []) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert handlers[0] == signal.SIG_IGN and callable(handlers[1])
+
+
+def test_one_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(start(), Solo)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert launched_size() == 4
+
+
+def test_the_checkpoint_is_json_and_flat_float32(tmp_path: Path) -> None:
+    config = from_tables({**tables(tmp_path), **prepare(tmp_path).to_dict()})
+    assert train(config) == 0
+    path = checkpoint.find(tmp_path / "run")
+    manifest = json.loads((path / "manifest.json").read_text())
+    size = decoder_layout(config.model).size
+    assert manifest["parameters"] == size and manifest["position"] == 48
+    assert np.fromfile(path / "master.bin", "<f4").shape == (size,)

@@ -1,0 +1,180 @@
+"""What is done with a trained model: generate, eval, plot; samples while training."""
+
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist import checkpoint, cli, use
+from dist.config import from_tables
+from dist.evaluate import Evaluation, load_tokenizer, token_lengths
+from tests.helpers.runs import save_run_file, tables, text
+from tokenizer import train_from_iterator
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of a model that has learned a little."""
+    folder = tmp_path_factory.mktemp("run")
+    train_from_iterator([text(i) for i in range(100)], 320).save(folder / "t.tok")
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": text(i)}) for i in range(400)))
+    words = [str(folder / "a.jsonl"), "--tokenizer", str(folder / "t.tok"), "--heldout", "0.1"]
+    assert cli.main(["pack", *words, "-o", str(folder), "--processes", "1"]) == 0
+    changes: dict[str, Any] = {
+        "model__vocab_size": 330,  # more than the tokenizer's
+        "model__context_length": 48,
+        "train__steps": 60,
+        "run__eval_every": 30,
+        "run__sample_every": 60,
+        "run__sample_prompt": "the quick",
+        "run__eval_windows": 9999,
+    }
+    config = from_tables(tables(folder, **changes))
+    assert cli.main(["train", str(save_run_file(config, folder / "run.toml"))]) == 0
+    return folder / "run"
+
+
+def reference(*words: str) -> list[str]:
+    return [*words, "--backend", "reference"]
+
+
+def test_generate_continues_a_prompt_by_every_strategy(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = reference("generate", str(run), "--prompt", "the quick", "--tokens", "12")
+    outputs = {}
+    for strategy in (
+        ["--temperature", "0"],
+        ["--top-k", "1"],
+        ["--top-p", "1e-9"],
+        ["--temperature", "1.5", "--seed", "1"],
+        ["--temperature", "1.5", "--seed", "2"],
+    ):
+        assert cli.main([*base, *strategy]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("the quick") and "tokens" in said.err
+        outputs[" ".join(strategy)] = said.out
+    greedy = outputs["--temperature 0"]
+    assert len(greedy) > len("the quick\n")
+    assert outputs["--top-k 1"] == outputs["--top-p 1e-9"] == greedy
+    assert len(set(outputs.values())) == 3
+
+
+def test_generate_asks_for_prompts_and_reads_standard_input(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+    import sys
+
+    asked = iter(["the fox", "a dog"])
+
+    def answer(prompt: str) -> str:
+        try:
+            return next(asked)
+        except StopIteration as error:
+            raise EOFError from error
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert cli.main(reference("generate", str(run), "--tokens", "4")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the fox") and "\na dog" in said
+    monkeypatch.setattr(sys, "stdin", io.StringIO("while seven"))
+    assert cli.main(reference("generate", str(run), "--tokens", "4", "--prompt", "-")) == 0
+    assert capsys.readouterr().out.startswith("while seven")
+    assert cli.main(reference("generate", str(run), "--tokens", "4", "--prompt", "")) == 0
+    assert (
+        cli.main(reference("generate", str(run), "--tokens", "4", "--prompt", "hi", "--chat")) == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "x " * 100], "longer than the model's context of 48"),
+        (["--prompt", "x", "--tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompt", "x", "--top-p", "2"], "top_p is a probability"),
+        (["--prompt", "x", "--backend", "tpu"], "there is no backend 'tpu'"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_sentence(
+    run: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(run), "--backend", "reference", *words]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert cli.main(["generate", str(run / "nowhere")]) == 1
+    assert "no folder of a run" in capsys.readouterr().err
+
+
+def test_eval_repeats_what_training_said_in_bits_per_byte(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(reference("eval", str(run))) == 0
+    said = capsys.readouterr().out
+    last = [json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert f"loss {last['heldout_loss']:.4f}" in said
+    bits = float(re.findall(r"([0-9.]+) bits per byte", said)[0])
+    assert bits == pytest.approx(last["bits_per_byte"], abs=6e-4)
+    # a model that has learned the words beats one that knows nothing, log2(320) bits a token
+    held = zlib.compress(b"".join(text(i).encode() for i in range(400)))
+    assert 0.5 < bits < 8 and len(held) > 0
+    assert cli.main(reference("eval", str(run), str(run.parent / "train"), "--windows", "3")) == 0
+    assert "(141 tokens in" in capsys.readouterr().out  # 3 windows of 47 targets
+
+
+def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:
+    result = Evaluation(loss=2.0, n_targets=30, n_bytes=100)
+    assert result.bits_per_byte == pytest.approx(2 * 30 / math.log(2) / 100)
+    assert Evaluation(2.0, 30, None).bits_per_byte is None
+    assert Evaluation(1000.0, 1, None).perplexity == math.inf
+
+
+def test_special_tokens_stand_for_no_bytes(run: Path) -> None:
+    tokenizer = load_tokenizer(run.parent / "t.tok")
+    lengths = token_lengths(tokenizer, 330)
+    assert lengths.shape == (330,) and lengths[tokenizer.special_tokens["<|eos|>"]] == 0
+    ids = tokenizer.encode_ordinary("the quick brown")
+    assert int(lengths[ids].sum()) == len("the quick brown")
+
+
+def test_eval_refuses_data_of_another_tokenizer(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_from_iterator([text(i) for i in range(9)], 300).save(tmp_path / "o.tok")
+    (tmp_path / "a.txt").write_text(text(1) * 20)
+    words = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "o.tok"), "--heldout", "0"]
+    assert cli.main(["pack", *words, "-o", str(tmp_path / "d"), "--processes", "1"]) == 0
+    assert cli.main(reference("eval", str(run), str(tmp_path / "d" / "train"))) == 1
+    assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_a_checkpoint_folder_is_enough(run: Path) -> None:
+    """Weights, config and tokenizer travel in one folder."""
+    path = checkpoint.find(run)
+    model = checkpoint.load_model(path, "reference")
+    assert model.path == path and model.config.vocab_size == 330
+    assert model.tokenizer == path / "tokenizer.myllm" and model.tokenizer.is_file()
+
+
+def test_plot_draws_and_compares_runs(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plot", str(run)]) == 0
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (run / "loss.svg").read_text()
+    assert cli.main(["plot", str(run), str(run), "-o", str(tmp_path / "x" / "both.svg")]) == 0
+    assert (tmp_path / "x" / "both.svg").stat().st_size > 1000
+    capsys.readouterr()
+    assert cli.main(["plot", str(tmp_path)]) == 1
+    assert "is it a run folder?" in capsys.readouterr().err
+
+
+def test_smoothing_keeps_a_constant_and_follows_a_step() -> None:
+    np.testing.assert_allclose(use.smooth([3.0] * 9), 3.0)
+    after = use.smooth([0.0] * 50 + [1.0] * 50)
+    assert after[50] < 0.2 and after[-1] > 0.99

@@ -1,0 +1,125 @@
+"""The cuda backend on a real GPU: the same cases as on the shim, and what the shim cannot show.
+
+All GPU checks and the benchmark in one go::
+
+    pip install -e ".[cuda13,test]" && python -m tests.gpu
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from accel.cuda import device as devices
+from accel.verify import check_module
+from reference.params import decoder_layout
+from reference.types import Array
+from tests.helpers.cuda_cases import (
+    attention_by_the_rule,
+    attention_cases,
+    by_the_rule,
+    cases,
+    long_attention_cases,
+    relative_error,
+    rounded,
+    run_backend,
+    run_reference,
+)
+from tests.helpers.cuda_models import batch, bf16_weights, parameters, train
+from tests.helpers.models import MODELS
+
+try:
+    accel.load("cuda")
+except ImportError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+STRICT_CASES = [*cases(), *attention_cases(((5, 7), (16, 16), (64, 64)))]
+WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
+MMA_CASES = [*attention_cases(WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
+
+
+@pytest.fixture
+def strict() -> Iterator[Any]:
+    """Load the backend in float32."""
+    yield accel.load("cuda")
+    devices.use(None)
+
+
+@pytest.fixture
+def bf16() -> Iterator[Any]:
+    """Load the backend in bf16."""
+    yield accel.load("cuda", compute="bf16")
+    devices.use(None)
+
+
+@pytest.mark.parametrize("case", STRICT_CASES, ids=[f"{c[0]}: {c[1]}" for c in STRICT_CASES])
+def test_float32_equals_the_reference(case: Any, strict: Any) -> None:
+    op, _, arrays, options = case
+    exact = run_reference(op, arrays, options, np.float64)
+    for got, expected in zip(run_backend(strict, op, arrays, options), exact, strict=True):
+        assert relative_error(got, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=[f"{c[0]}: {c[1]}" for c in cases()])
+def test_bf16_keeps_to_the_rule(case: Any, bf16: Any) -> None:
+    for name, closeness in by_the_rule(bf16, case, "bf16").items():
+        assert closeness.ok, (name, closeness)
+
+
+@pytest.mark.parametrize("case", MMA_CASES, ids=[what for _, what, _, _ in MMA_CASES])
+def test_attention_on_tensor_cores(case: Any, bf16: Any) -> None:
+    op, _, arrays, options = case
+    first, second = (run_backend(bf16, op, rounded(arrays), options) for _ in range(2))
+    for name, closeness in attention_by_the_rule(case, first).items():
+        assert closeness.ok, (name, closeness)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_any_case_that_is_drawn_keeps_to_the_rule(compute: str) -> None:
+    check_module(accel.load("cuda", compute=compute), dtypes=(compute,), examples=40)
+    devices.use(None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_float32_equals_the_reference(name: str, strict: Any) -> None:
+    config = MODELS[name]
+    flat, data = parameters(config), batch(config)
+    exact = train(reference_ops(), config, flat.astype(np.float64), data, 1)
+    mine = train(strict, config, flat, data, 1)
+    assert mine[0] == pytest.approx(exact[0], rel=1e-5)
+    assert relative_error(mine[1], exact[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_runs_in_bf16_give_the_same_bits(name: str, bf16: Any) -> None:
+    config = MODELS[name]
+    flat = bf16_weights(config, parameters(config))
+    one, two = (train(bf16, config, flat, batch(config), 3) for _ in range(2))
+    assert one[0] == two[0]
+    np.testing.assert_array_equal(one[1], two[1])
+    np.testing.assert_array_equal(one[2], two[2])
+    assert decoder_layout(config).size == one[2].size
+
+
+def test_a_long_sequence_equals_slices_of_float64(bf16: Any) -> None:
+    """8,192 tokens, 128 wide: rows of the output against float64 for a few queries."""
+    rng = np.random.default_rng(0)
+    T, d = 8192, 128
+    q, k, v = (rng.standard_normal((1, T, h, d)).astype(np.float32) for h in (2, 1, 1))
+    given = [bf16.from_numpy(x, activation=True) for x in (q, k, v)]
+    out = bf16.to_numpy(bf16.attention_forward(*given)[0])
+    q, k, v = (bf16.to_numpy(x).astype(np.float64) for x in given)
+    for t in (0, 63, 64, 127, 128, 4000, T - 1):
+        scores = k[0, : t + 1, 0] @ q[0, t].T / np.sqrt(d)  # (t + 1, 2)
+        p = np.exp(scores - scores.max(0))
+        expected: Array = (p / p.sum(0)).T @ v[0, : t + 1, 0]
+        assert relative_error(out[0, t], expected) < 0.01, t
+
+
+def reference_ops() -> Any:
+    """Return the reference as a module."""
+    return accel.load("reference")

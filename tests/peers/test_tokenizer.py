@@ -1,0 +1,142 @@
+"""Exported vocabularies in the real packages: the same ids over the whole corpus, both ways."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from tests.helpers.tokenizer_texts import corpus, small, texts
+from tokenizer import GPT2, Tokenizer, from_huggingface, to_huggingface, train_from_iterator
+from tokenizer.interop import from_tiktoken, to_tiktoken
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+tiktoken = pytest.importorskip("tiktoken")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def valid(text: str) -> str:
+    """Return the text without lone surrogates, which the packages do not take."""
+    return "".join(c for c in text if not "\ud800" <= c <= "\udfff")
+
+
+def as_tiktoken(tokenizer: Tokenizer, folder: Path) -> "tiktoken.Encoding":
+    from tiktoken.load import load_tiktoken_bpe
+
+    to_tiktoken(tokenizer, folder / "t.tiktoken")
+    return tiktoken.Encoding(
+        "ours",
+        pat_str=tokenizer.vocabulary.pattern,
+        mergeable_ranks=load_tiktoken_bpe(str(folder / "t.tiktoken")),
+        special_tokens=tokenizer.special_tokens,
+        explicit_n_vocab=tokenizer.n_vocab,
+    )
+
+
+def as_huggingface(tokenizer: Tokenizer, folder: Path) -> "tokenizers.Tokenizer":
+    to_huggingface(tokenizer, folder / "t.json")
+    return tokenizers.Tokenizer.from_file(str(folder / "t.json"))
+
+
+@pytest.mark.parametrize("pattern", ["gpt4", "gpt2"])
+def test_both_packages_give_our_ids_over_the_whole_corpus(pattern: str, tmp_path: Path) -> None:
+    ours = train_from_iterator(corpus(), 5000, pattern=pattern)
+    openai, face = as_tiktoken(ours, tmp_path), as_huggingface(ours, tmp_path)
+    for text in corpus():
+        ids = ours.encode_ordinary(text)
+        assert openai.encode_ordinary(text) == ids
+        assert openai.decode(ids) == text
+    encoded = face.encode_batch([*corpus()], add_special_tokens=False)
+    assert [e.ids for e in encoded] == ours.encode_batch(corpus(), disallowed_special=())
+    assert face.get_vocab_size() == ours.n_vocab
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, object]:
+    folder = tmp_path_factory.mktemp("packages")
+    return as_tiktoken(small(), folder), as_huggingface(small(), folder)
+
+
+@given(texts)
+def test_both_packages_give_our_ids_on_hostile_text(
+    packages: tuple["tiktoken.Encoding", "tokenizers.Tokenizer"], text: str
+) -> None:
+    openai, face = packages
+    text = valid(text)
+    assert openai.encode_ordinary(text) == small().encode_ordinary(text)
+    assert face.encode(text, add_special_tokens=False).ids == small().encode_ordinary(text)
+
+
+@given(texts)
+def test_special_tokens_mean_what_they_mean_to_tiktoken(
+    packages: tuple["tiktoken.Encoding", "tokenizers.Tokenizer"], text: str
+) -> None:
+    openai, _ = packages
+    text = f"<|user|>{valid(text)}<|end|><|end|"
+    for arguments in (
+        {"allowed_special": "all"},
+        {"disallowed_special": ()},
+        {"allowed_special": {"<|user|>"}, "disallowed_special": ()},
+        {"allowed_special": {"<|user|>", "<|end|>"}},
+        {"disallowed_special": {"<|pad|>"}},
+    ):
+        assert small().encode(text, **arguments) == openai.encode(text, **arguments)  # type: ignore[arg-type]
+    for arguments in ({}, {"allowed_special": {"<|user|>"}}, {"disallowed_special": {"<|end|>"}}):
+        for encode in (openai.encode, small().encode):
+            with pytest.raises(ValueError):
+                encode(text, **arguments)
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "gpt4"])
+def test_a_vocabulary_trained_by_hugging_face_is_imported_with_its_ids(
+    pattern: str, tmp_path: Path
+) -> None:
+    from tokenizers import Regex, models, pre_tokenizers, trainers
+
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern == "gpt4":
+        split = pre_tokenizers.Split(Regex(small().vocabulary.pattern), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        theirs.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=3000,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    theirs.train_from_iterator(corpus()[::3], trainer)
+    theirs.save(str(tmp_path / "theirs.json"))
+    ours = from_huggingface(tmp_path / "theirs.json")
+    assert ours.special_tokens == {"<s>": 0, "</s>": 1}
+    for text in corpus():
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, allowed_special="all") == expected
+
+
+def test_a_vocabulary_trained_by_rustbpe_is_imported_with_its_ids(tmp_path: Path) -> None:
+    rustbpe = pytest.importorskip("rustbpe")
+    theirs = rustbpe.Tokenizer()
+    theirs.train_from_iterator(iter(corpus()[::3]), 3000, pattern=small().vocabulary.pattern)
+    ranks = {bytes(token): rank for token, rank in theirs.get_mergeable_ranks()}
+    encoding = tiktoken.Encoding(
+        "theirs", pat_str=theirs.get_pattern(), mergeable_ranks=ranks, special_tokens={}
+    )
+    import base64
+
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    (tmp_path / "t.tiktoken").write_bytes(b"".join(lines))
+    ours = from_tiktoken(tmp_path / "t.tiktoken", pattern=theirs.get_pattern())
+    for text in corpus():
+        assert ours.encode_ordinary(text) == encoding.encode_ordinary(text)
+
+
+def test_gpt2_is_the_pattern_hugging_face_builds_in() -> None:
+    from tokenizers import pre_tokenizers
+
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ours = train_from_iterator([], 276, pattern=GPT2)
+    for text in corpus()[::20]:
+        spans = [span for _, span in level.pre_tokenize_str(text)]
+        pieces = ours._pattern.findall(text)
+        assert [text[a:b] for a, b in spans] == pieces

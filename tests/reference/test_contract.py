@@ -1,0 +1,225 @@
+"""The op contract: what a backend must offer, and what every op keeps to, on NumPy's arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import accel
+from reference import ops as reference
+from reference.ops import NAMES
+from reference.presets import TINY
+from reference.types import Array, KVCache
+from tests.helpers.contract import (
+    DIFFERENTIABLE,
+    DTYPED,
+    MESSAGES,
+    WITH_PARAMETERS,
+    bad,
+    cases,
+    check_scale_in_place,
+    cotangent,
+    other_than,
+    parameters_of,
+    wrong_shape,
+)
+
+BACKENDS = ("reference", "cpu", "cpu bf16")
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Any:
+    return load(request.param)
+
+
+def load(backend: str) -> Any:
+    name, _, compute = backend.partition(" ")
+    return reference if name == "reference" else accel.load(name, compute=compute or "float32")
+
+
+def dtypes_of(backend: str) -> tuple[Any, ...]:
+    return (np.float32,) if backend.endswith("bf16") else (np.float32, np.float64)
+
+
+EACH = pytest.mark.parametrize(
+    ("backend", "dtype"), [(backend, dtype) for backend in BACKENDS for dtype in dtypes_of(backend)]
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_op_is_offered_with_the_contract_s_signature(ops: Any, name: str) -> None:
+    assert parameters_of(getattr(ops, name)) == parameters_of(getattr(reference, name))
+    assert name in ops.__all__
+
+
+def arrays_in(value: Any) -> list[Array]:
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, tuple):
+        return [array for item in value for array in arrays_in(item)]
+    return []
+
+
+@EACH
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_dtype_in_is_dtype_out(op: str, backend: str, dtype: Any) -> None:
+    ops = load(backend)
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(out)
+    gradients = getattr(ops, f"{op}_backward")(dout, cache)
+    floats = [a for a in arrays_in((out, cache, gradients)) if a.dtype.kind == "f"]
+    assert floats and all(array.dtype == dtype for array in floats)
+
+
+@EACH
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_differentiable_op_mutates_nothing(op: str, backend: str, dtype: Any) -> None:
+    ops = load(backend)
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(out)
+    held = [*arrays_in(tuple(arrays)), *arrays_in(dout), *arrays_in(cache), *arrays_in(out)]
+    for array in held:
+        array.flags.writeable = False
+    again, _ = getattr(ops, f"{op}_forward")(*arrays, **options)
+    getattr(ops, f"{op}_backward")(dout, cache)
+    for a, b in zip(arrays_in(out), arrays_in(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@EACH
+@pytest.mark.parametrize("op", WITH_PARAMETERS)
+def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any) -> None:
+    ops = load(backend)
+    backward = getattr(ops, f"{op}_backward")
+    arrays, options = cases(dtype)[op]
+    result, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout = cotangent(result)
+    returned = backward(dout, cache)
+    single = op in ("embedding", "rmsnorm")
+    expected = [returned] if op == "embedding" else list(returned[1:])
+    out = tuple(np.full_like(gradient, np.nan) for gradient in expected)
+    backward(dout, cache, out=out[0] if single else out)
+    for written, gradient in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(written, gradient)
+    shapes = [np.zeros((1, 1, 1), dtype) for _ in expected]
+    types = [gradient.astype(other_than(dtype)) for gradient in expected]
+    for wrong in (shapes, types):
+        with pytest.raises(ValueError, match=r"out must (have shape|be).*the gradient"):
+            backward(dout, cache, out=wrong[0] if single else tuple(wrong))
+    for gradient in out:
+        gradient.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        backward(dout, cache, out=out[0] if single else out)
+
+
+def test_every_differentiable_op_has_a_case_here() -> None:
+    assert sorted(cases(np.float32)) == sorted(DIFFERENTIABLE)
+
+
+@EACH
+def test_ops_without_a_backward_keep_the_dtype(backend: str, dtype: Any) -> None:
+    ops = load(backend)
+    rng = np.random.default_rng(0)
+    x, head = rng.standard_normal((2, 6)).astype(dtype), rng.standard_normal((5, 6)).astype(dtype)
+    assert ops.softmax(x).dtype == dtype
+    assert ops.logits(x, head, head[:, 0]).dtype == dtype
+    flat = [rng.random(7).astype(dtype) for _ in range(4)]
+    scalars = {"lr": np.float64(0.1), "beta1": np.float64(0.9), "beta2": np.float64(0.95)}
+    scalars |= {"eps": np.float64(1e-8), "weight_decay": np.float64(0.1)}
+    ops.adamw(*flat, step=1, n_decayed=3, grad_scale=np.float64(0.5), **scalars)
+    assert all(array.dtype == dtype for array in flat)
+    cache = ops.kv_cache({"embedding.weight": head}, TINY, 2, 4)
+    assert cache.k[0].dtype == dtype and np.shape(cache.v) == (2, 2, 4, 2, 6)
+
+
+def test_the_embedding_gradient_can_be_added_onto_another(ops: Any) -> None:
+    (ids, table), _ = cases(np.float64)["embedding"]
+    assert ids is not None and table is not None
+    _, cache = ops.embedding_forward(ids, table)
+    dout = cotangent(table[ids])
+    alone = ops.embedding_backward(dout, cache)
+    out = table.copy()
+    ops.embedding_backward(dout, cache, out=out, accumulate=True)
+    np.testing.assert_allclose(out, table + alone, rtol=1e-15)
+    with pytest.raises(ValueError, match="out must be given"):
+        ops.embedding_backward(dout, cache, accumulate=True)
+
+
+def test_scale_may_write_where_it_reads(ops: Any) -> None:
+    check_scale_in_place(ops)
+
+
+def test_accumulate_adds_in_place(ops: Any) -> None:
+    dst, src = np.arange(4.0), np.ones(4)
+    ops.accumulate(dst, src)
+    np.testing.assert_array_equal(dst, [1, 2, 3, 4])
+    with pytest.raises(
+        ValueError, match=r"src must have shape \(4,\) to match dst \(4,\), got \(3,\)"
+    ):
+        ops.accumulate(dst, src[:3])
+
+
+def test_write_kv_writes_each_row_where_it_stands(ops: Any) -> None:
+    cache = KVCache(list(np.zeros((2, 2, 5, 1, 3))), list(np.zeros((2, 2, 5, 1, 3))))
+    k, v = np.ones((2, 2, 1, 3)), np.full((2, 2, 1, 3), 2.0)
+    ops.write_kv(cache, k, v, layer=1, position=np.array([0, 3]))
+    written = np.asarray(cache.k)[..., 0, 0] == 1
+    np.testing.assert_array_equal(
+        np.argwhere(written), [[1, 0, 0], [1, 0, 1], [1, 1, 3], [1, 1, 4]]
+    )
+    np.testing.assert_array_equal(cache.v, 2 * np.asarray(cache.k))
+    with pytest.raises(ValueError, match=r"positions 4\.\.5 lie outside the cache"):
+        ops.write_kv(cache, k, v, layer=0, position=4)
+    with pytest.raises(ValueError, match=r"positions -1\.\.0 lie outside the cache"):
+        ops.write_kv(cache, k, v, layer=0, position=-1)
+
+
+# ---- bad input: what must hold, what arrived -----------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("i", range(len(MESSAGES)), ids=MESSAGES)
+def test_bad_input_is_refused_in_words(i: int, backend: str, dtype: Any) -> None:
+    call, message = bad(load(backend), dtype)[i]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# ---- bad cotangents ------------------------------------------------------------------------------
+
+
+def in_other_dtype(dout: Any) -> Any:
+    if isinstance(dout, tuple):
+        return tuple(in_other_dtype(part) for part in dout)
+    return dout.astype(other_than(dout.dtype))
+
+
+def refuses(op: str, backend: str, dtype: Any, spoiled: Callable[[Any], Any], words: str) -> None:
+    ops = load(backend)
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    with pytest.raises(ValueError, match=words):
+        getattr(ops, f"{op}_backward")(spoiled(cotangent(out)), cache)
+
+
+@EACH
+@pytest.mark.parametrize("op", [op for op in DIFFERENTIABLE if op != "linear_cross_entropy"])
+def test_a_cotangent_of_another_shape_is_refused(op: str, backend: str, dtype: Any) -> None:
+    refuses(op, backend, dtype, wrong_shape, "dout must have shape")
+
+
+@EACH
+@pytest.mark.parametrize("op", [*DTYPED, "relu"])
+def test_a_cotangent_of_another_dtype_is_refused(op: str, backend: str, dtype: Any) -> None:
+    refuses(op, backend, dtype, in_other_dtype, "the dtype of the output")
+
+
+@EACH
+@pytest.mark.parametrize(
+    "op", [op for op in DIFFERENTIABLE if op not in ("split_heads", "linear_cross_entropy")]
+)
+def test_a_cotangent_of_integers_is_refused(op: str, backend: str, dtype: Any) -> None:
+    refuses(op, backend, dtype, lambda dout: dout.astype(np.int32), "the dtype of the output")

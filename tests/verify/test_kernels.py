@@ -1,0 +1,431 @@
+"""``myllm verify``: right kernels pass, wrong ones are caught, named and shrunk."""
+
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.tolerance import Magnitude, compare, round_bf16
+from accel.verify import SubjectError, VerificationError, check_module, check_op
+from accel.verify.check import Options, cases_of, check_subject
+from accel.verify.contract import Case
+from accel.verify.cuts import cuts
+from accel.verify.ops import room
+from accel.verify.search import search
+from accel.verify.subject import as_subject
+from reference import ops
+from reference.ops import OPS
+from reference.types import Array
+from tests.helpers.kernels.correct import kernels
+from tests.helpers.kernels.mutants import MUTATED, mutants
+from tests.helpers.kernels.patches import PATCHES, Patch
+from tests.helpers.kernels.subtle import SUBTLE
+from tests.helpers.kernels.unfused import unfused_attention
+from tests.helpers.kernels.wrong import WRITTEN, Written
+
+CORRECT = kernels(lambda x: x)
+CORRECT_BF16 = kernels(round_bf16)
+SOME = ["add", "linear", "rmsnorm", "layernorm", "rope", "attention", "linear_cross_entropy"]
+
+
+def test_every_op_of_the_contract_has_a_room() -> None:
+    for op in OPS:
+        assert callable(room(op).generate) and callable(room(op).magnitude)
+
+
+def test_an_op_without_a_room_is_refused_with_the_file_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tanh = OPS["relu"]._replace(name="tanh")
+    monkeypatch.setitem(OPS, "tanh", tanh)
+    module = SimpleNamespace(tanh_forward=ops.relu_forward, relu_forward=ops.relu_forward)
+    with pytest.raises(SubjectError, match="write accel/verify/ops/tanh"):
+        check_module(module)
+    check_module(module, ops=["relu"], examples=3)
+
+
+def test_a_new_op_is_checked_as_soon_as_it_has_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cube_forward(x: Array) -> Any:
+        return x * x * x, x
+
+    def cube_backward(dout: Array, x: Array) -> Array:
+        return 3 * dout * x * x
+
+    def magnitude(v: Any, dout: Array, u: float) -> Any:
+        x = np.abs(v["x"])
+        return {"out": Magnitude(x**3, 2), "dx": Magnitude(3 * np.abs(dout) * x * x, 3)}
+
+    cube = SimpleNamespace(generate=room("relu").generate, magnitude=magnitude)
+    monkeypatch.setitem(sys.modules, "accel.verify.ops.cube", cube)
+    monkeypatch.setitem(OPS, "cube", OPS["relu"]._replace(name="cube"))
+    monkeypatch.setattr(ops, "cube_forward", cube_forward, raising=False)
+    monkeypatch.setattr(ops, "cube_backward", cube_backward, raising=False)
+    check_op("cube", forward=cube_forward, backward=cube_backward, examples=20)
+    report = check_op("cube", forward=cube_forward, backward=lambda d, x: d * x * x, raises=False)
+    assert {f.name for f in report.failures} == {"dx"}
+
+
+# ---- the rule ------------------------------------------------------------------------------------
+
+
+def test_a_result_as_far_off_as_plain_code_passes_and_one_ten_times_as_far_does_not() -> None:
+    exact = np.random.default_rng(0).standard_normal((3, 50))
+    plain = exact.astype(np.float32)
+    magnitude = Magnitude(np.abs(exact), 1)
+    assert compare(plain, exact, plain, magnitude, "float32", gradient=False).ok
+    wrong = exact + 10 * np.max(np.abs(plain - exact))
+    assert not compare(wrong, exact, plain, magnitude, "float32", gradient=False).ok
+
+
+def test_one_wrong_row_among_large_ones_is_seen() -> None:
+    exact = np.full((100, 4), 1e6)
+    exact[7] = 1.0
+    got = exact.copy()
+    got[7, 2] = 1.001
+    near = compare(got, exact, exact, Magnitude(exact, 4), "float32", gradient=True)
+    assert not near.ok and near.row == (7,)
+
+
+def test_nan_is_infinitely_wrong() -> None:
+    exact = np.ones(3)
+    near = compare(exact * np.nan, exact, exact, Magnitude(exact, 4), "bf16", gradient=True)
+    assert near.ratio == np.inf
+
+
+@given(st.floats(-(2.0**100), 2.0**100, width=32))
+def test_round_bf16_is_nearest_with_ties_to_even(x: float) -> None:
+    (y,) = round_bf16(np.array([x], np.float32))
+    assert int(y.view(np.uint32)) & 0xFFFF == 0
+    step = np.float64(2.0) ** (np.floor(np.log2(abs(x))) - 7) if abs(x) > 1e-30 else 1e-30
+    assert abs(float(y) - x) <= step / 2
+
+
+# ---- right kernels -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bf16"])
+def test_the_reference_is_as_the_reference(dtype: str) -> None:
+    report = check_module(ops, dtypes=[dtype], examples=8, raises=False)
+    assert report.ok, report.text()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_correct_kernels_written_otherwise_raise_no_alarm(seed: int) -> None:
+    check_module(CORRECT, dtypes=["float32", "float64"], seed=seed, examples=8)
+    check_module(CORRECT_BF16, dtypes=["bf16"], seed=seed, examples=8)
+
+
+@pytest.mark.parametrize("scale_first", [False, True])
+def test_bf16_attention_that_writes_everything_to_memory_raises_no_alarm(scale_first: bool) -> None:
+    check_module(unfused_attention(scale_first), dtypes=["bf16"], examples=60)
+
+
+@pytest.mark.slow
+def test_no_false_alarm_in_a_thousand_runs() -> None:
+    for seed in range(1000):
+        check_module(CORRECT, dtypes=["float32", "float64"], seed=seed, examples=5, shrink=False)
+        check_module(CORRECT_BF16, dtypes=["bf16"], seed=seed, examples=5, shrink=False)
+
+
+def test_bf16_rounding_is_an_error_in_float32() -> None:
+    with pytest.raises(VerificationError, match="FAIL linear"):
+        check_module(CORRECT_BF16, ops=["linear"], dtypes=["float32"], examples=10, shrink=False)
+
+
+def cases_seen(seed: int) -> list[str]:
+    seen: list[str] = []
+
+    class Spy(SimpleNamespace):
+        def softmax(self, x: Array) -> Array:
+            seen.append(f"{x.shape} {float(x.sum()):.6g}")
+            return ops.softmax(x)
+
+    check_module(Spy(), seed=seed, examples=30, dtypes=["float32"])
+    return seen
+
+
+def test_the_same_seed_gives_the_same_cases() -> None:
+    assert cases_seen(3) == cases_seen(3)
+    assert cases_seen(3) != cases_seen(4)
+    assert len(set(cases_seen(3))) > 25
+
+
+# ---- wrong kernels -------------------------------------------------------------------------------
+
+
+def caught(
+    op: str, kernel: Any, wrong: str | None = None, dtype: str = "float32"
+) -> tuple[set[str], Any]:
+    """Return what is named as wrong; few cases are often enough, the default number must be."""
+    for examples in (3, 15, None):
+        report = check_module(
+            kernel, ops=[op], examples=examples, dtypes=[dtype], shrink=False, raises=False
+        )
+        names = {n for op in report.ops for n, tally in op.results.items() if tally.failed}
+        names |= {f.name for f in report.failures}
+        if names if wrong is None else wrong in names:
+            break
+    return names, report
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.op}: {patch.title}")
+def test_a_planted_mistake_is_caught_and_named(patch: Patch) -> None:
+    names, report = caught(patch.op, patch.kernel, patch.wrong)
+    assert patch.wrong in names, report.text()
+
+
+@pytest.mark.parametrize(
+    "wrong", [*WRITTEN, *SUBTLE], ids=lambda wrong: f"{wrong.op}: {wrong.title}"
+)
+def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
+    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, wrong.dtype)
+    assert wrong.wrong in names, report.text()
+
+
+@pytest.mark.parametrize("op", MUTATED)
+def test_mutants_made_by_rule_are_caught(op: str) -> None:
+    survivors = [mutant.title for mutant in mutants(op) if not caught(op, mutant.kernel)[0]]
+    assert survivors == []
+
+
+# ---- a case that a person can read ---------------------------------------------------------------
+
+
+def shrunk(title: str, dtype: str = "float32") -> Any:
+    (wrong,) = [w for w in (*PATCHES, *WRITTEN, *SUBTLE) if w.title == title]
+    report = check_module(wrong.kernel, ops=[wrong.op], dtypes=[dtype], raises=False)
+    (failure, *_) = [f for f in report.failures if f.name == wrong.wrong]
+    return failure
+
+
+def elements(case: Case) -> int:
+    return case.size[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "at_most", "hint"),
+    [
+        ("ε outside the root", 2, "is eps outside the root"),
+        ("the projection along n missing", 4, "is the term n · mean"),
+        ("repeated ids overwrite", 8, "is the gradient of a repeated id overwritten"),
+        ("bias left out", 6, "is bias left out"),
+        ("gate and up swapped", 4, "gate and up swapped"),
+        ("the backward turns on", 8, "does the backward turn the same way"),
+        ("stale cache", 4, "a stale cache"),
+        ("strides ignored", 8, "are strides ignored"),
+        ("no 1/(1 - p)", 4, "the 1/(1 - p) of dropout is missing"),
+        ("scale missing in the backward", 2, "the factor is missing"),
+        ("pairs j with j + d/2", 16, "wrong pairs"),
+        ("everything decays", 8, "is weight decay applied to all"),
+    ],
+)
+def test_a_failure_shrinks_and_is_explained(title: str, at_most: int, hint: str) -> None:
+    failure = shrunk(title)
+    assert elements(failure.case) <= at_most, failure.case.describe()
+    assert any(hint in h for h in failure.hints), failure.hints
+
+
+@pytest.mark.parametrize(
+    ("title", "hint"),
+    [
+        ("scale is 1/d", "1/d rather than 1/√d"),
+        ("mask shows one key too many", "one key too many"),
+        ("key mask turned around", "key_mask turned around"),
+        ("causal from the top left", "from the top left"),
+        ("the option scale ignored", "option scale ignored"),
+    ],
+)
+def test_attention_is_explained(title: str, hint: str) -> None:
+    failure = shrunk(title)
+    assert elements(failure.case) <= 60, failure.case.describe()
+    assert any(hint in h for h in failure.hints), failure.hints
+
+
+def test_a_head_mapping_is_recognised() -> None:
+    def attention_forward(q: Array, k: Array, v: Array) -> Array:
+        G = q.shape[2] // k.shape[2]
+        return ops.attention_forward(q, np.tile(k, (1, 1, G, 1)), np.tile(v, (1, 1, G, 1)))[0]
+
+    report = check_op("attention", forward=attention_forward, raises=False)
+    assert any("head mapping?" in h for f in report.failures for h in f.hints)
+
+
+def test_cutting_finds_the_one_key_that_matters() -> None:
+    def attention_forward(q: Array, k: Array, v: Array) -> Array:
+        k = np.where(k.max(axis=(0, 1, 2, 3)) > 1.9, k * 2, k)
+        return ops.attention_forward(q, k, v)[0]
+
+    report = check_op("attention", forward=attention_forward, dtypes=["float32"], raises=False)
+    assert report.failures[0].case.arrays["k"].size <= 2, report.text()
+
+
+def test_a_cut_leaves_every_query_head_its_key_head() -> None:
+    heads = np.arange(3.0, dtype=np.float32).reshape(1, 1, 3, 1)
+    arrays = {"q": np.repeat(heads, 2, axis=2), "k": heads, "v": heads}
+    rest = dict.fromkeys(("alibi", "key_mask", "documents"))
+    case = Case("attention", "float32", arrays | rest, {}, arrays["q"].copy(), {})
+    found = list(cuts(case))
+    assert len(found) >= 8
+    for cut in found:
+        q, k = cut.arrays["q"].reshape(-1), cut.arrays["k"].reshape(-1)
+        np.testing.assert_array_equal(q, np.repeat(k, len(q) // len(k)))
+        np.testing.assert_array_equal(q, cut.cotangent.reshape(-1))
+
+
+# ---- forms of a kernel ---------------------------------------------------------------------------
+
+
+def test_a_backward_alone_gets_the_forward_s_arguments_out_and_lse() -> None:
+    def attention_backward(dout: Array, inputs: Any) -> Any:
+        q, k, v, out, lse = inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse
+        B, T, H = q.shape[:3]
+        assert out.shape == dout.shape and lse.shape == (B, H, T)
+        options = {n: getattr(inputs, n) for n in ("causal", "scale", "dropout_p", "dropout_key")}
+        rest = (inputs.alibi, inputs.key_mask, inputs.documents)
+        _, cache = ops.attention_forward(q, k, v, *rest, **options)
+        p = cache.p.reshape(B, H, T, -1)
+        seen = p.any(-1)
+        assert np.isposinf(lse[~seen]).all()
+        # of the key that is seen most, log p = score - lse
+        if inputs.alibi is None and seen.any():
+            G = H // k.shape[2]
+            s = np.einsum("bthd,bshd->bhts", q, np.repeat(k, G, axis=2)) * cache.scale
+            best = p.argmax(-1)[..., None]
+            score = np.take_along_axis(s, best, -1)[..., 0]
+            top = np.take_along_axis(p, best, -1)[..., 0]
+            np.testing.assert_allclose(
+                (score - np.where(seen, lse, 0))[seen], np.log(top[seen]), rtol=1e-3, atol=1e-3
+            )
+        return ops.attention_backward(dout, cache)
+
+    check_op("attention", backward=attention_backward, examples=40)
+
+
+def test_a_forward_alone_needs_no_cache_and_a_backward_then_gets_its_inputs() -> None:
+    def forward(x: Array, gain: Array, *, eps: float) -> Array:
+        return ops.rmsnorm_forward(x, gain, eps=eps)[0]
+
+    def backward(dout: Array, inputs: Any) -> list[Array]:
+        cache = ops.rmsnorm_forward(inputs.x, inputs.gain, eps=inputs.eps)[1]
+        return list(ops.rmsnorm_backward(dout, cache))
+
+    assert set(check_op("rmsnorm", forward=forward).ops[0].results) == {"out"}
+    both = check_op("rmsnorm", forward=forward, backward=backward).ops[0]
+    assert set(both.results) == {"out", "dx", "dgain"} and both.not_covered == ["out"]
+
+
+def test_options_that_a_kernel_lacks_are_left_out_and_said_to_be() -> None:
+    def linear_forward(x: Array, w: Array) -> Array:
+        return x @ w
+
+    report = check_op("linear", forward=linear_forward)
+    assert report.ops[0].not_covered == ["bias"] and "takes no bias" in report.text()
+
+
+def test_an_optional_array_may_have_another_name_and_be_required() -> None:
+    def linear_forward(x: Array, w: Array, b: Array) -> Array:
+        return x @ w + b
+
+    assert check_op("linear", forward=linear_forward).ops[0].not_covered == []
+
+
+class Wrapped:
+    """An array type of another library: neither NumPy's nor convertible by asarray."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+
+    def __getitem__(self, at: Any) -> "Wrapped":
+        return Wrapped(self.data[at])
+
+    def swapaxes(self, a: int, b: int) -> "Wrapped":
+        return Wrapped(self.data.swapaxes(a, b))
+
+
+def test_arrays_cross_by_the_module_s_own_functions() -> None:
+    def gelu_forward(x: Wrapped) -> Any:
+        assert isinstance(x, Wrapped)
+        out, cache = ops.gelu_forward(x.data)
+        return Wrapped(out), cache
+
+    module = SimpleNamespace(
+        from_numpy=Wrapped, to_numpy=lambda array: array.data, gelu_forward=gelu_forward
+    )
+    check_module(module)
+    del module.to_numpy
+    with pytest.raises(SubjectError, match="give the module a function to_numpy"):
+        check_module(module)
+
+
+def test_a_module_that_rounds_to_bf16_is_checked_in_bf16() -> None:
+    module = SimpleNamespace(
+        from_numpy=lambda x: round_bf16(x) if x.dtype.kind == "f" else x,
+        to_numpy=lambda x: x,
+        relu_forward=ops.relu_forward,
+    )
+    assert [op.dtype for op in check_module(module).ops] == ["bf16"]
+
+
+def test_a_float32_kernel_need_not_offer_float64() -> None:
+    def softmax(x: Array) -> Array:
+        return ops.softmax(np.ascontiguousarray(x, np.float32))
+
+    report = check_module(SimpleNamespace(softmax=softmax))
+    assert [bool(op.not_offered) for op in report.ops] == [False, True]
+    with pytest.raises(VerificationError, match="softmax"):
+        check_module(SimpleNamespace(softmax=softmax), dtypes=["float64"])
+
+
+def test_a_report_tells_every_result_of_a_backend() -> None:
+    report = check_subject(as_subject(ops), Options(ops=("attention",), examples=5))
+    assert list(report.ops[0].results) == ["out", "dq", "dk", "dv"]
+    assert report.to_dict()["ops"][0]["results"]["dq"]["worst_ratio"] < 1
+
+
+def test_thorough_takes_more_cases() -> None:
+    assert cases_of("rope", Options(thorough=True)) == 10 * cases_of("rope", Options())
+
+
+def test_a_result_and_the_gradients_of_an_op_have_the_names_of_its_arguments() -> None:
+    for spec in OPS.values():
+        names = list(inspect.signature(getattr(ops, spec.forward_name)).parameters)
+        named = {*spec.gradients, *spec.parameters, *spec.written}
+        assert {name.partition(".")[0] for name in named} <= set(names)
+
+
+def test_a_search_reports_what_it_saw() -> None:
+    ticks: list[int] = []
+    report = search(
+        as_subject(ops),
+        OPS["scale"],
+        "float32",
+        seed=0,
+        examples=7,
+        tick=lambda: ticks.append(1),
+    )
+    assert report.cases == len(ticks) == 7 and report.results["out"].cases == 7
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SubjectError, match="no op 'rmsnrm'; known: add"):
+        check_module(ops, ops=["rmsnrm"])
+    with pytest.raises(SubjectError, match="did you mean rmsnorm"):
+        check_op("rmsnorm_forward", ops)
+    with pytest.raises(SubjectError, match="no dtype 'fp8'"):
+        check_module(ops, dtypes=["fp8"])
+    with pytest.raises(SubjectError, match="needs a module"):
+        check_op("add")
+    with pytest.raises(SubjectError, match="not both"):
+        check_op("add", ops, forward=ops.add_forward)
+    with pytest.raises(SubjectError, match="offers no gelu"):
+        check_module(SimpleNamespace(softmax=ops.softmax), ops=["gelu"])
+    with pytest.raises(SubjectError, match="DTYPES must name some of"):
+        check_module(SimpleNamespace(softmax=ops.softmax, DTYPES=("fp8",)))
+    with pytest.raises(SubjectError, match="there is no file"):
+        check_module(tmp_path / "none.py")
