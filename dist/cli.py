@@ -31,7 +31,9 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
-    "bench cpu": Command("accel.bench:main", "time the cpu backend, beside PyTorch if it is there"),
+    "bench cpu": Command(
+        "accel.bench.cpu:main", "time the cpu backend, beside PyTorch if it is there"
+    ),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
     "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),
@@ -40,9 +42,11 @@ COMMANDS: dict[str, Command] = {
     "tokenizer export": Command("tokenizer.cli:export", "to Hugging Face or tiktoken"),
     "tokenizer import": Command("tokenizer.cli:import_", "from Hugging Face or tiktoken"),
     "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
-    "bench cuda": Command("accel.cuda.bench:main", "the GPU's kernels, products and training step"),
-    "bench train": Command("dist.bench:main", "start-up, own time, ranks against threads"),
-    "bench tokenizer": Command("tokenizer.bench:main", "beside tiktoken, rustbpe, Hugging Face"),
+    "bench cuda": Command("accel.bench.cuda:main", "the GPU's kernels, products and training step"),
+    "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
+    "bench tokenizer": Command(
+        "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"
+    ),
 }
 
 

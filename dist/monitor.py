@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from dist.comm import Comm
-from reference.config import Config
 from reference.ops import Ops
-from reference.params import Layout
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
@@ -165,22 +163,6 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 # ---- speed ---------------------------------------------------------------------------------------
-
-
-def flops_per_token(config: Config, layout: Layout) -> tuple[float, float]:
-    """Return the operations of a training step per token: (full attention, causal attention).
-
-    Kaplan et al. 2020: 6 for each parameter that multiplies (forward 2, backward 4; a lookup in a
-    table of tokens multiplies nothing, the head does), and for attention's scores and their
-    weighting of values 12·L·T·Hq·d. A causal mask makes half of that unnecessary; both conventions
-    are in use, the first for "model FLOPs utilisation" (Chowdhery et al. 2022, appendix B).
-    """
-    matrix = sum(spec.size for _, spec in layout.offsets.values() if spec.decays)
-    lookups = 0 if config.tied else config.vocab_size * config.d_model
-    if config.position == "learned":
-        lookups += config.context_length * config.d_model
-    attention = 12.0 * config.n_layers * config.context_length * config.n_heads * config.d_head
-    return 6.0 * (matrix - lookups) + attention, 6.0 * (matrix - lookups) + attention / 2
 
 
 def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.1) -> float:

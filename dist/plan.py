@@ -6,9 +6,10 @@ from typing import NamedTuple
 from dist import config as run_file
 from dist.commands import add_set, parser
 from dist.config import RunFile
-from dist.monitor import bytes_text, duration, flops_per_token
+from dist.monitor import bytes_text, duration
 from dist.shards import dtype_for
 from reference.config import Config
+from reference.flops import forward_flops, training_flops
 from reference.kv import slots
 from reference.params import decoder_layout
 
@@ -72,20 +73,6 @@ def score_bytes(model: Config, item: int) -> int:
     return model.n_heads * model.context_length**2 * item
 
 
-def forward_flops(model: Config) -> dict[str, float]:
-    """Return the operations of a forward pass per token, by part; a multiply-add counts as two."""
-    width, d, T = model.d_model, model.d_head, model.context_length
-    projected = (2 * model.n_heads + 2 * model.n_kv_heads) * d  # q, k, v, and the way out
-    matrices = 3 if model.ffn == "swiglu" else 2
-    L = model.n_layers
-    return {
-        "projections": 2.0 * L * width * projected,
-        "attention": 4.0 * L * T * model.n_heads * d,
-        "feed-forward": 2.0 * L * matrices * width * model.d_ff,
-        "head": 2.0 * model.vocab_size * width,
-    }
-
-
 def make_plan(run: RunFile, ranks: int) -> Plan:
     """Return the figures of a run on ``ranks`` ranks.
 
@@ -95,8 +82,7 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         When the ranks cannot share the batch.
     """
     accumulation = run.accumulation(ranks)
-    layout = decoder_layout(run.model)
-    n = layout.size
+    n, T = decoder_layout(run.model).size, run.model.context_length
     low = run.run.compute == "bf16"
     buffers = accumulation.bit_length()  # log2(a) + 1
     checkpoint = 3 * 4 * n
@@ -107,8 +93,11 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         moments=2 * 4 * -(-n // ranks),
         gradients=4 * n * (buffers + (ranks > 1)),
         weights=2 * n if low else 0,
-        flops=flops_per_token(run.model, layout),
-        forward=forward_flops(run.model),
+        flops=(
+            training_flops(run.model, T, causal=False),
+            training_flops(run.model, T, causal=True),
+        ),
+        forward=forward_flops(run.model, T, causal=False),
         kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
         activations=activation_bytes(
             run.model, run.train.micro_batch * run.window, 2 if low else 4

@@ -28,6 +28,7 @@ from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.files import replace_durably
 from dist.step import Stepper
+from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
 
@@ -195,7 +196,7 @@ class Trainer:
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
-            self.flops = monitor.flops_per_token(config.model, self.stepper.layout)[0]
+            self.flops = training_flops(config.model, config.model.context_length, causal=False)
             together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:

@@ -27,6 +27,24 @@ def test_the_reference_imports_numpy_and_the_standard_library_only(path: Path) -
     assert {name.split(".")[0] for name in imports_of(path)} <= allowed
 
 
+def test_dependencies_arrow_one_way() -> None:
+    may_see = {
+        "accel": {"reference"},
+        "tokenizer": {"accel"},
+        "dist": {"accel", "reference", "tokenizer"},
+    }
+    for package, others in may_see.items():
+        for path in (ROOT / package).rglob("*.py"):
+            seen = {name.split(".")[0] for name in imports_of(path)}
+            assert not seen & {"tests", *may_see, "reference"} - others - {package}, path
+
+
+def test_the_tokenizer_leans_on_nothing_of_ours_but_kernels_cached_and_threads() -> None:
+    for path in (ROOT / "tokenizer").rglob("*.py"):
+        modules = {n.rpartition(".")[0] for n in imports_of(path) if n.startswith("accel.")}
+        assert modules <= {"accel.jit", "accel.threads"}, path
+
+
 def test_importing_the_reference_prints_nothing() -> None:
     code = "import reference.ops, reference.model, reference.encoder_decoder, reference.generate"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

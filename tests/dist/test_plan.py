@@ -1,12 +1,14 @@
 """The arithmetic of the headline run."""
 
+import dataclasses
 import tomllib
 from dataclasses import replace
 
 import pytest
 
 from dist import cli, config
-from dist.plan import forward_flops, kv_cache_bytes, make_plan, score_bytes
+from dist.plan import kv_cache_bytes, make_plan, score_bytes
+from reference.flops import forward_flops
 from reference.presets import MYLLM_1B
 
 
@@ -48,7 +50,7 @@ def test_forward_work_is_a_third_of_training() -> None:
     model = MYLLM_1B
     plan = make_plan(config.load("myllm-1b"), 8)
     gains = (2 * model.n_layers + 1) * model.d_model
-    parts = forward_flops(model)
+    parts = forward_flops(model, 8_192, causal=False)
     assert parts["attention"] == 4 * 28 * 8_192 * 1_792
     assert sum(parts.values()) - parts["attention"] == 2 * (plan.parameters - gains)
     assert 3 * sum(parts.values()) == plan.flops[0]
@@ -79,3 +81,10 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", preset, "--ranks", "2", "--set", "optim.clip=0.5"]) == 0
     assert "sent in a step" in capsys.readouterr().out
+
+
+def test_a_layer_with_a_window_keeps_its_keys_alone() -> None:
+    config = dataclasses.replace(MYLLM_1B, window=(1_024, 0) * 14)
+    assert kv_cache_bytes(config, 2) == 2 * 2 * 128 * 14 * (1_024 + 8_192) * 2
+    parts = forward_flops(config, 8_192, causal=False)
+    assert parts["attention"] == 4 * 14 * (1_024 + 8_192) * 1_792

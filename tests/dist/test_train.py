@@ -16,7 +16,6 @@ from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.train import StopRequest, Trainer, same_learning
 from reference.params import decoder_layout
-from reference.presets import MYLLM_1B
 from tests.helpers.runs import digest, losses, prepare, save_run_file, tables, train, with_run
 
 
@@ -264,14 +263,6 @@ def test_bad_input_is_one_sentence_and_status_1(
     with pytest.raises(SystemExit) as usage:
         cli.main(["train"])
     assert usage.value.code == 2
-
-
-def test_flops_count_parameters_that_multiply_and_attention() -> None:
-    layout = decoder_layout(MYLLM_1B)
-    full, causal = monitor.flops_per_token(MYLLM_1B, layout)
-    attention = 12 * 28 * 8_192 * 14 * 128
-    assert full - causal == attention / 2
-    assert full - attention == 6 * layout.n_decayed
 
 
 def test_durations_and_sizes_read_well() -> None:

@@ -1,14 +1,25 @@
 """The benchmark's two sides compute the same: it checks results and gradients before it times."""
 
+import dataclasses
+
 import pytest
 
-from accel import bench, bench_timing
+from accel.bench import cpu
 
 
 @pytest.mark.parametrize("part", ["ops", "attention", "decode"])
-def test_every_part_agrees_with_pytorch(
-    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_timing, "quick", False)
-    assert bench.main(["--quick", "--parts", part]) == 0
+def test_every_part_agrees_with_pytorch(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cpu.main(["--quick", "--parts", part]) == 0
     assert "differs" not in capsys.readouterr().err
+
+
+def test_a_training_step_agrees_with_pytorch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = dataclasses.replace(cpu.SMALL, n_layers=1, vocab_size=512)
+    step = cpu.STEPS[0]._replace(config=small, batch=2, length=64)
+    monkeypatch.setattr(cpu, "STEPS", [step])
+    monkeypatch.setattr(cpu, "SMALL", small)
+    assert cpu.main(["--quick", "--parts", "step"]) == 0
+    said = capsys.readouterr()
+    assert "differs" not in said.err and "float32 / eager" in said.out

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.cuda import bench, ops_bf16
+from accel.bench import cuda as bench
+from accel.bench.training import Training
 from accel.cuda import device as devices
+from accel.cuda import ops_bf16
 from reference.presets import MYLLM_1B
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
@@ -18,10 +20,11 @@ from tests.helpers.models import toy
 require.shim()
 pytest.importorskip("torch")
 
-from accel.cuda import bench_torch  # noqa: E402  (only where PyTorch is)
+from accel.bench import peer as bench_torch  # noqa: E402  (only where PyTorch is)
 
 CONFIG = toy(MYLLM_1B)
-CPU: dict[str, Any] = {"device": "cpu", "compiled": False}
+CPU: dict[str, Any] = {"device": "cpu"}
+BESIDE: dict[str, Any] = {"kind": "bf16", "clip": True}
 
 
 class Cupy:
@@ -35,7 +38,7 @@ class Cupy:
         self.waits += 1
 
     def get_default_memory_pool(self) -> Any:
-        return SimpleNamespace(free_all_blocks=lambda: None, total_bytes=lambda: 3 << 30)
+        return SimpleNamespace(free_all_blocks=lambda: None)
 
 
 @pytest.fixture
@@ -59,20 +62,20 @@ def test_a_peer_that_computes_something_else_is_not_timed(tried: bench.Bench) ->
             }
 
     peer = SimpleNamespace(Peer=Wrong)
-    with pytest.raises(ValueError, match=r"the gradient of layers\.1\.ffn\.w_down differs"):
+    with pytest.raises(ValueError, match=r"the gradient of layers\.1\.ffn\.w_down of"):
         bench.check_peer(ops_bf16, peer, CONFIG, 2, 8, **CPU)
     peer = SimpleNamespace(
         Peer=lambda config, *rest, **how: bench_torch.Peer(
             dataclasses.replace(config, rope_base=3.0), *rest, **how
         )
     )
-    with pytest.raises(ValueError, match="differs from the peer's"):
+    with pytest.raises(ValueError, match="differs from PyTorch's"):
         bench.check_peer(ops_bf16, peer, CONFIG, 2, 8, **CPU)
 
 
 def test_both_take_the_same_steps(tried: bench.Bench) -> None:
-    ours = bench.TrainingStep(ops_bf16, CONFIG, 2, 8, "norms")
-    theirs = bench_torch.Peer(CONFIG, ours.initial, ours.ids, ours.targets, **CPU)
+    ours = Training(ops_bf16, CONFIG, 2, 8, recompute="norms", clip=True)
+    theirs = bench_torch.Peer(CONFIG, ours.initial, ours.ids, ours.targets, **BESIDE)
     for _ in range(5):
         ours.step()
         theirs.step()
@@ -99,24 +102,25 @@ def test_they_take_turns_and_ratios_are_ours_by_theirs(
 
         return step
 
-    monkeypatch.setattr(bench.TrainingStep, "step", step_of("ours", 0.25, bench.TrainingStep.step))
+    monkeypatch.setattr(Training, "step", step_of("ours", 0.25, Training.step))
     monkeypatch.setattr(bench_torch.Peer, "step", step_of("theirs", 0.5, bench_torch.Peer.step))
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(bench_torch, "forget_peak", lambda: None)
     monkeypatch.setattr(bench_torch, "peak", lambda: 4 << 30)
-    found = tried.compare(bench_torch, CONFIG, 2, 8, "norms", **CPU)
+    monkeypatch.setattr(ops_bf16, "memory", lambda: 3 << 30)
+    how = {"device": "cpu", "compiled": False}
+    times, memory = tried.compare(bench_torch, CONFIG, 2, 8, "norms", **how)
     assert order[:5] == ["ours"] * 2 + ["theirs"] * 3
     assert order[5:] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert tried.cupy.waits == 2 * 6
-    assert (found.ours_ms, found.theirs_ms) == (250, 500)
-    assert "step 250.0 / 500.0 ms, ratio 0.500" in str(found)
-    assert "peak memory 3.0 / 4.0 GiB, ratio 0.750" in str(found)
+    assert (times.ours, times.theirs, times.ratio, times.bar) == (0.25, 0.5, 0.5, 1.0)
+    assert (memory.ours, memory.theirs, memory.ratio) == (3 << 30, 4 << 30, 0.75)
 
 
 def test_a_build_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ImportError, match="sees no GPU: install its build for CUDA"):
         bench.load_peer()
-    monkeypatch.setitem(sys.modules, "accel.cuda.bench_torch", None)
+    monkeypatch.setitem(sys.modules, "accel.bench.peer", None)
     with pytest.raises(ImportError, match="--peer torch needs PyTorch: pip install torch"):
         bench.load_peer()

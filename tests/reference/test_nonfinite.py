@@ -68,7 +68,9 @@ def outside(op: Op, name: str, at: tuple[int, ...], shape: tuple[int, ...]) -> A
             pairs = [(axis, at[own])]
         for axis, index in pairs:
             line = np.arange(shape[axis]) != index
-            apart |= np.moveaxis(np.broadcast_to(line, np.moveaxis(apart, axis, -1).shape), -1, axis)
+            apart |= np.moveaxis(
+                np.broadcast_to(line, np.moveaxis(apart, axis, -1).shape), -1, axis
+            )
     return apart
 
 

@@ -1,0 +1,267 @@
+"""``myllm bench cpu``: the cpu backend beside PyTorch, in one process, on the same threads.
+
+Results and gradients are checked before anything is timed; ``timing.py`` says how. PyTorch is
+optional: without it our own times are printed.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel import load
+from accel.bench import report
+from accel.bench.cases import OpCase, attention, small_ops
+from accel.bench.report import Row
+from accel.bench.timing import Function, alternate, check, relative_error, within
+from accel.bench.training import SETTINGS, Training
+from accel.threads import set_threads, threads
+from reference.config import Config
+from reference.ops import Ops
+from reference.presets import GPT2_SMALL
+
+SMALL = Config(
+    vocab_size=8192,
+    d_model=384,
+    n_layers=6,
+    n_heads=6,
+    n_kv_heads=2,
+    d_head=64,
+    d_ff=1024,
+    context_length=1024,
+)
+LARGE = Config(
+    vocab_size=8192,
+    d_model=512,
+    n_layers=11,
+    n_heads=8,
+    n_kv_heads=2,
+    d_head=64,
+    d_ff=1408,
+    context_length=1024,
+)
+
+
+class Step(NamedTuple):
+    """A model to train, and the bar of bf16 beside PyTorch's autocast."""
+
+    name: str
+    config: Config
+    batch: int
+    length: int
+    autocast: float
+
+
+STEPS = (
+    Step("12.6 M, T = 512", SMALL, 8, 512, 0.85),
+    Step("12.6 M, T = 1024", SMALL, 4, 1024, 0.85),
+    Step("35 M, T = 1024", LARGE, 4, 1024, 1.0),
+)
+GPT2 = Step("GPT-2 124 M, B·T = 4·64", GPT2_SMALL, 4, 64, 1.0)
+
+
+def bf16_offered() -> bool:
+    """Whether this machine has the mode bf16."""
+    try:
+        load("cpu", compute="bf16")
+    except ImportError:
+        return False
+    return True
+
+
+def peers() -> Any:
+    """Return the module of PyTorch's sides, or None without PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from accel.bench import peer
+
+    peer.set_threads(threads())
+    return peer
+
+
+class Bench:
+    """The parts; each yields rows as it measures them."""
+
+    def __init__(self, modes: list[str], peer: Any, *, quick: bool, compiled: bool) -> None:
+        self.modes, self.peer, self.quick, self.compiled = modes, peer, quick, compiled
+
+    def beside(
+        self, what: str, bar: float | None, ours: Function, theirs: Function | None, **how: Any
+    ) -> Row:
+        """Time ours beside theirs, where there is one."""
+        functions = {"ours": ours} | ({} if theirs is None else {"theirs": theirs})
+        times = alternate(functions, quick=self.quick, **how)
+        return Row(what, times["ours"], times.get("theirs"), None if theirs is None else bar)
+
+    def step(self, step: Step, compiled: bool) -> Iterator[Row]:
+        """Compare training steps."""
+        name, config, batch, length, autocast = step
+        models = {
+            mode: Training(load("cpu", compute=mode), config, batch, length) for mode in self.modes
+        }
+        functions: dict[str, Function] = {mode: model.step for mode, model in models.items()}
+        if self.peer is not None:
+            first = models["float32"]
+            given = config, first.initial, first.ids, first.targets
+            plain = self.peer.Peer(*given, kind="float32")
+            loss, gradients = plain.gradient()
+            for mode, model in models.items():
+                model.check(f"{name}, {mode}", 1e-4 if mode == "float32" else 1e-1, loss, gradients)
+            for kind in self.modes:
+                for how in ("eager", "compiled") if compiled else ("eager",):
+                    same = kind == "float32" and how == "eager"
+                    other = (
+                        plain
+                        if same
+                        else self.peer.Peer(*given, kind=kind, compiled=how != "eager")
+                    )
+                    functions[f"{kind} {how}"] = other.step
+        times = alternate(functions, sample=0.0, want=7, budget=120, quick=self.quick)
+        if self.peer is None:
+            yield from (Row(f"{name}, {mode}", times[mode]) for mode in self.modes)
+            return
+        eager = times["float32 eager"]
+        yield Row(f"{name}, float32 / eager", times["float32"], eager, 0.83)
+        if compiled:
+            other = times["float32 compiled"]
+            yield Row(f"{name}, float32 / compiled", times["float32"], other, 0.98)
+        if "bf16" in self.modes:
+            yield Row(f"{name}, bf16 / eager float32", times["bf16"], eager, 0.27)
+            best = min(seconds for side, seconds in times.items() if side.startswith("bf16 "))
+            which = "autocast, better of two" if compiled else "autocast"
+            yield Row(f"{name}, bf16 / {which}", times["bf16"], best, autocast)
+
+    def share(self, step: Step) -> Row:
+        """Measure the part of a float32 step that is neither products nor attention."""
+        from accel.cpu import attention, gemm
+
+        model = Training(load("cpu"), step.config, step.batch, step.length)
+        inner = gemm.gemm, attention.attention_forward, attention.attention_backward
+        times = [within(model.step, *inner) for _ in range(3 if self.quick else 12)]
+        inside, whole = np.median(times[2:], axis=0)
+        what = f"{step.name}, outside products and attention / all"
+        return Row(what, whole - inside, whole, 0.08)
+
+    def ops(self, ops: Ops, cases: Iterable[OpCase], **how: Any) -> Iterator[Row]:
+        """Compare ops, forward and backward together, within one step as in training."""
+        with ops.step():
+            for case in cases:
+                yield from self.op(ops, case, **how)
+
+    def op(self, ops: Ops, case: OpCase, *, mode: str = "float32", **how: Any) -> Iterator[Row]:
+        """Compare an op; where PyTorch has one with ``out=``, with that as well."""
+        ours = partial(case.run, ops)
+        if self.peer is None:
+            yield self.beside(case.what, case.bar, ours, None, **how)
+            return
+        theirs = self.peer.op(case)
+        for mine, other in zip(ours(), self.peer.arrays(theirs()), strict=True):
+            check(case.what, relative_error(mine, other), case.limit)
+        if mode == "bf16":
+            theirs = self.peer.op(case, self.peer.torch.bfloat16)
+        yield self.beside(case.what, case.bar, ours, theirs, **how)
+        if (into := self.peer.into(case)) is not None:
+            what = f"{case.what}, torch with out="
+            yield self.beside(what, 1.0, ours, into, sample=0.02, want=7, budget=8)
+
+    def attention(self) -> Iterator[Row]:
+        """Compare attention forward and backward."""
+        for mode in self.modes:
+            for batch, length in ((8, 512), (2, 2048), (1, 1021), (1, 8192)):
+                case, ops = attention(length, batch, mode), load("cpu", compute=mode)
+                yield from self.ops(ops, [case], mode=mode, sample=0.05, budget=25)
+
+    def adamw(self, n: int = 12_600_000) -> Row:
+        """Compare AdamW."""
+        ops, rng, theirs = load("cpu"), np.random.default_rng(0), None
+        state = [rng.standard_normal(n, dtype=np.float32) for _ in range(4)]
+        state[2] = np.abs(state[2])
+        if self.peer is not None:
+            theirs, weights = self.peer.adamw(*state)
+            mine = [array.copy() for array in state]
+            ops.adamw(*mine, step=9, n_decayed=n, **SETTINGS)
+            theirs()
+            check("adamw", relative_error(mine[0], weights()), 1e-6)
+        ours = partial(ops.adamw, *state, step=9, n_decayed=n, **SETTINGS)
+        return self.beside("adamw, 12.6 M / fused", 0.9, ours, theirs, budget=15)
+
+    def small_ops(self) -> Iterator[Row]:
+        """Compare the ops that are bound by memory."""
+        yield from self.ops(load("cpu"), small_ops(), sample=0.01, want=5, budget=4)
+        yield self.adamw()
+
+    def memory(self) -> Iterator[Row]:
+        """Compare what a step adds to the resident memory, each side in a process of its own."""
+
+        def added(side: str, mode: str) -> float:
+            words = ["-m", "accel.bench.memory", side, mode, str(threads())]
+            done = subprocess.run(
+                [sys.executable, *words], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise ValueError(f"the memory of {side} was not measured: {done.stderr.strip()}")
+            return float(done.stdout.split()[-1])
+
+        theirs = None if self.peer is None else added("torch", "float32")
+        for mode in self.modes:
+            what, bar = f"memory of a step, 12.6 M, {mode}", None if theirs is None else 0.45
+            yield Row(what, added("ours", mode), theirs, bar, "B")
+
+    def decode(self) -> Iterator[Row]:
+        """Compare one token of one row, with 128 and 512 tokens before it."""
+        for mode in self.modes:
+            model = Training(load("cpu", compute=mode), SMALL, 1, 8)
+            for position in (128, 512):
+                cache = model.ops.kv_cache(model.params, SMALL, 1, 1024)
+                rng, theirs = np.random.default_rng(2), None
+                for layer in (*cache.k, *cache.v):
+                    layer[...] = rng.standard_normal(layer.shape)
+                token = np.array([7], np.int32)
+                ours = partial(model.ops.decode_step, model.params, SMALL, token, cache, position)
+                what = f"decode a token, {mode} weights / torch float32, position {position}"
+                if self.peer is not None:
+                    theirs = self.peer.decoder(SMALL, model.initial, cache, position)
+                    limit = 1e-4 if mode == "float32" else 3e-2
+                    check(what, relative_error(ours(), theirs()), limit)
+                bar = 0.6 if mode == "float32" else 0.4
+                yield self.beside(what, bar, ours, theirs, sample=0.02, budget=15)
+
+
+PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
+    "step": lambda bench: (row for step in STEPS for row in bench.step(step, bench.compiled)),
+    "share": lambda bench: map(bench.share, STEPS),
+    "gpt2": lambda bench: bench.step(GPT2, False),
+    "attention": Bench.attention,
+    "ops": Bench.small_ops,
+    "memory": Bench.memory,
+    "decode": Bench.decode,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run ``myllm bench cpu``."""
+    known = [*PARTS, "compiled"]  # the last is PyTorch's compiler, in the part step
+    p = report.parser(
+        "cpu",
+        "Time the cpu backend beside PyTorch (optional) on the same threads.",
+        "cpu --parts step,attention --threads 2 --chart bench.svg",
+    )
+    p.add_argument("--parts", default=",".join(known), help=f"of {', '.join(known)}")
+    p.add_argument("--threads", type=int, default=None, help="default: the cores available")
+    p.add_argument("--quick", action="store_true", help="two samples each: no figures to keep")
+    given = report.parse(p, argv)
+    chosen = given.parts.split(",")
+    unknown = [part for part in chosen if part not in known]
+    if unknown:
+        p.error(f"no part {unknown[0]!r}; known: {', '.join(known)}")
+    if given.threads is not None:
+        set_threads(given.threads)
+    modes = ["float32", "bf16"] if bf16_offered() else ["float32"]
+    bench = Bench(modes, peers(), quick=given.quick, compiled="compiled" in chosen)
+    about = f"{report.machine('numpy', 'numba', 'torch')}, {threads()} threads"
+    parts = {name: partial(part, bench) for name, part in PARTS.items() if name in chosen}
+    return report.run(p, given, about, parts)

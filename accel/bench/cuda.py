@@ -1,0 +1,292 @@
+"""``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
+
+First two ceilings are measured: bytes a second of a large copy on the GPU, and operations a second
+of one large bf16 product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or
+operations that its arithmetic asks for, and their share of the ceiling; then a training step of
+the model. Attention is checked against the reference at a small size in the process that is timed;
+with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's. Times are
+medians between events on the GPU, after a first call that compiles.
+"""
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+
+from accel.bench import report
+from accel.bench.cases import OpCase
+from accel.bench.report import Row
+from accel.bench.timing import Function, check, medians, relative_error
+from accel.bench.training import SETTINGS, Training
+from accel.cuda.arrays import copy
+from accel.cuda.device import zeros
+from accel.cuda.linear import matmul
+from reference import ops as reference
+from reference.blocks import Recompute
+from reference.config import Config
+from reference.flops import attention_flops, training_flops
+from reference.ops import Ops
+from reference.presets import MYLLM_1B
+from reference.types import Array, DropoutKey
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; without a usable GPU, ``accel.load`` says what is missing."""
+    p = report.parser("cuda", __doc__ or "", "cuda --batch 1 --layers 28")
+    p.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch (default 1)")
+    p.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default 8192)")
+    p.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
+    p.add_argument("--repeats", type=int, default=10, help="timed calls of an op (default 10)")
+    p.add_argument(
+        "--recompute",
+        choices=get_args(Recompute),
+        default="none",
+        help="what our training step recomputes instead of keeping it (default none)",
+    )
+    p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
+    given = report.parse(p, argv)
+    if min(given.batch, given.length, given.layers, given.repeats) < 1:
+        p.error("all numbers must be positive")
+    import accel
+
+    ops = accel.load("cuda", compute="bf16")
+    import cupy
+
+    peer = load_peer() if given.peer else None
+    bench = Bench(ops, cupy, given.repeats)
+    bench.check()
+    bench.measure_ceilings()
+    config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
+    shape = given.batch, given.length
+    parts = {
+        "ops": lambda: bench.op_rows(bench.cases(MYLLM_1B, *shape, 1 << 28)),
+        "step": lambda: bench.step(config, *shape, given.recompute),
+    }
+    if peer is not None:
+        small = dataclasses.replace(config, n_layers=min(2, config.n_layers))
+        check_peer(ops, peer, small, 1, min(given.length, 256))
+        parts["peer"] = lambda: bench.compare(peer, config, *shape, given.recompute)
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    about = (
+        f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}\n\n"
+        f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s"
+    )
+    return report.run(p, given, about, parts)
+
+
+def load_peer() -> Any:
+    """Return the module of PyTorch's side.
+
+    Raises
+    ------
+    ImportError
+        When PyTorch is missing, or cannot use the GPU.
+    """
+    try:
+        peer = importlib.import_module("accel.bench.peer")
+    except ImportError as error:
+        raise ImportError(f"--peer torch needs PyTorch: pip install torch ({error})") from error
+    why = peer.missing()
+    if why is not None:
+        raise ImportError(why)
+    return peer
+
+
+def check_peer(
+    ops: Ops, peer: Any, config: Config, B: int, T: int, *, device: str = "cuda"
+) -> None:
+    """Raise a ``ValueError`` when loss or gradients differ by more than bf16 explains."""
+    ours = Training(ops, config, B, T, clip=True)
+    given = config, ours.initial, ours.ids, ours.targets
+    theirs = peer.Peer(*given, kind="bf16", device=device)
+    # both round to 8 bits, each in some places of its own
+    ours.check("the model", 8 * 2**-8, *theirs.gradient())
+
+
+class Bench:
+    """The backend, and CuPy for its events and memory pool."""
+
+    copied = product = float("inf")  # the ceilings, a second
+
+    def __init__(self, ops: Any, cupy: Any, repeats: int):
+        self.ops, self.cupy, self.repeats = ops, cupy, repeats
+
+    def time(self, call: Function) -> float:
+        """Return the median seconds of a call on the GPU, after one that compiles."""
+        call()
+        return medians({"call": call}, self.repeats, self.between_events)["call"]
+
+    def between_events(self, call: Function) -> float:
+        """Return the seconds that the GPU spends on a call."""
+        begin, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return 1e-3 * float(self.cupy.cuda.get_elapsed_time(begin, end))
+
+    def wall(self, call: Function) -> float:
+        """Return the seconds until the GPU is done with a call, whichever library made it."""
+        self.cupy.cuda.Device().synchronize()
+        started = time.perf_counter()
+        call()
+        self.cupy.cuda.Device().synchronize()
+        return time.perf_counter() - started
+
+    def random(self, *shape: int) -> Array:
+        """Return a bf16 array; rows repeat, so that large ones are quick to make."""
+        n = int(np.prod(shape))
+        some = np.random.default_rng(0).standard_normal(min(n, 1 << 20)).astype(np.float32)
+        x: Array = np.resize(some, n).reshape(shape)
+        given: Array = self.ops.from_numpy(x, activation=True)
+        return given
+
+    def check(self) -> None:
+        """Compare attention at an awkward size with the reference, on this GPU."""
+        rng = np.random.default_rng(0)
+        sent = [
+            rng.standard_normal((1, 333, heads, 128)).astype(np.float32) for heads in (4, 2, 2, 4)
+        ]
+        given = [self.ops.from_numpy(x, activation=True) for x in sent]
+        exact = [self.ops.to_numpy(x).astype(np.float64) for x in given]
+        out, cache = self.ops.attention_forward(*given[:3])
+        want, want_cache = reference.attention_forward(*exact[:3])
+        got = [out, *self.ops.attention_backward(given[3], cache)]
+        wanted = [want, *reference.attention_backward(exact[3], want_cache)]
+        for a, b in zip(got, wanted, strict=True):  # bf16 gives 0.003
+            error = relative_error(self.ops.to_numpy(a), b)
+            check(
+                "attention on this GPU (try python -m pytest tests/gpu)",
+                error,
+                0.01,
+                "the reference",
+            )
+
+    def measure_ceilings(self, n: int = 1 << 29, m: int = 8192) -> None:
+        """Measure copying n floats and an m × m product."""
+        a, b = (zeros((n,), np.float32) for _ in range(2))
+        self.copied = 8 * n / self.time(lambda: copy(b, a))
+        x, y, out = (self.random(m, m) for _ in range(3))
+        self.product = 2 * m**3 / self.time(lambda: matmul(x, y, out))
+
+    def row(self, what: str, call: Function, moved: float, operations: float) -> Row:
+        """Time a call and hold it against the ceiling it has."""
+        seconds = self.time(call)
+        if operations:
+            speed, least = f"{operations / seconds / 1e12:.0f} TFLOP/s", operations / self.product
+        else:
+            rate = moved / seconds / 1e12
+            speed, least = f"{moved / 1e9:.2f} GB, {rate:.2f} TB/s", moved / self.copied
+        return Row(what, seconds, note=f"{speed}, {least / seconds:.0%} of the ceiling")
+
+    def op_rows(self, cases: Iterable[OpCase]) -> Iterator[Row]:
+        """Time ops, forward and backward each."""
+        for case in cases:
+            forward = case.forward(self.ops)
+            both = case.dout is not None
+            what = f"{case.what} forward" if both else case.what
+            yield self.row(what, forward, case.moved[0], case.operations[0])
+            if both:
+                backward = partial(
+                    getattr(self.ops, f"{case.op}_backward"), case.dout, forward()[1]
+                )
+                yield self.row(f"{case.what} backward", backward, case.moved[1], case.operations[1])
+
+    def cases(self, config: Config, B: int, T: int, flat_size: int) -> Iterator[OpCase]:
+        """Yield the ops of a layer, of the head and on flat buffers, at a model's shapes."""
+        ops, c = self.ops, config
+        N, D, F, V, d = B * T, c.d_model, c.d_ff, c.vocab_size, c.d_head
+        Hq, Hkv = c.n_heads, c.n_kv_heads
+        H = Hq + 2 * Hkv
+        x, half = self.random(B, T, D), self.random(B, T, F)
+        gain, bias = ops.from_numpy(np.ones(D, np.float32)), ops.from_numpy(np.zeros(D, np.float32))
+        key = DropoutKey(seed=0, step=1, sample=0, site=0)
+        eps = {"eps": c.norm_eps}
+
+        def bound(
+            op: str, arrays: Any, dout: Any, n: float, to: int, fro: int, **options: Any
+        ) -> OpCase:
+            """Return an op that moves so many bytes for each of n numbers."""
+            return OpCase(op, op, arrays, dout, options, moved=(to * n, fro * n))
+
+        yield bound("add", (x, x), None, N * D, 6, 0)._replace(what="add forward")
+        yield bound("rmsnorm", (x, gain), x, N * D, 4, 6, **eps)
+        yield bound("layernorm", (x, gain, bias), x, N * D, 4, 6, **eps)
+        yield bound("dropout", (x,), x, N * D, 4, 4, p=0.1, key=key)
+        for name in ("gelu", "gelu_tanh", "relu"):
+            yield bound(name, (half,), half, N * F, 4, 6)
+        yield bound("swiglu", (self.random(B, T, 2 * F),), half, N * F, 6, 10)
+        qkv = self.random(B, T, H, d)
+        turned = {"base": c.rope_base, "rotate_heads": Hq + Hkv}
+        yield bound("rope", (qkv,), qkv, N * H * d, 4, 4, **turned)
+
+        def attention(
+            what: str, arrays: Any, dout: Any, share: float = 1, **options: Any
+        ) -> OpCase:
+            """Return attention; its backward makes the scores again, five products for two."""
+            work = share * N * attention_flops(T, Hq, d, causal=True)
+            return OpCase(what, "attention", arrays, dout, options, operations=(work, 2.5 * work))
+
+        q, k, v = ops.split_heads_forward(qkv, heads=(Hq, Hkv, Hkv))[0]
+        do = self.random(B, T, Hq, d)
+        yield attention("attention (causal)", (q, k, v), do)
+        ids = np.broadcast_to(np.arange(T, dtype=np.int32) * 4 // T, (B, T))
+        documents = ops.from_numpy(np.ascontiguousarray(ids))
+        yield attention(
+            "attention (causal, 4 documents)", (q, k, v), do, 1 / 4, documents=documents
+        )
+        narrow = tuple(self.random(B, T, 2 * heads, d // 2) for heads in (Hq, Hkv, Hkv))
+        do = self.random(B, T, 2 * Hq, d // 2)
+        yield attention(f"attention (causal, width {d // 2})", narrow, do)
+        for name, wide, to in (("qkv", D, H * d), ("gate/up", D, 2 * F), ("down", F, D)):
+            a, w, dy = self.random(B, T, wide), self.random(wide, to), self.random(B, T, to)
+            work = (2.0 * N * wide * to, 4.0 * N * wide * to)
+            yield OpCase(f"linear ({name})", "linear", (a, w), dy, operations=work)
+        table = self.random(V, D)
+        ids = ops.from_numpy(np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32))
+        moved = (4.0 * N * D, 2.0 * N * D + 4.0 * V * D)
+        yield OpCase("embedding", "embedding", (ids, table), x, moved=moved)
+        loss = "linear_cross_entropy"
+        yield OpCase(loss, loss, (x, table, ids), operations=(6.0 * N * V * D, 0))
+        n = flat_size
+        flat = [zeros((n,), np.float32) for _ in range(4)]
+        copies = ops.parameters({"weight": flat[0].reshape(1, n)})  # while held, adamw writes them
+        options = {"step": 1, "n_decayed": n, **SETTINGS}
+        what = f"adamw ({n:,} parameters)"
+        yield OpCase(what, "adamw", tuple(flat), options=options, moved=(30.0 * n, 0))
+        del copies
+        yield OpCase(f"accumulate ({n:,})", "accumulate", tuple(flat[:2]), moved=(12.0 * n, 0))
+        yield OpCase(f"square_sums ({n:,})", "square_sums", (flat[0],), moved=(4.0 * n, 0))
+
+    def step(self, config: Config, B: int, T: int, recompute: Recompute = "none") -> Iterator[Row]:
+        """Time a training step, and look at the memory it needed."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
+        ours.step()  # shows how large the arena must be
+        work = B * T * training_flops(config, T, causal=True)
+        row = self.row(f"training step, {config.n_layers} layers", ours.step, 0, work)
+        yield row._replace(note=f"{B * T / row.ours:,.0f} tokens/s, {row.note}")
+        yield Row("its peak memory", self.ops.memory(), unit="B")
+
+    def compare(
+        self, peer: Any, config: Config, B: int, T: int, recompute: Recompute, **how: Any
+    ) -> Iterator[Row]:
+        """Time our training step and a peer's in turn: ours first, then last, and so on."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
+        for _ in range(2):
+            ours.step()
+        peer.forget_peak()
+        how = {"kind": "bf16", "device": "cuda", "compiled": True, "clip": True} | how
+        theirs = peer.Peer(config, ours.initial, ours.ids, ours.targets, **how)
+        for _ in range(3):  # the compiler, and its second thoughts
+            theirs.step()
+        sides = {"ours": ours.step, "theirs": theirs.step}
+        times = medians(sides, self.repeats, self.wall)
+        name = f"PyTorch {peer.torch.__version__}"
+        yield Row(f"training step / {name}", times["ours"], times["theirs"], 1.0)
+        yield Row(f"its peak memory / {name}", self.ops.memory(), peer.peak(), 1.0, "B")

@@ -1,0 +1,99 @@
+"""A model of ours in training on random tokens: what both backends' benchmarks step."""
+
+from typing import Any
+
+import numpy as np
+
+from accel.bench.timing import Array, check, relative_error
+from reference.blocks import Recompute
+from reference.config import Config
+from reference.global_norm import clip_scale
+from reference.model import loss_backward, loss_forward
+from reference.ops import Ops
+from reference.params import decoder_layout
+
+SETTINGS: dict[str, Any] = {
+    "lr": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+
+
+class Training:
+    """A model with its optimizer; all tokens of its one batch are targets.
+
+    Parameters
+    ----------
+    ops : Ops
+    config : Config
+    B, T : int
+    recompute : str
+    clip : bool
+        Clip the gradient to a global norm of 1.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        config: Config,
+        B: int,
+        T: int,
+        *,
+        recompute: Recompute = "none",
+        clip: bool = False,
+    ) -> None:
+        self.ops, self.config, self.recompute, self.clip = ops, config, recompute, clip
+        self.layout = decoder_layout(config)
+        flat = self.layout.init(0)
+        # far enough from the initial weights that no gradient is all rounding
+        flat[: self.layout.n_decayed] *= np.float32(3)
+        self.initial = self.layout.views(flat.copy())
+        self.master = ops.from_numpy(flat)
+        self.m, self.v, self.grad = (
+            ops.from_numpy(np.zeros(flat.shape, np.float32)) for _ in range(3)
+        )
+        rng = np.random.default_rng(0)
+        self.ids, self.targets = (
+            rng.integers(0, config.vocab_size, (B, T)).astype(np.int32) for _ in range(2)
+        )
+        self._given = ops.from_numpy(self.ids), ops.from_numpy(self.targets)
+        self.params = ops.parameters(self.layout.views(self.master))
+        self.steps = 0
+
+    def loss(self) -> float:
+        """Return the mean loss; the gradient of the sum is then in ``grad``."""
+        with self.ops.step():
+            loss, cache = loss_forward(
+                self.ops, self.params, self.config, *self._given, recompute=self.recompute
+            )
+            loss_backward(1.0, cache, self.layout.views(self.grad))
+            del cache
+        return loss.total / loss.n_valid
+
+    def step(self) -> None:
+        """Take a training step."""
+        self.loss()
+        self.steps += 1
+        n = self.ids.size
+        clipped = clip_scale(self.ops.global_norm(self.grad) / n, 1.0) if self.clip else 1.0
+        self.ops.adamw(
+            self.master,
+            self.m,
+            self.v,
+            self.grad,
+            step=self.steps,
+            n_decayed=self.layout.n_decayed,
+            grad_scale=clipped / n,
+            **SETTINGS,
+        )
+        self.params = self.ops.parameters(self.layout.views(self.master))
+
+    def check(self, what: str, limit: float, loss: float, gradients: dict[str, Array]) -> None:
+        """Raise a ``ValueError`` when a peer's mean loss or gradients differ by more."""
+        check(f"the loss of {what}", abs(self.loss() / loss - 1), limit)
+        found = self.layout.views(self.ops.to_numpy(self.grad) / np.float32(self.ids.size))
+        for name, gradient in gradients.items():
+            error = relative_error(found[name], gradient)
+            check(f"the gradient of {name} of {what}", error, limit)
