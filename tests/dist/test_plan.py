@@ -1,6 +1,5 @@
 """The arithmetic of the headline run."""
 
-import dataclasses
 import tomllib
 from dataclasses import replace
 
@@ -81,10 +80,3 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", preset, "--ranks", "2", "--set", "optim.clip=0.5"]) == 0
     assert "sent in a step" in capsys.readouterr().out
-
-
-def test_a_layer_with_a_window_keeps_its_keys_alone() -> None:
-    config = dataclasses.replace(MYLLM_1B, window=(1_024, 0) * 14)
-    assert kv_cache_bytes(config, 2) == 2 * 2 * 128 * 14 * (1_024 + 8_192) * 2
-    parts = forward_flops(config, 8_192, causal=False)
-    assert parts["attention"] == 4 * 14 * (1_024 + 8_192) * 1_792
