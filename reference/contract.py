@@ -115,6 +115,11 @@ class Op(NamedTuple):
         """The operands that are arrays."""
         return tuple(o for o in self.operands if o.kind != "object")
 
+    @property
+    def floats(self) -> tuple[Operand, ...]:
+        """The operands that hold floats."""
+        return tuple(o for o in self.operands if o.is_float)
+
     def reach(self, name: str) -> tuple[str, ...]:
         """Return the letters along which a NaN or infinity in an array stays where it is.
 
@@ -150,10 +155,10 @@ def number(
     below: float = math.inf,
 ) -> Option:
     """Declare a finite number; None passes when it is the default."""
-    rule = "be a finite number"
+    rule = "a finite number"
     rule += f" >= {at_least:g}" if at_least > -math.inf else ""
     rule += f" > {above:g}" if above > -math.inf else ""
-    rule = f"lie in [{at_least:g}, {below:g})" if below < math.inf else rule
+    rule = f"in [{at_least:g}, {below:g})" if below < math.inf else rule
 
     def take(op: str, value: Any, dims: Dims) -> Any:
         if value is None and default is None:
@@ -165,10 +170,11 @@ def number(
             except (TypeError, ValueError):
                 value = math.nan
         if not (math.isfinite(value) and value >= at_least and value > above and value < below):
-            raise ValueError(f"{op} must {rule}, got {given!r}")
+            verb = "lie" if below < math.inf else "be"
+            raise ValueError(f"{op} must {verb} {rule}, got {given!r}")
         return value
 
-    return Option(name, take, f"must {rule}", default)
+    return Option(name, take, rule, default)
 
 
 def integer(
@@ -219,7 +225,8 @@ class Pattern:
         self.trailing = tokens[-1:] == ["..."]
         self.axes = [(t[1:], 2) if t[0] == "2" else (t, 1) for t in tokens if t != "..."]
         self.letters = set(tokens)
-        self.text = f"({', '.join(text.split())}{',' if len(text.split()) == 1 else ''})"
+        alone = len(tokens) == 1 and not self.free
+        self.text = f"({', '.join(tokens)}{',' if alone else ''})"
 
     def fits(self, shape: tuple[int, ...], dims: Dims) -> bool:
         """Whether a shape has the sizes in ``dims``; letters met for the first time are added."""
@@ -295,16 +302,24 @@ def explain_shape(
 
 def table(ops: Iterable[Op]) -> str:
     """Return the ops as a Markdown table."""
-    lines = ["| op | takes | options | gives | gradients |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| op | computes | takes | options | gives | gradients of | a NaN stays in its own |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for op in ops:
         takes = [
             f"{o.name} {Pattern(o.shape).text if o.shape else ''}".strip() + "?" * o.optional
             for o in op.operands
         ]
         options = [
-            f"{o.name}" + ("" if o.default is REQUIRED else f" = {o.default}") for o in op.options
+            f"{o.name}: {o.range}" + ("" if o.default is REQUIRED else f" ({o.default})")
+            for o in op.options
         ]
         gives = op.out if op.out == "Loss" or not op.out else Pattern(op.out).text
-        cells = (", ".join(takes), ", ".join(options), gives, ", ".join(op.gradients))
+        reach = [
+            f"{o.name}: {' '.join(op.reach(o.name)) or 'nothing'}" for o in op.floats if op.out
+        ]
+        cells = (op.says.rstrip("."), ", ".join(takes), "; ".join(options), gives)
+        cells += (", ".join(op.gradients), "; ".join(reach))
         lines.append(f"| {op.name} | {' | '.join(cells)} |")
     return "\n".join(lines)

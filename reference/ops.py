@@ -146,7 +146,7 @@ def _object(name: str) -> Operand:
     return Operand(name, kind="object")
 
 
-_KEY = "a DropoutKey, when p > 0"
+_KEY = "a DropoutKey where p > 0"
 _MASK = Operand("mask", "...", "mask", optional=True)
 _TARGETS = Operand("targets", "...", "ids", below="V", where="mask")
 
@@ -185,7 +185,7 @@ OPS: dict[str, Op] = {
             "split_heads",
             "x cut along its heads into parts of ``heads`` heads each.",
             (_x("B T H d"),),
-            (passed("heads", "heads of each part, H in all"),),
+            (passed("heads", "integers, H in all"),),
             check=_parts,
         ),
         Op("merge_heads", "The heads of a token side by side.", (_x("B T H d"),), out="B T H·d"),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from reference.contract import table
+from reference.ops import OPS
 from tests.helpers import ROOT
 
 PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts)
@@ -24,3 +26,8 @@ def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> 
     for block in blocks:
         exec(compile(block, str(page), "exec"), {})
         assert capsys.readouterr().out  # each example shows something
+
+
+def test_the_table_of_ops_is_the_declarations() -> None:
+    page = (ROOT / "reference" / "README.md").read_text(encoding="utf-8")
+    assert table(OPS.values()) in page
