@@ -319,7 +319,7 @@ def table(ops: Iterable[Op]) -> str:
         reach = [
             f"{o.name}: {' '.join(op.reach(o.name)) or 'nothing'}" for o in op.floats if op.out
         ]
-        cells = (op.says.rstrip("."), ", ".join(takes), "; ".join(options), gives)
-        cells += (", ".join(op.gradients), "; ".join(reach))
+        cells = [op.says.rstrip("."), ", ".join(takes), "; ".join(options), gives]
+        cells += [", ".join(op.gradients), "; ".join(reach)]
         lines.append(f"| {op.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
