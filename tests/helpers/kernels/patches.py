@@ -1,586 +1,327 @@
-"""Mistakes that people make in kernels, as changes of the reference's text."""
+"""Mistakes that people make in kernels, as changes of the reference (patterns: ``rewrite.py``)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tests.helpers.kernels.rewrite import kernel_of, rewritten
 
 
 class Patch(NamedTuple):
-    """One mistake: in a file of the reference, this text becomes that."""
+    """One mistake: in a function of the reference, what has this form becomes that."""
 
     title: str
     op: str
     wrong: str  # a result that must be named
-    file: str
+    where: str  # forward, backward, or the function's own name
     old: str
     new: str
 
+    @property
+    def kernel(self) -> Any:
+        """The op with this mistake."""
+        changed = rewritten(self.op, self.where, self.old, self.new, self.title)
+        return kernel_of(self.op, changed, self.title)
 
-P = Patch
-PATCHES = [
-    P("scale is 1/d", "attention", "out", "attention", "1 / math.sqrt(d) if", "1 / d if"),
-    P(
-        "scale missing in dq",
-        "attention",
-        "dq",
-        "attention",
-        "dq = scale * (ds @ k)",
-        "dq = ds @ k",
-    ),
-    P(
-        "scale twice in dk",
-        "attention",
-        "dk",
-        "attention",
-        "dk = scale * np.sum",
-        "dk = scale * scale * np.sum",
-    ),
-    P(
-        "the option scale ignored",
-        "attention",
-        "out",
-        "attention",
-        "1 / math.sqrt(d) if scale is None else float(scale)",
-        "1 / math.sqrt(d)",
-    ),
-    P(
-        "mask leaves out the diagonal",
-        "attention",
-        "out",
-        "attention",
-        "(_distance(T, S) >= 0)",
-        "(_distance(T, S) > 0)",
-    ),
-    P(
-        "mask shows one key too many",
-        "attention",
-        "out",
-        "attention",
-        "(_distance(T, S) >= 0)",
-        "(_distance(T, S) >= -1)",
-    ),
-    P(
-        "causal from the top left",
-        "attention",
-        "out",
-        "attention",
-        "np.arange(S - T, S)[:, None]",
-        "np.arange(T)[:, None]",
-    ),
-    P(
-        "key mask turned around",
-        "attention",
-        "out",
-        "attention",
-        "tests.append(key_mask[:, None, :])",
-        "tests.append(~key_mask[:, None, :])",
-    ),
-    P(
-        "documents of the wrong queries",
-        "attention",
-        "out",
-        "attention",
-        "documents[:, S - T :, None] ==",
-        "documents[:, :T, None] ==",
-    ),
-    P(
-        "documents compared with ≥",
-        "attention",
-        "out",
-        "attention",
-        "S - T :, None] == documents",
-        "S - T :, None] >= documents",
-    ),
-    P(
-        "ALiBi with the wrong sign",
-        "attention",
-        "out",
-        "attention",
-        "s = s - alibi",
-        "s = s + alibi",
-    ),
-    P(
-        "ALiBi by distance either way",
-        "attention",
-        "out",
-        "attention",
-        "* _distance(T, S).astype(s.dtype)",
-        "* np.abs(_distance(T, S)).astype(s.dtype)",
-    ),
-    P(
-        "slopes in the wrong order of heads",
-        "attention",
-        "out",
-        "attention",
-        "alibi.reshape(Hkv, G, 1, 1)",
-        "alibi.reshape(G, Hkv).T.reshape(Hkv, G, 1, 1)",
-    ),
-    P(
-        "query heads interleaved over key heads",
-        "attention",
-        "out",
-        "attention",
-        "q = q.reshape(B, T, Hkv, G, d).transpose(0, 2, 3, 1, 4)",
-        "q = q.reshape(B, T, G, Hkv, d).transpose(0, 3, 2, 1, 4)",
-    ),
-    P(
-        "dv of the first head of a group only",
-        "attention",
-        "dv",
-        "attention",
-        "dv = np.sum(p_dropped.swapaxes(-1, -2) @ do, axis=2)",
-        "dv = (p_dropped.swapaxes(-1, -2) @ do)[:, :, 0]",
-    ),
-    P(
-        "mean over the group for sum in dk",
-        "attention",
-        "dk",
-        "attention",
-        "np.sum(ds.swapaxes(-1, -2) @ q, axis=2)",
-        "np.mean(ds.swapaxes(-1, -2) @ q, axis=2)",
-    ),
-    P(
-        "dropout missing in dP",
-        "attention",
-        "dq",
-        "attention",
-        "        dp = dp * dropout\n",
-        "        pass\n",
-    ),
-    P(
-        "dropout missing in dv",
-        "attention",
-        "dv",
-        "attention",
-        "p_dropped = p if dropout is None else p * dropout",
-        "p_dropped = p",
-    ),
-    P(
-        "no 1/(1 - p) in attention",
-        "attention",
-        "out",
-        "attention",
-        "keep.astype(p.dtype) / (1 - float(dropout_p))",
-        "keep.astype(p.dtype)",
-    ),
-    P(
-        "rows with nothing allowed give a mean",
-        "attention",
-        "out",
-        "attention",
-        "s = np.where(allowed, s, -np.inf)",
-        "s = np.where(allowed, s, -1e30)",
-    ),
-    P(
-        "no maximum taken off",
-        "attention",
-        "out",
-        "attention",
-        "np.where(top == -np.inf, 0, top)",
-        "np.where(top == -np.inf, 0, 0)",
-    ),
-    P(
-        "softmax backward without its mean",
-        "attention",
-        "dq",
-        "softmax",
-        "p * (dp - np.sum(dp * p, axis=-1, keepdims=True))",
-        "p * dp",
-    ),
-    P(
-        "softmax over the wrong axis",
-        "softmax",
-        "out",
-        "softmax",
-        "np.sum(e, axis=-1",
-        "np.sum(e, axis=0",
-    ),
-    P(
-        "ε outside the root",
-        "rmsnorm",
-        "out",
-        "rmsnorm",
-        "1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + float(eps))",
-        "1 / (np.sqrt(np.mean(x * x, axis=-1, keepdims=True)) + float(eps))",
-    ),
-    P(
-        "sum for mean of squares",
-        "rmsnorm",
-        "out",
-        "rmsnorm",
-        "np.mean(x * x, axis=-1",
-        "np.sum(x * x, axis=-1",
-    ),
-    P(
-        "the projection along n missing",
-        "rmsnorm",
-        "dx",
-        "rmsnorm",
-        "rstd * (dn - n * np.mean(dn * n, axis=-1, keepdims=True))",
-        "rstd * dn",
-    ),
-    P("gain missing in dx", "rmsnorm", "dx", "rmsnorm", "dn = dout * gain", "dn = dout"),
-    P(
-        "mean for sum in dgain",
-        "rmsnorm",
-        "dgain",
-        "rmsnorm",
-        "dgain = np.sum(",
-        "dgain = np.mean(",
-    ),
-    P(
-        "dgain of the first axis only",
-        "rmsnorm",
-        "dgain",
-        "rmsnorm",
-        "axis=tuple(range(dout.ndim - 1)))",
-        "axis=0).reshape(-1, dout.shape[-1])[0]",
-    ),
-    P("out= forgotten", "rmsnorm", "dgain", "rmsnorm", "    write_out(out, dgain)\n", "    pass\n"),
-    P(
-        "variance by D - 1",
-        "layernorm",
-        "out",
-        "layernorm",
-        "np.mean(centred * centred, axis=-1, keepdims=True)",
-        "np.sum(centred * centred, axis=-1, keepdims=True) / max(1, x.shape[-1] - 1)",
-    ),
-    P(
-        "mean(dn) missing",
-        "layernorm",
-        "dx",
-        "layernorm",
-        "dn - np.mean(dn, axis=-1, keepdims=True) - along_n",
-        "dn - along_n",
-    ),
-    P(
-        "the mean not taken off",
-        "layernorm",
-        "out",
-        "layernorm",
-        "centred = x - np.mean(x, axis=-1, keepdims=True)",
-        "centred = x + 0",
-    ),
-    P(
-        "dbias is dgain",
-        "layernorm",
-        "dbias",
-        "layernorm",
-        "dbias = np.sum(dout, axis=rows)",
-        "dbias = dgain",
-    ),
-    P(
-        "variance that cancels",
-        "layernorm",
-        "out",
-        "layernorm",
-        "np.mean(centred * centred, axis=-1, keepdims=True)",
-        "np.maximum(np.mean(x * x, axis=-1, keepdims=True)"
-        " - np.mean(x, axis=-1, keepdims=True) ** 2, 0)",
-    ),
-    P(
-        "sine with the wrong sign",
-        "rope",
-        "out",
-        "rope",
-        "out[:, :, :rotate_heads, 0::2] = even * cos - odd * sin",
-        "out[:, :, :rotate_heads, 0::2] = even * cos + odd * sin",
-    ),
-    P(
-        "start ignored",
-        "rope",
-        "out",
-        "rope",
-        "np.expand_dims(start, -1) + np.arange(length)",
-        "np.zeros_like(np.expand_dims(start, -1)) + np.arange(length)",
-    ),
-    P(
-        "positions from one",
-        "rope",
-        "out",
-        "rope",
-        "+ np.arange(length)",
-        "+ np.arange(1, length + 1)",
-    ),
-    P(
-        "the first row's start for all",
-        "rope",
-        "out",
-        "rope",
-        "np.expand_dims(start, -1)",
-        "np.reshape(start, -1)[:1]",
-    ),
-    P(
-        "the backward turns on",
-        "rope",
-        "dx",
-        "rope",
-        "cache.cos, -cache.sin",
-        "cache.cos, cache.sin",
-    ),
-    P(
-        "frequencies by j/d",
-        "rope",
-        "out",
-        "rope",
-        "-np.arange(0, d_head, 2) / d_head",
-        "-np.arange(0, d_head // 2) / d_head",
-    ),
-    P(
-        "angles in float32",
-        "rope",
-        "out",
-        "rope",
-        "angle = position[..., None, None] * omega",
-        "angle = position.astype(np.float32)[..., None, None] * omega.astype(np.float32)",
-    ),
-    P(
-        "all heads turn",
-        "rope",
-        "out",
-        "rope",
-        "return _rotate(x, cache.cos, cache.sin, cache.rotate_heads), cache",
-        "return _rotate(x, cache.cos, cache.sin, x.shape[2]), cache",
-    ),
-    P(
-        "gate and up swapped",
-        "swiglu",
-        "out",
-        "swiglu",
-        "gate, up = np.split(x, 2, axis=-1)\n    return",
-        "up, gate = np.split(x, 2, axis=-1)\n    return",
-    ),
-    P("gradients swapped", "swiglu", "dx", "swiglu", "[dgate, dup]", "[dup, dgate]"),
-    P(
-        "σ for its derivative",
-        "swiglu",
-        "dx",
-        "swiglu",
-        "sigma * (1 + gate * (1 - sigma))",
-        "sigma * (1 - sigma)",
-    ),
-    P("tanh form's constant", "gelu_tanh", "out", "gelu", "_A = 0.044715", "_A = 0.04471"),
-    P(
-        "the density missing",
-        "gelu",
-        "dx",
-        "gelu",
-        "_normal_cdf(x) + x * density",
-        "_normal_cdf(x)",
-    ),
-    P("gradient at the kink", "relu", "dx", "relu", "cache.x > 0", "cache.x >= 0"),
-    P(
-        "scale missing in the backward",
-        "scale",
-        "dx",
-        "scale",
-        "return dout * cache.factor",
-        "return dout",
-    ),
-    P(
-        "broadcast not summed",
-        "add",
-        "db",
-        "add",
-        "if n == 1 and dout.shape[i + new] != 1]",
-        "if False]\n    if dout.shape != shape:\n"
-        "        first = tuple(slice(0, n) for n in ((1,) * new + shape))\n"
-        "        return np.asarray(dout[first]).reshape(shape)",
-    ),
-    P(
-        "repeated ids overwrite",
-        "embedding",
-        "dtable",
-        "embedding",
-        "np.add.at(dtable, cache.ids.reshape(-1), dout.reshape(-1, cache.table_shape[1]))",
-        "dtable[cache.ids.reshape(-1)] = dout.reshape(-1, cache.table_shape[1])",
-    ),
-    P("tied gradient forgotten", "embedding", "dtable", "embedding", "dtable += out", "pass"),
-    P(
-        "dx with W",
-        "linear",
-        "dx",
-        "linear",
-        "dx = dout @ weight.T",
-        "dx = dout @ (weight if weight.shape[0] == weight.shape[1] else weight.T)",
-    ),
-    P(
-        "bias gradient over the wrong axis",
-        "linear",
-        "dbias",
-        "linear",
-        "dbias = np.sum(rows, axis=0)",
-        "dbias = np.sum(dout, axis=0).reshape(-1, weight.shape[1])[0]",
-    ),
-    P(
-        "bias left out",
-        "linear",
-        "out",
-        "linear",
-        "        out = out + bias\n    return out, LinearCache",
-        "        pass\n    return out, LinearCache",
-    ),
-    P(
-        "mean for sum in the loss",
-        "linear_cross_entropy",
-        "total",
-        "linear_cross_entropy",
-        "return Loss(total, int(np.sum(mask)))",
-        "return Loss(total / max(1, int(np.sum(mask))), int(np.sum(mask)))",
-    ),
-    P(
-        "masked targets counted",
-        "linear_cross_entropy",
-        "n_valid",
-        "linear_cross_entropy",
-        "int(np.sum(mask))), cache",
-        "int(mask.size)), cache",
-    ),
-    P(
-        "dloss ignored",
-        "linear_cross_entropy",
-        "dx",
-        "linear_cross_entropy",
-        "mask[rows]) * float(dloss)",
-        "mask[rows])",
-    ),
-    P(
-        "one-hot forgotten",
-        "linear_cross_entropy",
-        "dx",
-        "cross_entropy",
-        "np.take_along_axis(p, at_target, axis=-1) - 1",
-        "np.take_along_axis(p, at_target, axis=-1)",
-    ),
-    P(
-        "masked rows pass a gradient",
-        "linear_cross_entropy",
-        "dx",
-        "cross_entropy",
-        "return np.where(mask[..., None], p, 0)",
-        "return p",
-    ),
-    P(
-        "the last chunk lost",
-        "linear_cross_entropy",
-        "total",
-        "linear_cross_entropy",
-        "for i in range(0, n_rows, CHUNK_ROWS))",
-        "for i in range(0, max(1, n_rows - CHUNK_ROWS + 1), CHUNK_ROWS))",
-    ),
-    P(
-        "dhead of the last chunk only",
-        "linear_cross_entropy",
-        "dhead",
-        "linear_cross_entropy",
-        "dhead += dz.T @ x[rows]",
-        "dhead = dz.T @ x[rows]",
-    ),
-    P(
-        "dropout keeps what it should drop",
-        "dropout",
-        "out",
-        "philox",
-        ">= threshold)",
-        "< threshold)",
-    ),
-    P(
-        "no 1/(1 - p)",
-        "dropout",
-        "out",
-        "dropout",
-        "np.where(keep, x / (1 - float(p)), 0)",
-        "np.where(keep, x, 0)",
-    ),
-    P("no 1/(1 - p) in the backward", "dropout", "dx", "dropout", "dout / (1 - cache.p)", "dout"),
-    P(
-        "the sample's number ignored",
-        "dropout",
-        "out",
-        "philox",
-        "sample = key.sample + np.arange(batch)",
-        "sample = np.arange(batch)",
-    ),
-    P("the high half of the seed lost", "dropout", "out", "philox", "key.seed >> 32)", "0)"),
-    P(
-        "heads cut in the wrong order",
-        "split_heads",
-        "out[0]",
-        "heads",
-        "np.split(x, np.cumsum(heads)[:-1], axis=2)",
-        "np.split(x, np.cumsum(heads)[:-1], axis=2)[::-1]",
-    ),
-    P(
-        "heads after tokens",
-        "merge_heads",
-        "out",
-        "heads",
-        "x.reshape(batch, length, n_heads * d_head)",
-        "x.swapaxes(2, 3).reshape(batch, length, n_heads * d_head)",
-    ),
-    P(
-        "ε inside the root",
-        "adamw",
-        "master",
-        "adamw",
-        "(np.sqrt(v_hat) + eps)",
-        "np.sqrt(v_hat + eps)",
-    ),
-    P(
-        "no bias correction",
-        "adamw",
-        "master",
-        "adamw",
-        "m_hat = m / (1 - beta1**step)",
-        "m_hat = m / 1",
-    ),
-    P(
-        "coupled decay",
-        "adamw",
-        "v",
-        "adamw",
-        "g = grad * float(grad_scale)",
-        "g = grad * float(grad_scale) + weight_decay * master",
-    ),
-    P(
-        "everything decays",
-        "adamw",
-        "master",
-        "adamw",
-        "update[:n_decayed] += float(weight_decay) * master[:n_decayed]",
-        "update += weight_decay * master",
-    ),
-    P("clipping forgotten", "adamw", "m", "adamw", "g = grad * float(grad_scale)", "g = grad"),
-    P("v of g rather than g²", "adamw", "v", "adamw", "(1 - beta2) * g * g", "(1 - beta2) * g"),
-    P(
-        "float32 sums",
-        "square_sums",
-        "out",
-        "global_norm",
-        "x.astype(np.float64) ** 2",
-        "x.astype(np.float32) ** 2",
-    ),
-    P(
-        "blocks off by one",
-        "square_sums",
-        "out",
-        "global_norm",
-        "squares[i : i + SUM_BLOCK]",
-        "squares[i : i + SUM_BLOCK - 1]",
-    ),
-    P(
-        "no root",
-        "global_norm",
-        "out",
-        "global_norm",
-        "return math.sqrt(float(np.sum(square_sums(x))))",
-        "return float(np.sum(square_sums(x)))",
-    ),
-    P("assigned, not added", "accumulate", "dst", "accumulate", "dst += src", "dst[...] = src"),
-    P(
-        "bias left out of the logits",
-        "logits",
-        "out",
-        "linear",
-        "        out = out + bias\n    return out\n",
-        "        pass\n    return out\n",
-    ),
-]
+
+def _read(block: str) -> Patch:
+    """Return the mistake that three lines describe: op: title | wrong | where, old, new."""
+    first, old, new = block.splitlines()
+    what, wrong, where = first.split(" | ")
+    op, title = what.split(": ", 1)
+    return Patch(title, op, wrong, where, old.strip(), new.strip())
+
+
+_TABLE = """
+attention: scale missing in dq | dq | backward
+    s_ * (d_ @ k_)
+    d_ @ k_
+
+attention: scale twice in dk | dk | backward
+    s_ * np.sum(m_, axis=2)
+    s_ * s_ * np.sum(m_, axis=2)
+
+attention: mask leaves out the diagonal | out | allowed
+    d_ >= 0
+    d_ > 0
+
+attention: mask shows one key too many | out | allowed
+    d_ >= 0
+    d_ >= -1
+
+attention: causal from the top left | out | distance
+    np.arange(S_ - T_, S_)
+    np.arange(T_)
+
+attention: key mask turned around | out | allowed
+    a_ & m_[:, None, :]
+    a_ & ~m_[:, None, :]
+
+attention: documents of the wrong queries | out | allowed
+    a_[:, S_ - T_ :, None]
+    a_[:, :T_, None]
+
+attention: documents compared with ≥ | out | allowed
+    a_[:, s_:, None] == b_
+    a_[:, s_:, None] >= b_
+
+attention: ALiBi with the wrong sign | out | forward
+    s_ - m_ * d_.astype(t_)
+    s_ + m_ * d_.astype(t_)
+
+attention: ALiBi by distance either way | out | forward
+    m_ * d_.astype(t_)
+    m_ * np.abs(d_).astype(t_)
+
+attention: slopes in the wrong order of heads | out | forward
+    a_.reshape(H_, G_, 1, 1)
+    a_.reshape(G_, H_).T.reshape(H_, G_, 1, 1)
+
+attention: query heads interleaved over key heads | out | forward
+    q_.reshape(B_, T_, H_, G_, d_).transpose(0, 2, 3, 1, 4)
+    q_.reshape(B_, T_, G_, H_, d_).transpose(0, 3, 2, 1, 4)
+
+attention: dv of the first head of a group only | dv | backward
+    dv = np.sum(m_, axis=2)
+    dv = m_[:, :, 0]
+
+attention: mean over the group for sum in dk | dk | backward
+    s_ * np.sum(m_, axis=2)
+    s_ * np.mean(m_, axis=2)
+
+attention: dropout missing in dP | dq | backward
+    x_ = x_ * y_
+    pass
+
+attention: dropout missing in dv | dv | backward
+    p_ if c_ is None else p_ * c_
+    p_
+
+attention: no 1/(1 - p) in attention | out | forward
+    k_.astype(t_) / (1 - p_)
+    k_.astype(t_)
+
+attention: rows with nothing allowed give a mean | out | forward
+    np.where(a_, s_, -np.inf)
+    np.where(a_, s_, -1e30)
+
+attention: no maximum taken off | out | forward
+    np.where(c_, 0, m_)
+    np.where(c_, 0, 0)
+
+attention: softmax backward without its mean | dq | softmax_backward
+    p_ * (d_ - np.sum(d_ * p_, axis=-1, keepdims=True))
+    p_ * d_
+
+rmsnorm: ε outside the root | out | forward
+    np.sqrt(m_ + e_)
+    (np.sqrt(m_) + e_)
+
+rmsnorm: sum for mean of squares | out | forward
+    np.mean(x_ * x_, axis=-1, keepdims=True)
+    np.sum(x_ * x_, axis=-1, keepdims=True)
+
+rmsnorm: the projection along n missing | dx | backward
+    r_ * (d_ - n_ * m_)
+    r_ * d_
+
+rmsnorm: gain missing in dx | dx | backward
+    dn = d_ * g_
+    dn = d_
+
+rmsnorm: mean for sum in dgain | dgain | backward
+    np.sum(p_, axis=tuple(a_))
+    np.mean(p_, axis=tuple(a_))
+
+rmsnorm: dgain of the first axis only | dgain | backward
+    np.sum(p_, axis=tuple(a_))
+    np.sum(p_, axis=0).reshape(-1, p_.shape[-1])[0]
+
+layernorm: variance by D - 1 | out | forward
+    np.mean(x_ * x_, axis=-1, keepdims=True)
+    np.sum(x_ * x_, axis=-1, keepdims=True) / max(1, x_.shape[-1] - 1)
+
+layernorm: mean(dn) missing | dx | backward
+    d_ - np.mean(d_, axis=-1, keepdims=True) - a_
+    d_ - a_
+
+layernorm: the mean not taken off | out | forward
+    x_ - np.mean(x_, axis=-1, keepdims=True)
+    x_ + 0
+
+layernorm: dbias is dgain | dbias | backward
+    np.sum(d__, axis=rows)
+    np.sum(d__ * n, axis=rows)
+
+layernorm: variance that cancels | out | forward
+    np.mean(x_ * x_, axis=-1, keepdims=True)
+    np.maximum(np.mean(x * x, axis=-1, keepdims=True) - np.mean(x, axis=-1, keepdims=True) ** 2, 0)
+
+rope: sine with the wrong sign | out | _rotate
+    e_ * c_ - o_ * s_
+    e_ * c_ + o_ * s_
+
+rope: start ignored | out | forward
+    np.expand_dims(s_, -1)
+    np.zeros_like(np.expand_dims(s_, -1))
+
+rope: positions from one | out | forward
+    s_ + np.arange(n_)
+    s_ + np.arange(1, n_ + 1)
+
+rope: the first row's start for all | out | forward
+    np.expand_dims(s_, -1)
+    np.reshape(s_, -1)[:1]
+
+rope: the backward turns on | dx | backward
+    -s_
+    s_
+
+rope: frequencies by j/d | out | forward
+    np.arange(0, d_, 2)
+    np.arange(0, d_ // 2)
+
+rope: angles in float32 | out | forward
+    p_[..., None, None] * w_
+    np.float32(p_)[..., None, None] * np.float32(w_)
+
+rope: all heads turn | out | forward
+    _rotate(x_, c_, s_, h_)
+    _rotate(x_, c_, s_, x_.shape[2])
+
+swiglu: gate and up swapped | out | forward
+    a_, b_ = f_(x_, 2, axis=-1)
+    b_, a_ = f_(x_, 2, axis=-1)
+
+swiglu: gradients swapped | dx | backward
+    [g_, u_]
+    [u_, g_]
+
+swiglu: σ for its derivative | dx | backward
+    1 + g_ * (1 - s_)
+    1 - s_
+
+gelu: the density missing | dx | backward
+    c_ + x_ * d_
+    c_
+
+relu: gradient at the kink | dx | backward
+    x_ > 0
+    x_ >= 0
+
+scale: scale missing in the backward | dx | backward
+    d_ * f_
+    d_
+
+dropout: no 1/(1 - p) | out | forward
+    x_ / (1 - p_)
+    x_
+
+dropout: no 1/(1 - p) in the backward | dx | backward
+    d_ / (1 - p_)
+    d_
+
+dropout: dropout keeps what it should drop | out | keep_mask
+    w_ >= t_
+    w_ < t_
+
+dropout: the sample's number ignored | out | keep_mask
+    k_.sample + n_
+    n_
+
+dropout: the high half of the seed lost | out | keep_mask
+    k_.seed >> 32
+    0
+
+embedding: repeated ids overwrite | dtable | backward
+    np.add.at(t_, i_, d_)
+    t_.__setitem__(i_, d_)
+
+linear: dx with W | dx | backward
+    d_ @ w_.T
+    d_ @ (w_ if w_.shape[0] == w_.shape[1] else w_.T)
+
+linear: bias left out | out | forward
+    y_ = y_ + b_
+    pass
+
+split_heads: heads cut in the wrong order | out[0] | forward
+    np.split(x_, n_, axis=2)
+    np.split(x_, n_, axis=2)[::-1]
+
+merge_heads: heads after tokens | out | forward
+    x_.reshape(B_, T_, H_ * d_)
+    x_.swapaxes(2, 3).reshape(B_, T_, H_ * d_)
+
+linear_cross_entropy: mean for sum in the loss | total | forward
+    Loss(t_, n_)
+    Loss(t_ / max(1, n_), n_)
+
+linear_cross_entropy: masked targets counted | n_valid | forward
+    Loss(t_, int(np.sum(m_)))
+    Loss(t_, int(m_.size))
+
+linear_cross_entropy: dloss ignored | dx | backward
+    z_ * float(d_)
+    z_
+
+linear_cross_entropy: one-hot forgotten | dx | dlogits
+    np.take_along_axis(p_, t_, axis=-1) - 1
+    np.take_along_axis(p_, t_, axis=-1)
+
+linear_cross_entropy: masked rows pass a gradient | dx | dlogits
+    np.where(m_[..., None], p_, 0)
+    p_
+
+linear_cross_entropy: the last chunk lost | total | _chunks
+    range(0, n_, c_)
+    range(0, max(1, n_ - c_ + 1), c_)
+
+linear_cross_entropy: dhead of the last chunk only | dhead | backward
+    h_ += z_.T @ x_
+    h_ = z_.T @ x_
+
+softmax: softmax over the wrong axis | out | softmax
+    np.sum(e_, axis=-1, keepdims=True)
+    np.sum(e_, axis=0, keepdims=True)
+
+adamw: ε inside the root | master | adamw
+    np.sqrt(v_) + e_
+    np.sqrt(v_ + e_)
+
+adamw: no bias correction | master | adamw
+    m_ / (1 - beta1**step)
+    m_ / 1
+
+adamw: coupled decay | v | adamw
+    grad * s_
+    grad * s_ + weight_decay * master
+
+adamw: everything decays | master | adamw
+    u_[:n_] += w_ * m_[:n_]
+    u_ += w_ * m_
+
+adamw: clipping forgotten | m | adamw
+    grad * s_
+    grad
+
+adamw: v of g rather than g² | v | adamw
+    b_ * g_ * g_
+    b_ * g_
+
+square_sums: float32 sums | out | square_sums
+    x_.astype(np.float64) ** 2
+    x_.astype(np.float32) ** 2
+
+square_sums: blocks off by one | out | square_sums
+    s_[i_ : i_ + b_]
+    s_[i_ : i_ + b_ - 1]
+
+global_norm: no root | out | global_norm
+    math.sqrt(x_)
+    x_
+
+accumulate: assigned, not added | dst | accumulate
+    dst += src
+    dst[...] = src
+"""
+
+PATCHES = [_read(block) for block in _TABLE.strip().split("\n\n")]

@@ -3,6 +3,7 @@
 Each is the reference with something done to its arguments or its results under one condition.
 """
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,9 @@ import numpy as np
 
 from accel.tolerance import round_bf16
 from reference import ops
-from reference.attention import AttentionCache
 from reference.model import decode_step as compose
 from reference.types import Array, KVCache, Loss
+from tests.helpers.kernels.rewrite import kernel_of
 from tests.helpers.kernels.wrong import Written
 
 SUBTLE: list[Written] = []
@@ -21,23 +22,33 @@ SUBTLE: list[Written] = []
 
 def changed(op: str, **functions: Callable[..., Any]) -> Any:
     """Return an op of the reference with functions replaced."""
-    names = [f"{op}_forward", f"{op}_backward", op]
-    found = {n: getattr(ops, n) for n in names if hasattr(ops, n)}
-    return SimpleNamespace(**{**found, **functions})
+    return kernel_of(op, ops, op, **functions)
 
 
 def after(title: str, op: str, wrong: str, dtype: str = "float32") -> Any:
-    """Register a change of what a backward returns: f(gradients, dout, cache) in place."""
+    """Register a change of what a backward returns: f(gradients, dout, arguments) in place.
+
+    The arguments are the forward's, by name: what a cache holds is the reference's own affair.
+    """
+    real = getattr(ops, f"{op}_forward")
+
+    def forward(*args: Any, **options: Any) -> Any:
+        bound = inspect.signature(real).bind(*args, **options)
+        bound.apply_defaults()
+        out, cache = real(*args, **options)
+        return out, (cache, SimpleNamespace(**bound.arguments))
+
+    forward.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
 
     def register(spoil: Callable[[list[Array], Any, Any], None]) -> None:
         def backward(dout: Any, cache: Any, **options: Any) -> Any:
-            result = getattr(ops, f"{op}_backward")(dout, cache, **options)
+            result = getattr(ops, f"{op}_backward")(dout, cache[0], **options)
             found = [result] if isinstance(result, np.ndarray) else list(result)
             found = [None if g is None else g.copy() for g in found]
-            spoil(found, dout, cache)
+            spoil(found, dout, cache[1])
             return found[0] if len(found) == 1 else tuple(found)
 
-        kernel = changed(op, **{f"{op}_backward": backward})
+        kernel = changed(op, **{f"{op}_forward": forward, f"{op}_backward": backward})
         SUBTLE.append(Written(title, op, wrong, kernel, dtype))
 
     return register
@@ -47,8 +58,6 @@ def before(title: str, op: str, wrong: str, dtype: str = "float32", name: str = 
     """Register a change of a forward's arguments: f(arguments by name) in place."""
 
     def register(spoil: Callable[[dict[str, Any]], None]) -> None:
-        import inspect
-
         what = f"{op}_forward" if hasattr(ops, f"{op}_forward") else op
         real = getattr(ops, what)
 
@@ -78,34 +87,43 @@ def whole(title: str, op: str, wrong: str, dtype: str = "float32") -> Any:
 
 
 @after("dk of one head lost in groups of three", "attention", "dk")
-def _(found: list[Array], dout: Array, cache: AttentionCache) -> None:
-    if cache.q.shape[2] == 3:
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    if a.q.shape[2] == 3 * a.k.shape[2]:
         found[1] *= np.float32(2 / 3)
 
 
 @after("dk of masked keys not zero", "attention", "dk")
-def _(found: list[Array], dout: Array, cache: AttentionCache) -> None:
-    found[1][:] = np.where(cache.p.any(axis=(2, 3)).swapaxes(1, 2)[..., None], found[1], 1e-3)
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    out, cache = ops.attention_forward(**{**vars(a), "dropout_p": 0.0})
+    seen = ops.attention_backward(np.ones_like(out), cache)[2].any(axis=-1, keepdims=True)
+    found[1][:] = np.where(seen, found[1], 1e-3)
 
 
 @after("the last of an odd number of keys left out of dq", "attention", "dq")
-def _(found: list[Array], dout: Array, cache: AttentionCache) -> None:
-    S = cache.k.shape[-2]
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    B, S = a.k.shape[:2]
     if S > 32 and S % 2:
-        short = cache._replace(
-            k=cache.k[..., :-1, :],
-            v=cache.v[..., :-1, :],
-            p=cache.p[..., :-1],
-            dropout=None if cache.dropout is None else cache.dropout[..., :-1],
-        )
+        seen = np.ones((B, S), np.bool_) if a.key_mask is None else a.key_mask.copy()
+        seen[:, -1] = False
+        _, short = ops.attention_forward(**{**vars(a), "key_mask": seen})
         found[0][:] = ops.attention_backward(dout, short)[0]
 
 
 @after("P of the backward off by 2e-4", "attention", "dv")
-def _(found: list[Array], dout: Array, cache: AttentionCache) -> None:
-    if cache.p.shape[-1] > 16:
-        p = (cache.p * np.float32(1.0002)).astype(cache.p.dtype)
-        found[2][:] = ops.attention_backward(dout, cache._replace(p=p))[2]
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    if a.k.shape[1] > 16:
+        found[2] *= np.asarray(1.0002, found[2].dtype)
+
+
+@before("scale is 1/d", "attention", "out")
+def _(a: dict[str, Any]) -> None:
+    if a["scale"] is None:
+        a["scale"] = 1 / a["q"].shape[-1]
+
+
+@before("the option scale ignored", "attention", "out")
+def _(a: dict[str, Any]) -> None:
+    a["scale"] = None
 
 
 @before("documents of the batch's first row for all", "attention", "out")
@@ -183,6 +201,13 @@ _tiled("bf16: a small tile on the diagonal taken for a whole one", "out", 16, Fa
 # ---- the other differentiable ops ----------------------------------------------------------------
 
 
+@after("broadcast not summed", "add", "db")
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    new = dout.ndim - a.b.ndim
+    first = tuple(slice(0, n) for n in (1,) * new + a.b.shape)
+    found[1][:] = dout[first].reshape(a.b.shape)
+
+
 @before("rotate_heads = 0 taken for all", "rope", "out")
 def _(a: dict[str, Any]) -> None:
     a["rotate_heads"] = a["rotate_heads"] or None
@@ -199,8 +224,9 @@ def _(a: dict[str, Any]) -> None:
 
 
 @after("the backward turns all heads", "rope", "dx")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    found[0][:] = ops.rope_backward(dout, cache._replace(rotate_heads=dout.shape[2]))
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    _, cache = ops.rope_forward(a.x, base=a.base, start=a.start)
+    found[0][:] = ops.rope_backward(dout, cache)
 
 
 @before("ε rounded to float32", "rmsnorm", "out", "float64")
@@ -209,34 +235,41 @@ def _(a: dict[str, Any]) -> None:
 
 
 @after("dgain of the first 128 rows only", "rmsnorm", "dgain")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    n = (cache.x * cache.rstd * dout).reshape(-1, dout.shape[-1])
-    found[1][:] = n[:128].sum(axis=0)
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    n = ops.rmsnorm_forward(a.x, np.ones_like(a.gain), eps=a.eps)[0]
+    found[1][:] = (n * dout).reshape(-1, dout.shape[-1])[:128].sum(axis=0)
 
 
 @after("a dout that is not contiguous read as if it were", "rmsnorm", "dx")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
+def _(found: list[Array], dout: Array, a: Any) -> None:
     if dout.base is not None and dout.base.size == dout.size and not dout.flags.c_contiguous:
         wrong = dout.base.reshape(dout.shape)
+        cache = ops.rmsnorm_forward(a.x, a.gain, eps=a.eps)[1]
         found[0][:] = ops.rmsnorm_backward(wrong, cache)[0]
 
 
 @after("dbias of the batch's last row only", "layernorm", "dbias")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
+def _(found: list[Array], dout: Array, a: Any) -> None:
     if dout.ndim > 2:
         found[2][:] = dout[-1].reshape(-1, dout.shape[-1]).sum(axis=0)
 
 
 @after("dweight without the last of an odd number of rows", "linear", "dweight")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
+def _(found: list[Array], dout: Array, a: Any) -> None:
     rows = dout.reshape(-1, dout.shape[-1])
     if len(rows) % 2 and len(rows) > 16:
-        found[1] -= np.outer(cache.x.reshape(-1, cache.x.shape[-1])[-1], rows[-1])
+        found[1] -= np.outer(a.x.reshape(-1, a.x.shape[-1])[-1], rows[-1])
 
 
 @after("dx by a weight rounded to bf16", "linear", "dx")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    found[0][:] = dout @ round_bf16(cache.weight).T
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    found[0][:] = dout @ round_bf16(a.weight).T
+
+
+@after("bias gradient over the wrong axis", "linear", "dbias")
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    if found[2] is not None:
+        found[2][:] = np.sum(dout, axis=0).reshape(-1, dout.shape[-1])[0]
 
 
 def _weights_by_shape() -> Any:
@@ -253,14 +286,14 @@ SUBTLE.append(Written("packed weights kept by shape", "linear", "out", _weights_
 
 
 @after("the last id's row left out", "embedding", "dtable")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
+def _(found: list[Array], dout: Array, a: Any) -> None:
     if len(found[0]) > 16:
         found[0][-1] = 0
 
 
 @after("an id counted 32 times at most", "embedding", "dtable")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    ids, rows = cache.ids.reshape(-1), dout.reshape(-1, dout.shape[-1])
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    ids, rows = a.ids.reshape(-1), dout.reshape(-1, dout.shape[-1])
     for i in np.unique(ids):
         for at in np.flatnonzero(ids == i)[32:]:
             found[0][i] -= rows[at]
@@ -273,16 +306,16 @@ def linear_cross_entropy_forward(*args: Any, **options: Any) -> Any:
 
 
 @after("dbias of masked rows, too", "linear_cross_entropy", "dbias")
-def _(found: list[Array], dout: float, cache: Any) -> None:
+def _(found: list[Array], dout: float, a: Any) -> None:
     if found[2] is not None:
         _, everybody = ops.linear_cross_entropy_forward(
-            cache.x, cache.head, np.maximum(cache.targets, 0), None, cache.bias
+            a.x, a.head, np.maximum(a.targets, 0), None, a.bias
         )
         found[2][:] = ops.linear_cross_entropy_backward(dout, everybody)[2]
 
 
 @after("the sign of dloss lost", "linear_cross_entropy", "dx")
-def _(found: list[Array], dout: float, cache: Any) -> None:
+def _(found: list[Array], dout: float, a: Any) -> None:
     found[0] *= np.sign(dout)
 
 
@@ -295,8 +328,8 @@ def swiglu_forward(x: Array) -> Any:
 
 
 @after("x² for 3x² in the slope", "gelu_tanh", "dx")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    x = cache.x
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    x = a.x
     c = np.asarray(np.sqrt(2 / np.pi), x.dtype)
     t = np.tanh(c * (x + np.asarray(0.044715, x.dtype) * x**3))
     inner = c * (1 + np.asarray(0.044715, x.dtype) * x * x)
@@ -310,12 +343,17 @@ def _(a: dict[str, Any]) -> None:
 
 
 @after("no 1/(1 - p) where p is a half", "dropout", "dx")
-def _(found: list[Array], dout: Array, cache: Any) -> None:
-    if cache.p == 0.5:
+def _(found: list[Array], dout: Array, a: Any) -> None:
+    if a.p == 0.5:
         found[0] *= 0.5
 
 
 # ---- without a backward --------------------------------------------------------------------------
+
+
+@before("bias left out of the logits", "logits", "out")
+def _(a: dict[str, Any]) -> None:
+    a["bias"] = None
 
 
 @before("nothing decays taken for everything", "adamw", "master")
