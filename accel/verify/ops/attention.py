@@ -32,7 +32,8 @@ def generate(draw: Draw) -> Draft:
     A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
     where they are below zero and values are above, so that a key of zeros draws all attention.
     """
-    lengths = (*LENGTHS, 257)  # a window leaves whole tiles of the longest unseen
+    # a window leaves whole tiles of the longest unseen
+    lengths = (*LENGTHS, 257) if draw.offers("window") else LENGTHS
     T = draw.pick(lengths)
     relation = draw.pick(("S = T", "S > T", "any"))
     S = T

@@ -1,5 +1,6 @@
 """Cases of decode_step: whole decoding steps, for every member of the family."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values, write_kv
+from accel.verify.contract import Case
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values, write_kv
 from accel.verify.ops.kv_cache import LENGTHS, parameters, small_model
-from reference import ops
+from reference import kv, ops
 from reference.model import decode_step as compose
 from reference.types import Array, KVCache
 
@@ -17,22 +19,33 @@ WEIGHT = 0.5
 CUTS = "B S"
 SAMPLES = 16  # runs with perturbed results
 
-mistakes = write_kv.misplaced
-
 
 def generate(draw: Draw) -> Draft:
-    """The cache is full: what stands at the token's place and beyond is stale, and loud."""
-    B, room = draw.pick((1, 2, 3)), draw.pick(LENGTHS)
-    config = small_model(draw, room)
+    """The cache is full: slots that no token fills, and the token's own, are stale, and loud."""
+    B, length = draw.pick((1, 2, 3)), draw.pick(LENGTHS)
+    config = small_model(draw, length)
+    n_slots = kv.slots(config, 0, length)
+    shape = (config.n_layers, B, n_slots, config.n_kv_heads, config.d_head)
+    room = kv.room(config, KVCache([*np.zeros(shape)], [*np.zeros(shape)]))
     position = write_kv.places(draw, B, room, 1)
-    shape = (config.n_layers, B, room, config.n_kv_heads, config.d_head)
-    stale = np.arange(room) >= np.broadcast_to(position, (B,))[:, None]
-    loud = np.where(stale, 3.0, 1.0)[..., None, None]
+    at = np.broadcast_to(position, (B,))
+    held = kv.held(at, n_slots)
+    loud = np.where((held < 0) | (held == at[:, None]), 3.0, 1.0)[..., None, None]
     arrays: dict[str, Any] = parameters(draw, config)
     arrays["token"] = draw.rng.integers(0, config.vocab_size, B).astype(np.int32)
     arrays["cache.k"] = draw.rounded(draw.rng.standard_normal(shape) * loud)
     arrays["cache.v"] = draw.rounded(draw.rng.standard_normal(shape) * loud)
     return Draft(arrays, {"config": config, "position": position})
+
+
+def mistakes(case: Case) -> Mistakes:
+    yield from write_kv.misplaced(case)
+    config = case.options["config"]
+    if config.qk_norm:
+        left_out = dataclasses.replace(config, qk_norm=False)
+        yield "is qk_norm left out?", case.but(config=left_out)
+    if config.window:
+        yield "is window ignored?", case.but(config=dataclasses.replace(config, window=0))
 
 
 def magnitude(v: Values, dout: None, u: float) -> Magnitudes:

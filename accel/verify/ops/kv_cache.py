@@ -1,5 +1,6 @@
 """Cases of kv_cache, and the small models of decoding."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ def small_model(draw: Draw, length: int) -> Config:
         ffn_bias=draw.pick((False, True)),
         head_bias=draw.pick((False, True)),
         tied=draw.pick((True, False)),
+        qk_norm=draw.pick((False, True)),
+        window=draw.pick((0, 1, 2, 7, length)),
     )
 
 
@@ -59,6 +62,9 @@ def parameters(draw: Draw, config: Config) -> dict[str, Array]:
 def generate(draw: Draw) -> Draft:
     length = draw.pick(LENGTHS)
     config = small_model(draw, length)
+    if draw.pick((False, True)):  # a window for each layer
+        windows = tuple(draw.pick((0, 1, 2, 7, length)) for _ in range(config.n_layers))
+        config = dataclasses.replace(config, window=windows)
     arrays = parameters(draw, config)
     return Draft(arrays, {"config": config, "batch": draw.pick((1, 2, 3)), "length": length})
 
