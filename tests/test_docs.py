@@ -15,7 +15,8 @@ PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.p
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    pictures = re.findall(r'<img src="([^"]+)"', text)
+    for target in pictures + re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
