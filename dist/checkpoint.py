@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and the same for any number of ranks.
+"""Checkpoints: complete or absent, and the same for any number of ranks.
 
 A checkpoint is a folder ``step-N``::
 
@@ -9,7 +9,7 @@ A checkpoint is a folder ``step-N``::
 It is written as ``step-N.tmp``: every file is fsynced, the manifest last, then the folder is
 renamed and the rename fsynced; only then does ``latest`` name it. A power cut at any moment leaves
 the checkpoint before it, or this one. CRCs are of blocks of 65,536 elements, the unit in which
-slices are shared out, so any number of ranks can check exactly what it reads.
+slices are assigned, so any number of ranks can check exactly what it reads.
 """
 
 import json

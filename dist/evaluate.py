@@ -70,7 +70,7 @@ def evaluate(
     comm: Comm,
     lengths: Array | None = None,
 ) -> Evaluation:
-    """Return the mean loss over the first ``n_windows`` windows, shared out among the ranks.
+    """Return the mean loss over the first ``n_windows`` windows, divided among the ranks.
 
     The micro-batches are the same for any number of ranks, and so is the result.
 

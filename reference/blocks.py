@@ -25,8 +25,8 @@ from reference.types import Array, DropoutKey
 Params = Mapping[str, Array]
 Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
 
-# What a forward does not keep, because the backward makes it again, with the same bits:
-#   none    nothing is made again
+# What a forward does not keep, because the backward recomputes it, with the same bits:
+#   none    nothing is recomputed
 #   norms   the outputs of pre-norms and of the activation, each from its kept input; those of
 #           QK-norm are what attention reads, and are kept
 #   block   all of a block but its input
@@ -91,7 +91,7 @@ class BlockCache(NamedTuple):
 
 
 class BlockInput(NamedTuple):
-    """What is kept of a block that the backward makes again."""
+    """What is kept of a block that the backward recomputes."""
 
     forward: Callable[[Array], tuple[Array, BlockCache]]
     x: Array  # (B, T, D)
@@ -251,8 +251,7 @@ def self_attention_forward(
         k, k_cache = normed_heads_forward(run, f"{name}.k_norm", k, start)
         head_caches = (q_cache, k_cache)
     seen: dict[str, Any] = {"key_mask": key_mask, "documents": documents, "causal": causal}
-    if config.window_of(block):
-        seen["window"] = config.window_of(block)
+    seen["window"] = config.window_of(block)
     if remember is not None:
         k, v, seen = remember(block, k, v)
     out, attention_cache = ops.attention_forward(

@@ -162,7 +162,7 @@ def stream(
     position = lengths.copy()  # where each row's next token will stand
     for n in range(max_new_tokens):
         if n:
-            # a row that has ended goes on reading its last place; nobody looks at the result
+            # a row that has ended goes on reading its last place; the result is not used
             place = np.minimum(position, room - 1)
             scores = ops.decode_step(params, config, ops.from_numpy(chosen), cache, place)
             position = position + 1

@@ -74,7 +74,7 @@ def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: in
 
 
 def check_write(cache: KVCache, k: Array, v: Array, layer: int, position: int | Array) -> Positions:
-    """Return the slot (B,) where each row's write begins, once it is seen to fit the cache."""
+    """Return the slot (B,) where each row's write begins, after checking that it fits the cache."""
     if not 0 <= layer < len(cache.k):
         raise ValueError(f"write_kv: layer must lie in 0..{len(cache.k) - 1}, got {layer}")
     batch, n_slots, *heads = cache.k[layer].shape
@@ -118,7 +118,7 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
 
 
 def check_decode(config: Config, token: Array, cache: KVCache, position: int | Array) -> Positions:
-    """Return the position (B,) of each row's token, once all of it is seen to fit.
+    """Return the position (B,) of each row's token, after checking that all of it fits.
 
     Raises
     ------

@@ -88,7 +88,7 @@ def loss_forward(
     need_backward : bool
         False promises that ``loss_backward`` will not be called.
     recompute : str
-        What the backward makes again, so that it need not be kept: ``"none"``, ``"norms"`` or
+        What the backward recomputes, so that it need not be kept: ``"none"``, ``"norms"`` or
         ``"block"``. Dropout is keyed, and an op on the same arrays gives the same bits, so the
         gradients are the same, bit for bit.
 
@@ -172,8 +172,7 @@ def prefill(
                 picked, _ = ops.embedding_forward(rows, x.reshape(B * T, -1))
                 kept[name] = picked.reshape(B, n_slots, *x.shape[2:])
         ops.write_kv(cache, **kept, layer=layer, position=0)
-        window = config.window_of(layer)
-        return k, v, {"window": window} if window else {}
+        return k, v, {"window": config.window_of(layer)}
 
     run = start_pass(ops, params, config, decoder_layout(config))
     x, _ = hidden_forward(run, ids, remember=remember, need_backward=False)
@@ -236,7 +235,7 @@ def start_pass(
     dropout: DropoutKey | None = None,
     recompute: Recompute = "none",
 ) -> Pass:
-    """Bundle what the layers of a pass share, once the parameters are seen to fit the layout."""
+    """Bundle what the layers of a pass share, after checking the parameters' names."""
     check_names(params, layout)
     alibi = None
     if config.position == "alibi":

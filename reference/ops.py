@@ -71,7 +71,7 @@ def _broadcast(op: str, dims: Dims, a: Array, b: Array) -> None:
 
 
 def _parts(op: str, dims: Dims, x: Array, *, heads: Any) -> Any:
-    """Take the heads of each part as Python's integers, once they are seen to add up to x's."""
+    """Return the heads of each part as Python's integers; they must add up to x's."""
     heads = tuple(heads)
     if not all(n == int(n) >= 1 for n in heads) or sum(heads) != dims["H"]:
         raise ValueError(
@@ -109,7 +109,7 @@ def _attention(
     dropout_p: float,
     dropout_key: DropoutKey | None,
 ) -> Any:
-    """Gather who may see whom into one record, once heads and lengths are seen to fit."""
+    """Gather who may see whom into one record, after checking heads and lengths."""
     B, T, S, Hq, Hkv = (dims[letter] for letter in ("B", "T", "S", "Hq", "Hkv"))
     if not (S and Hkv and dims["d"]):
         raise ValueError(f"{op}: there must be a key and a key head, got k {k.shape}")

@@ -43,7 +43,7 @@ def philox(counter: tuple[Array, Array, Array, Array], key: tuple[int, int]) -> 
 
 
 def check_counters(batch: int, size: int, key: DropoutKey) -> DropoutKey:
-    """Return the key in Python's integers, once it and the samples are seen to fit the counters."""
+    """Return the key in Python's integers; it and the samples must fit the counters."""
     limits = {"seed": 64, "step": 32, "sample": 32, "site": 32}
     for name, bits in limits.items():
         value = getattr(key, name)

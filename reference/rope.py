@@ -29,7 +29,7 @@ class RopeCache(NamedTuple):
 def forward(
     x: Array, base: float, start: int | Array = 0, rotate_heads: int | None = None
 ) -> tuple[Array, RopeCache]:
-    """Return x (B, T, H, d) with its coordinate pairs turned by their positions.
+    """Return x (B, T, H, d) with its coordinate pairs rotated by their positions.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def forward(
     start : int or (B,) int
         Position of the first token, of each row or of all: a decoder with a cache starts late.
     rotate_heads : int, optional
-        How many heads turn, counted from the first; the fused q, k, v has values behind them.
+        How many heads are rotated, from the first on; the fused q, k, v has values behind them.
     """
     T, d = x.shape[1], x.shape[3]
     omega = base ** (-np.arange(0, d, 2) / d)  # (d/2,)
@@ -50,7 +50,7 @@ def forward(
 
 
 def backward(dy: Array, cache: RopeCache) -> Array:
-    """Return dx: the gradient turned back."""
+    """Return dx: the gradient rotated back."""
     cos, sin, rotate_heads = cache
     return _rotate(dy, cos, -sin, rotate_heads)
 

@@ -158,7 +158,7 @@ def view(x: Array) -> View:
 
 
 def readable(x: Array) -> Array:
-    """Return x, or a copy if its last axis is not contiguous or its elements lie crooked."""
+    """Return x, or a copy if its last axis is not contiguous or its elements are misaligned."""
     steps = [stride % x.itemsize for stride in x.strides[:3]]
     if x.strides[3] != x.itemsize or any(steps) or not x.flags.aligned:
         return np.ascontiguousarray(x)

@@ -28,7 +28,7 @@ from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
-from accel.cpu.loss import LinearCrossEntropyCache, row_cross_entropy
+from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
@@ -38,8 +38,7 @@ from reference.visibility import Visibility
 
 Array = npt.NDArray[Any]
 
-CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
-CHUNK_ROWS = 256  # chunks are a multiple of it, the rows of one task of a product
+CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def decode_step(
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: it is given again
+    x: Array | None  # xᵀ packed, left operand of the weight gradient; None: x is given
     weight: Array  # (I, O)
     x_shape: tuple[int, ...]
     has_bias: bool
@@ -226,51 +225,27 @@ def linear_cross_entropy_forward(
     As in ``loss.py``, the gradients are made while a chunk's logits are at hand. The kernel that
     turns logits into their gradient packs it for both products at once, 32 rows at a time.
     """
-    vocabulary = len(head)
-    valid = np.ones(targets.shape, np.bool_) if mask is None else mask
-    rows = as_rows(x)
-    ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
-    flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
     bias = None if bias is None else contiguous(bias)
 
-    chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
-    losses = empty(len(rows), np.float64)
-    dx = dhead = dbias = None
-    if need_backward:
-        dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
-        if bias is not None:
-            dbias = np.zeros_like(bias)
-    # The logits come last: what dies first shall not lie below what lives on.
-    z = empty((min(chunk, len(rows)), vocabulary), np.float32)
-    left = right = np.empty(0, np.uint32)
-    if need_backward:
-        left = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
-        right = empty((panels(len(z)) * panels(vocabulary) * STEP,), np.uint32)
-    for start in range(0, len(rows), chunk):
-        count = min(chunk, len(rows) - start)
-        part, shape = z[:count], (panels(count), panels(vocabulary))
-        forward = right_operand(head, transposed=True)
-        also = B if need_backward else None
-        packed = multiply_rows(rows[start : start + count], forward, part, bias=bias, also=also)
-        _cross_entropy(
-            *(np.float32(1), address(part), address(ids[start:]), address(flags[start:])),
-            *(address(losses[start:]), count, vocabulary, need_backward),
-            *(address(left), address(right)),
-        )
-        if dx is not None and dhead is not None and packed is not None:
-            gradient = left[: shape[0] * shape[1] * STEP].reshape(*shape, STEP)
-            backward = right_operand(head, transposed=False)
-            multiply(gradient, backward, dx[start : start + count])
-            turned = right[: gradient.size].reshape(shape[1], shape[0], STEP)
-            multiply(turned, packed, dhead, accumulate=start > 0)
-            if dbias is not None:
-                once = empty(dbias.shape, dbias.dtype)
-                sum_rows(part, once)
-                dbias += once
-    if dhead is not None and not len(rows):
-        dhead.fill(0)
-    cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)
-    return Loss(float(np.sum(losses)), int(np.sum(valid))), cache
+    def step(
+        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
+    ) -> None:
+        down, across = panels(len(z)), panels(len(head))
+        left = right = np.empty(0, np.uint32)
+        if gradients is not None:
+            left, right = (
+                empty((down, across, STEP), np.uint32),
+                empty((across, down, STEP), np.uint32),
+            )
+        forward, also = right_operand(head, transposed=True), None if gradients is None else B
+        packed = multiply_rows(rows, forward, z, bias=bias, also=also)
+        _cross_entropy(*(*arguments, address(left), address(right)))
+        if gradients is not None and packed is not None:
+            dx, dhead = gradients
+            multiply(left, right_operand(head, transposed=False), dx)
+            multiply(right, packed, dhead, accumulate=accumulate)
+
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
 
 
 @jit(**SUM)

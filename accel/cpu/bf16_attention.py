@@ -12,13 +12,13 @@ queries, and P and dS come out of it as tiles of the next product without being 
     backward   Sᵀ = K (Q')ᵀ     dPᵀ = V dOᵀ          P, dS as in attention_kernels.py
                dV = P dO        dK = dS Q'           dQᵀ = Kᵀ dS
 
-(P and dS stand for tiles with keys along the rows.) The factors that Q' carries too many, and dQ
-too few, are put right when dK and dQ are written out.
+(P and dS stand for tiles with keys along the rows.) The factors that Q' has and dK must not have,
+and those that dQ lacks, are applied when dK and dQ are written out.
 
 A forward tile has up to 128 keys by 64 queries: scores of 32 KiB and probabilities of 16 KiB in the
 first-level cache, for 2 · 128·64·64 multiply-adds in half a microsecond. K and Vᵀ are packed once
 for all query tiles: 2 bytes an element, of which a tile reads 32 KiB. A backward tile has 64 by 64.
-Tails are padded with zeros to multiples of 32, and keys that are none are masked.
+Tails are padded with zeros to multiples of 32, and the padded keys are masked.
 """
 
 from typing import Any

@@ -46,7 +46,7 @@ Array = npt.NDArray[Any]
 A, B = 0, 1
 
 ROW_PANELS = 8  # of A in a task
-TASKS = 16  # at least, where the product has so many panels
+TASKS = 16  # at least, where the product has enough panels
 CACHED = 768 << 10  # bytes of B that are used again and again
 K_STEPS = 32  # steps along k of one pass over C
 

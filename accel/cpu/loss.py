@@ -177,13 +177,47 @@ def linear_cross_entropy_forward(
     need_backward: bool,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
+    head = contiguous(head)
+
+    def step(
+        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
+    ) -> None:
+        affine(rows, head, bias, z, transposed=True)
+        _cross_entropy(*arguments)
+        if gradients is not None:
+            dx, dhead = gradients
+            gemm(z, head, dx)
+            gemm(z, rows, dhead, ta=True, accumulate=accumulate)
+
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
+
+
+Gradients = tuple[Array, Array] | None  # dx of a chunk's rows, and dhead
+
+
+def in_chunks(
+    step: Callable[[Array, Array, tuple[Any, ...], Gradients, bool], None],
+    multiple: int,
+    x: Array,
+    head: Array,
+    targets: Array,
+    mask: Array | None,
+    bias: Array | None,
+    need_backward: bool,
+) -> tuple[Loss, LinearCrossEntropyCache]:
+    """Return what ``linear_cross_entropy_forward`` does, by one call of ``step`` for each chunk.
+
+    A chunk is a multiple of ``multiple`` rows.
+    ``step(rows, z, arguments, gradients, accumulate)`` fills z with the logits of rows of x, runs
+    a kernel like ``_cross_entropy`` on ``arguments``, writes dx and writes, or adds, dhead.
+    """
     vocabulary = len(head)
     valid = np.ones(targets.shape, np.bool_) if mask is None else mask
-    rows, head = as_rows(x), contiguous(head)
+    rows = as_rows(x)
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
-    chunk = max(CHUNK_ELEMENTS // vocabulary // CHUNK_ROWS, 1) * CHUNK_ROWS
+    chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
     if need_backward:
@@ -193,20 +227,18 @@ def linear_cross_entropy_forward(
     # The logits are allocated last: what is freed first should not lie below what stays.
     z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
     for start in range(0, len(rows), chunk):
-        stop = min(start + chunk, len(rows))
-        part = z[: stop - start]
-        affine(rows[start:stop], head, bias, part, transposed=True)
-        _cross_entropy(
-            *(x.dtype.type(1), address(part), address(ids[start:]), address(flags[start:])),
-            *(address(losses[start:]), stop - start, vocabulary, need_backward),
+        part = slice(start, min(start + chunk, len(rows)))
+        some = z[: part.stop - start]
+        arguments = (
+            *(x.dtype.type(1), address(some), address(ids[part]), address(flags[part])),
+            *(address(losses[part]), len(some), vocabulary, need_backward),
         )
-        if dx is not None and dhead is not None:
-            gemm(part, head, dx[start:stop])
-            gemm(part, rows[start:stop], dhead, ta=True, accumulate=start > 0)
-            if dbias is not None:
-                once = empty(dbias.shape, dbias.dtype)
-                sum_rows(part, once)
-                dbias += once
+        gradients = None if dx is None or dhead is None else (dx[part], dhead)
+        step(rows[part], some, arguments, gradients, start > 0)
+        if dbias is not None:
+            once = empty(dbias.shape, dbias.dtype)
+            sum_rows(some, once)
+            dbias += once
     if dhead is not None and not len(rows):
         dhead.fill(0)
     cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)

@@ -6,14 +6,16 @@ import numpy as np
 
 from accel.cpu import bf16
 from accel.cpu.ops import SOURCES
-from reference.boundary import Rules
-from reference.ops import backend
+from reference.boundary import Rules, offer
+from reference.ops import HOST, OPS, backend
 
 RULES = Rules(
-    {np.dtype(np.float32): "float32, which the products of the mode bf16 round"},
-    "load the backend with compute='float32' for other types",
+    {np.dtype(np.float32): "float32"},
+    "products round it to bfloat16; load the backend with compute='float32' for other types",
 )
-globals().update(backend(__name__, RULES, vars(bf16), *SOURCES))
+_sources = (vars(bf16), *SOURCES)
+_rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
+globals().update(backend(__name__, HOST, *_sources) | offer(_rounding, (), RULES, *_sources))
 
 if TYPE_CHECKING:
 

@@ -1,6 +1,6 @@
 """RoPE; the mathematics is in ``reference/rope.py``.
 
-One pass over x: a task takes the tokens of ROW_PIECE positions, turns the heads that turn and
+One pass over x: a task takes the tokens of ROW_PIECE positions, rotates the first heads and
 copies the others. The tables of cosines and sines are made in float64 and kept for the next call:
 every layer of every step asks for the same ones.
 """
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 class RopeCache(NamedTuple):
     cos: Array  # (T, d/2), or (B, T, d/2) when rows start at positions of their own
     sin: Array  # the same
-    rotate_heads: int  # the first so many heads turn
+    rotate_heads: int  # heads that are rotated, from the first on
 
 
 @jit(**MAP)
@@ -71,7 +71,7 @@ def _tables(base: float, d_head: int, position: Array, dtype: Any) -> tuple[Arra
 def rope_forward(
     x: Array, *, base: float, start: int | Array, rotate_heads: int | None
 ) -> tuple[Array, RopeCache]:
-    """Return x (B, T, H, d) with the coordinate pairs of its first heads turned."""
+    """Return x (B, T, H, d) with the coordinate pairs of its first heads rotated."""
     _, length, n_heads, d_head = x.shape
     if isinstance(start, int):
         cos, sin = _table(base, d_head, start, length, x.dtype)
@@ -83,7 +83,7 @@ def rope_forward(
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
-    """Return dx: the gradient turned back."""
+    """Return dx: the gradient rotated back."""
     return _rotate(dout, cache, -1)
 
 

@@ -3,11 +3,11 @@
 Within ``with ops.step():`` each new array takes the best-fitting free interval of the block, and
 gives it back when the last reference to it or to a view of it goes: what a block of the model needs
 for a moment only makes room for the next. A step asks for the same sizes in the same order as the
-one before, so each array comes to lie where it lay: nothing is allocated, nothing fragments.
+one before, so each array takes the place that it had: nothing is allocated, nothing fragments.
 
-How large the block must be, the steps themselves show. Intervals are given out without regard to
-its size; an array whose interval ends beyond it gets memory of its own for this once, which in the
-first step is every array, and at the end of the step the block grows to the furthest interval.
+The steps show how large the block must be. Intervals are given out without regard to its size; an
+array whose interval ends beyond it gets memory of its own for this once, which in the first step is
+every array, and at the end of the step the block grows to the furthest interval.
 
 When the outermost step ends, all of its arrays are dead, referenced or not.
 """

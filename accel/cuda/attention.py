@@ -105,7 +105,7 @@ def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
 
 
 def _launch(kernel: str, blocks: int, heads: int, floats: int, given: dict[str, Any]) -> None:
-    """Run a kernel of attention.cu with so many floats of shared memory."""
+    """Run a kernel of attention.cu with ``floats`` floats of shared memory."""
     launch("attention", kernel, (blocks, heads, len(given["q"])), 128, 4 * floats, **given)
 
 

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--recompute",
         choices=get_args(Recompute),
         default="none",
-        help="what our training step makes again instead of keeping it (default none)",
+        help="what our training step recomputes instead of keeping it (default none)",
     )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     return p

@@ -134,7 +134,7 @@ class CuPyDevice:
         return cast(Array, self._cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0)))
 
     def expired(self, block: Array) -> None:
-        """Do nothing: whoever reads a dead array finds the next step's numbers."""
+        """Do nothing: a dead array holds the next step's numbers."""
 
     def trim(self) -> None:
         """Give the pool's free memory back, so that one large block can be had."""

@@ -95,7 +95,7 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
 
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait for all committed groups of this thread but the last so many.
+// Wait for all committed groups of this thread but the last STILL_FLYING.
 template <int STILL_FLYING> DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STILL_FLYING) : "memory");
 }
@@ -116,7 +116,7 @@ typedef u16 elem;
 typedef float elem;
 #endif
 
-// Activations are moved 16 bytes at a time: so many elements.
+// Elements of 16 bytes: activations are moved that many at a time.
 constexpr int PACK = 16 / sizeof(elem);
 
 DEVICE bool aligned(const void* p) { return ((u64)p & 15) == 0; }

@@ -20,7 +20,7 @@ from reference.types import Array
 
 
 class LinearCache(NamedTuple):
-    x: Array | None  # (..., I); None when the backward is to be given it again
+    x: Array | None  # (..., I); None when the backward is to be given x
     weight: Array  # (I, O), of x's dtype
     has_bias: bool
 

@@ -16,13 +16,13 @@ from reference.types import Array
 
 class RopeCache(NamedTuple):
     table: Array  # (1 or B, T, d/2, 2) float32: cosine and sine
-    rotate_heads: int  # the first so many heads turn
+    rotate_heads: int  # heads that are rotated, from the first on
 
 
 def rope_forward(
     x: Array, *, base: float, start: int | Array, rotate_heads: int | None
 ) -> tuple[Array, RopeCache]:
-    """Return x (B, T, H, d) with its coordinate pairs turned by their positions."""
+    """Return x (B, T, H, d) with its coordinate pairs rotated by their positions."""
     _, length, n_heads, d_head = x.shape
     starts = tuple(int(s) for s in np.atleast_1d(start))
     table = _table(current(), base, starts, length, d_head)
@@ -31,7 +31,7 @@ def rope_forward(
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
-    """Return dx: the gradient turned back."""
+    """Return dx: the gradient rotated back."""
     return _rotate(dout, cache, -1.0)
 
 

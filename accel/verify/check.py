@@ -7,27 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.contract import DTYPES, SPECS, Case, Spec
+from accel.verify.contract import DTYPES, Case
 from accel.verify.files import case_command, save_failure
 from accel.verify.hints import hints_for
+from accel.verify.ops import room
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
 from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
 from accel.verify.trial import run_case
+from reference.contract import Op
+from reference.ops import OPS
 
-EXAMPLES = 100  # cases of an op in one precision, times the op's weight
+EXAMPLES = 100  # cases of an op in one precision, times the WEIGHT of its room
 MAX_HINTS = 4
 THOROUGH = 10  # as many times more with thorough
-# Ops with more ways to go wrong get more cases.
-_WEIGHT = {
-    "attention": 3,
-    "linear_cross_entropy": 2,
-    "rope": 2,
-    "linear": 1.5,
-    "adamw": 1.5,
-    "decode_step": 0.5,
-    "kv_cache": 0.1,
-}
 
 
 class VerificationError(AssertionError):
@@ -45,7 +38,7 @@ class Options:
     ops: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     seed: int = 0
-    examples: int | None = None  # cases of every op in one precision; by the op's weight when None
+    examples: int | None = None  # cases of every op in one precision; by the op's WEIGHT when None
     thorough: bool = False
     shrink: bool = True
     save: Path | None = None  # the folder for .npz files of failures; None writes none
@@ -68,7 +61,7 @@ def check_module(
     Parameters
     ----------
     module : module, object with functions as attributes, or path of a Python file
-        It offers functions named like those of ``reference.ops.Ops``; any part of them will do. A
+        It offers functions named like ``reference.ops.OPS``'s; any part of them will do. A
         file is checked in a process of its own, which may crash.
     ops : iterable of str, optional
         Only these: ``["attention", "rmsnorm"]``.
@@ -100,7 +93,7 @@ def check_module(
         A ``ValueError``: the file does not import, offers nothing, or an op or dtype is unknown.
     """
     options = Options(
-        _known("op", ops, SPECS),
+        _known("op", ops, OPS),
         _known("dtype", dtypes, DTYPES),
         seed,
         examples,
@@ -147,10 +140,10 @@ def check_op(
     VerificationError, SubjectError
         As ``check_module``.
     """
-    (name,) = _known("op", [op], SPECS) or ()
+    (name,) = _known("op", [op], OPS) or ()
     if module is None:
-        spec = SPECS[name]
-        given = {spec.forward: forward, spec.backward: backward}
+        spec = OPS[name]
+        given = {spec.forward_name: forward, spec.backward_name: backward}
         module = SimpleNamespace(**{n: f for n, f in given.items() if f is not None})
         module.__name__ = getattr(forward or backward, "__module__", None) or op
         if forward is None and backward is None:
@@ -178,7 +171,7 @@ def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tupl
 Progress = Callable[[str, str, int, int], None]
 
 
-def planned(subject: Subject, options: Options) -> list[tuple[Spec, str, int]]:
+def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
     """Return what is checked: each op in each precision, and with how many cases.
 
     Raises
@@ -192,17 +185,19 @@ def planned(subject: Subject, options: Options) -> list[tuple[Spec, str, int]]:
         missing = [op for op in options.ops if op not in offered]
         if missing:
             raise SubjectError(f"{subject.name} offers no {', '.join(missing)}")
-        specs = [SPECS[op] for op in options.ops]
+        specs = [OPS[op] for op in options.ops]
     try:
         dtypes = options.dtypes or subject.dtypes()
+        return [
+            (spec, dtype, cases_of(spec.name, options))
+            for spec in specs
+            for dtype in dtypes
+            if applies(spec, dtype)
+        ]
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
-    return [
-        (spec, dtype, cases_of(spec.name, options))
-        for spec in specs
-        for dtype in dtypes
-        if applies(spec, dtype)
-    ]
+    except NotImplementedError as error:  # an op without a room
+        raise SubjectError(str(error)) from None
 
 
 def check_subject(
@@ -259,7 +254,7 @@ def cases_of(op: str, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
     if options.examples is not None:
         return max(1, options.examples)
-    return int(EXAMPLES * _WEIGHT.get(op, 1) * (THOROUGH if options.thorough else 1))
+    return int(EXAMPLES * room(op).WEIGHT * (THOROUGH if options.thorough else 1))
 
 
 def _leave_out(found: OpReport) -> None:
@@ -309,7 +304,7 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     ValueError
         When the subject does not offer the op.
     """
-    if not (subject.has(case.spec.forward) or subject.has_backward(case.spec)):
+    if case.spec not in subject.specs():
         raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
     failures = []
     for judged in run_case(subject, case):

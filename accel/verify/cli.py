@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from accel.verify.apart import TIMEOUT, Plan, Source, check_apart, replay_apart
 from accel.verify.check import Options
-from accel.verify.contract import DTYPES, SPECS
+from accel.verify.contract import DTYPES
 from accel.verify.files import load_failure
 from accel.verify.golden import check_results, write_golden
 from accel.verify.report import Report, failure_text, show
 from accel.verify.subject import SubjectError
+from reference.ops import OPS
 
 # Every backend in every mode, as accel.load names them.
 BACKENDS = (("cpu", "float32"), ("cpu", "bf16"), ("cuda", "float32"), ("cuda", "bf16"))
@@ -82,8 +83,8 @@ def run(argv: list[str]) -> int:
     out = Console() if sys.stdout.isatty() else Console(width=110)
     err = Console(stderr=True)
     for op in arguments.op or ():
-        if op not in SPECS:
-            parser().error(f"there is no op {op!r}; known: {', '.join(SPECS)}")
+        if op not in OPS:
+            parser().error(f"there is no op {op!r}; known: {', '.join(OPS)}")
     if arguments.examples is not None and arguments.examples < 1:
         parser().error("--examples must be positive")
     if not arguments.timeout > 0:

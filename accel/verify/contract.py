@@ -10,83 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF, Magnitude, round_bf16
-from accel.verify import cases, cases_decode, magnitudes, magnitudes_decode
-from accel.verify.cases import LAYOUTS, Draw
+from accel.verify.draw import LAYOUTS, Draw
+from accel.verify.ops import room
 from reference import ops as reference
 from reference.config import Config
+from reference.contract import Op
+from reference.ops import OPS
 from reference.types import Array, KVCache
 
 DTYPES = ("float32", "float64", "bf16")
-
-
-class Spec(NamedTuple):
-    """One op of the contract."""
-
-    name: str
-    gradients: tuple[str, ...] = ()  # the differentiable arrays, in the order of the backward
-    parameters: tuple[str, ...] = ()  # those whose gradient ``out=`` receives
-    in_place: tuple[str, ...] = ()  # arguments that it writes into
-    float64: bool = False  # results are kept in float64 whatever goes in
-    weights: tuple[str, ...] = ()  # arrays that are no activations
-
-    @property
-    def forward(self) -> str:
-        return f"{self.name}_forward" if self.gradients else self.name
-
-    @property
-    def backward(self) -> str:
-        return f"{self.name}_backward"
-
-    @property
-    def single_out(self) -> bool:
-        """Whether ``out=`` is one array rather than a tuple."""
-        return len(self.parameters) == 1
-
-
-SPECS: dict[str, Spec] = {
-    spec.name: spec
-    for spec in (
-        Spec("add", ("a", "b")),
-        Spec("scale", ("x",)),
-        Spec("embedding", ("table",), ("table",), weights=("table",)),
-        Spec("linear", ("x", "weight", "bias"), ("weight", "bias"), weights=("weight", "bias")),
-        Spec("split_heads", ("x",)),
-        Spec("merge_heads", ("x",)),
-        Spec("rmsnorm", ("x", "gain"), ("gain",), weights=("gain",)),
-        Spec("layernorm", ("x", "gain", "bias"), ("gain", "bias"), weights=("gain", "bias")),
-        Spec("rope", ("x",)),
-        Spec("attention", ("q", "k", "v"), weights=("alibi",)),
-        Spec("swiglu", ("x",)),
-        Spec("gelu", ("x",)),
-        Spec("gelu_tanh", ("x",)),
-        Spec("relu", ("x",)),
-        Spec("dropout", ("x",)),
-        Spec(
-            "linear_cross_entropy",
-            ("x", "head", "bias"),
-            ("head", "bias"),
-            weights=("head", "bias"),
-        ),
-        Spec("softmax"),
-        Spec("logits", weights=("head", "bias")),
-        Spec("square_sums", float64=True, weights=("x",)),
-        Spec("global_norm", float64=True, weights=("x",)),
-        Spec("accumulate", in_place=("dst",), weights=("dst", "src")),
-        Spec("adamw", in_place=("master", "m", "v"), weights=("master", "m", "v", "grad")),
-        Spec("kv_cache"),
-        Spec("write_kv", in_place=("cache.k", "cache.v")),
-        Spec("decode_step", in_place=("cache.k", "cache.v")),
-    )
-}
-GENERATORS = cases.GENERATORS | {
-    f.__name__: f for f in (cases_decode.kv_cache, cases_decode.write_kv, cases_decode.decode_step)
-}
-MAGNITUDES = magnitudes.MAGNITUDES | {
-    f.__name__: f
-    for f in (magnitudes_decode.kv_cache, magnitudes_decode.write_kv, magnitudes_decode.decode_step)
-}
-# These work on the float32 master, whatever the activations are.
-MASTER_OPS = ("square_sums", "global_norm", "accumulate", "adamw")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +35,13 @@ class Case:
     interleaved: bool = False  # another call is made between this forward and its backward
 
     @property
-    def spec(self) -> Spec:
-        return SPECS[self.op]
+    def spec(self) -> Op:
+        return OPS[self.op]
+
+    @property
+    def written(self) -> list[str]:
+        """Arrays that the op writes into; a KV cache is given to be extended."""
+        return [n for n in self.arrays if n in self.spec.written or n.startswith("cache.")]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -112,6 +49,33 @@ class Case:
         given = sum(a is not None for a in self.arrays.values()) + len(self.options)
         given += len(self.layouts) + bool(self.out) + self.interleaved
         return sum(np.size(a) for a in self.arrays.values() if a is not None), given
+
+    def but(self, arrays: Mapping[str, Any] | None = None, **options: Any) -> "Case":
+        """Return the case with other arguments."""
+        arrays, options = {**self.arrays, **(arrays or {})}, {**self.options, **options}
+        return dataclasses.replace(self, arrays=arrays, options=options)
+
+    def optional(self) -> list[str]:
+        """Return the names of what is given and need not be, in the contract's order."""
+        parameters = contract_parameters(self.spec.forward_name)
+        names = [p.name for p in parameters if p.default is not p.empty]
+        return [n for n in names if self.arrays.get(n) is not None or n in self.options]
+
+    def without(self, name: str) -> "Case":
+        """Return the case with an optional argument left out; dropout goes with its key."""
+        if name in self.arrays:
+            return self.but({name: None})
+        gone = {name, "dropout_key"} if name == "dropout_p" else {name}
+        options = {n: value for n, value in self.options.items() if n not in gone}
+        return dataclasses.replace(self, options=options)
+
+    def in_float64(self) -> tuple[dict[str, Any], Any]:
+        """Return (arrays, dout) in float64; dout is None when no backward is called."""
+        return floats(self.arrays, np.float64), floats(self.cotangent, np.float64)
+
+    def values(self) -> dict[str, Any]:
+        """Return the arguments of the forward, arrays in float64."""
+        return {**gathered(self.in_float64()[0]), **self.options}
 
     def describe(self) -> str:
         """Return the case in one line: shapes, options, manner."""
@@ -161,9 +125,9 @@ def gradient_names(case: Case) -> list[str]:
     return [f"d{name}" for name in case.spec.gradients if case.arrays.get(name) is not None]
 
 
-def draw_case(spec: Spec, draw: Draw, *, has_backward: bool, backward_offers: Any) -> Case:
+def draw_case(spec: Op, draw: Draw, *, has_backward: bool, backward_offers: Any) -> Case:
     """Draw a case: the arguments, the cotangent and the manner of calling."""
-    arrays, options = GENERATORS[spec.name](draw)
+    arrays, options = room(spec.name).generate(draw)
     cotangent = None
     if has_backward and options.get("need_backward", True):
         out = forward(spec, floats(arrays, np.float64), options)[0]
@@ -180,7 +144,7 @@ def draw_case(spec: Spec, draw: Draw, *, has_backward: bool, backward_offers: An
     to = ""
     if cotangent is not None and spec.parameters and backward_offers("out"):
         to = draw.pick(("", "out"))
-        if to and spec.name == "embedding" and backward_offers("accumulate"):
+        if to and spec.accumulates and backward_offers("accumulate"):
             to = draw.pick(("out", "accumulate"))
     return Case(
         spec.name, draw.dtype, arrays, options, cotangent, layouts, to, draw.pick((False, True))
@@ -206,7 +170,7 @@ def other_case(case: Case) -> Case:
         return np.asarray(around * a.dtype.type(0.5)) if a.dtype.kind == "f" else around
 
     changed: dict[str, Any] = dict(case.options)
-    steps = {"start": 2, "eps": 0.25, "factor": 0.5, "scale": 0.25, "base": 50.0}
+    steps = {"start": 2, "window": 3, "eps": 0.25, "factor": 0.5, "scale": 0.25, "base": 50.0}
     for name, by in steps.items():
         if changed.get(name) is not None:
             changed[name] = changed[name] + by
@@ -214,11 +178,6 @@ def other_case(case: Case) -> Case:
         if changed.get(name) is not None:
             changed[name] = changed[name]._replace(seed=changed[name].seed + 1)
     arrays = {name: turned(a) for name, a in case.arrays.items()}
-    if case.op == "linear_cross_entropy" and arrays["mask"] is not None:
-        # targets turn with their mask, so those that count stay in the vocabulary
-        arrays["mask"] = turned(case.arrays["mask"])
-    if case.op == "adamw":
-        arrays["v"] = np.abs(arrays["v"])
     return dataclasses.replace(case, arrays=arrays, options=changed, cotangent=None, out="")
 
 
@@ -236,11 +195,9 @@ def floats(value: Any, dtype: Any) -> Any:
     return value
 
 
-def forward(
-    spec: Spec, arrays: dict[str, Any], options: dict[str, Any], ops: Any = reference
-) -> Any:
+def forward(spec: Op, arrays: dict[str, Any], options: dict[str, Any], ops: Any = reference) -> Any:
     """Call a forward with the contract's signature."""
-    return getattr(ops, spec.forward)(**gathered(arrays), **options)
+    return getattr(ops, spec.forward_name)(**gathered(arrays), **options)
 
 
 def named_parts(out: Any) -> dict[str, Any]:
@@ -258,16 +215,13 @@ def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str,
     """Return every result of a case by name, computed by the reference in ``dtype``."""
     spec = case.spec
     arrays = floats(case.arrays, dtype)
-    if spec.in_place:
-        out = forward(spec, arrays, case.options, ops)
-        written = {name: arrays[name] for name in spec.in_place}
-        return written if out is None else named_parts(out) | written
-    if not spec.gradients:
-        return named_parts(forward(spec, arrays, case.options, ops))
-    out, cache = forward(spec, arrays, case.options, ops)
-    results = named_parts(out)
-    if case.cotangent is not None:
-        gradients = getattr(ops, spec.backward)(floats(case.cotangent, dtype), cache)
+    out, cache = forward(spec, arrays, case.options, ops), None
+    if spec.backward:
+        out, cache = out
+    results = {} if out is None else named_parts(out)
+    results |= {name: arrays[name] for name in case.written}
+    if spec.backward and case.cotangent is not None:
+        gradients = getattr(ops, spec.backward_name)(floats(case.cotangent, dtype), cache)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
         results |= dict(zip(gradient_names(case), given, strict=True))
@@ -289,54 +243,23 @@ def expected(case: Case) -> Expected:
     to bf16: products in bf16, sums in float32.
     """
     exact = reference_results(case, np.float64)
-    plain = exact
-    if case.dtype != "float64":
-        plain = reference_results(case, np.float32)
+    plain = exact if case.dtype == "float64" else reference_results(case, np.float32)
     if case.dtype == "bf16":
-        plain = {
-            name: round_bf16(value) if np.ndim(value) else value for name, value in plain.items()
-        }
-    inputs = {**gathered(floats(case.arrays, np.float64)), **case.options}
-    inputs.pop("need_backward", None)
-    dout = floats(case.cotangent, np.float64)
+        plain = {n: round_bf16(value) if np.ndim(value) else value for n, value in plain.items()}
+    _, dout = case.in_float64()
     if dout is None and case.spec.gradients:  # magnitudes of gradients nobody will look at
         parts = {n: np.zeros_like(np.asarray(e, np.float64)) for n, e in exact.items()}
         dout = 0.0 if "total" in parts else parts.get("out", tuple(parts.values()))
-    found = MAGNITUDES[case.op](inputs, dout, UNIT_ROUNDOFF[case.dtype])
+    found = room(case.op).magnitude(case.values(), dout, UNIT_ROUNDOFF[case.dtype])
     return Expected(exact, plain, found)
 
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:
-    """Return the parameters that the contract gives a function, without self."""
+    """Return the parameters that the contract gives a function."""
     return list(inspect.signature(getattr(reference, function)).parameters.values())
 
 
 def accumulated_onto(case: Case) -> Array:
     """Return what stands in ``out`` before ``accumulate=True`` adds onto it."""
-    table = case.arrays["table"]
-    return np.asarray(np.sin(np.arange(math.prod(table.shape)).reshape(table.shape)), np.float32)
-
-
-def log_sum_exp(case: Case) -> Array:
-    """Return attention's log Σ exp(score) of each query, (B, Hq, T), for a backward alone.
-
-    It is +inf for a query that may attend to nothing, so that exp(score - lse) is zero there.
-    """
-    arrays = floats(case.arrays, np.float64)
-    q, k = arrays["q"], arrays["k"]
-    B, T, Hq, d = q.shape
-    S, Hkv = k.shape[1:3]
-    masks = {n: arrays[n] for n in ("key_mask", "documents")}
-    masks["causal"] = case.options.get("causal", True)
-    seen = reference.attention_forward(0 * q, k, arrays["v"], **masks)[1].p > 0
-    scale = case.options.get("scale") or 1 / math.sqrt(d)
-    qh = q.reshape(B, T, Hkv, Hq // Hkv, d).transpose(0, 2, 3, 1, 4)
-    s = scale * (qh @ k.transpose(0, 2, 3, 1)[:, :, None])
-    if arrays["alibi"] is not None:
-        distance = np.arange(S - T, S)[:, None] - np.arange(S)
-        s = s - arrays["alibi"].reshape(Hkv, -1, 1, 1) * distance
-    top = np.max(np.where(seen, s, -np.inf), axis=-1, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0)
-    total = np.sum(np.exp(np.where(seen, s - top, -np.inf)), axis=-1)
-    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top[..., 0], np.inf)
-    return np.asarray(lse.reshape(B, Hq, T), np.float32 if case.dtype == "bf16" else case.dtype)
+    shape = case.arrays[case.spec.parameters[0]].shape
+    return np.asarray(np.sin(np.arange(math.prod(shape)).reshape(shape)), np.float32)

@@ -7,35 +7,8 @@ from typing import Any
 import numpy as np
 
 from accel.verify.contract import Case
+from accel.verify.ops import room
 from reference.types import Array
-
-_HEADS, _CACHE = "BTHd", "LBSHd"
-# The axes of what may be cut, arrays and options alike. Of attention's query heads H each key/value
-# head K has its group.
-_AXES: dict[str, dict[str, str]] = {
-    "attention": {
-        "q": "BTHd",
-        "k": "BSKd",
-        "v": "BSKe",
-        "alibi": "H",
-        "key_mask": "BS",
-        "documents": "BS",
-        "dout": "BTHe",
-    },
-    "rope": {"x": _HEADS, "start": "B", "dout": _HEADS},
-    "write_kv": {"cache.k": _CACHE, "cache.v": _CACHE, "k": _HEADS, "v": _HEADS, "position": "B"},
-    "decode_step": {"token": "B", "cache.k": "LBSHd", "cache.v": "LBSHd", "position": "B"},
-    "merge_heads": {"x": _HEADS},
-    "linear_cross_entropy": {"x": "ND", "head": "VD", "targets": "N", "mask": "N", "bias": "V"},
-}
-_MAY_GO = {
-    "attention": "BTSKGde",
-    "rope": "BTH",
-    "write_kv": "LBSTHd",
-    "decode_step": "BS",
-    "merge_heads": "BTHd",
-    "linear_cross_entropy": "NDV",
-}
 
 
 def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Case:
@@ -56,20 +29,30 @@ def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Cas
     return case
 
 
+# The axes of what the contract knows as objects.
+_OBJECTS = {"cache.k": "L B S Hkv d", "cache.v": "L B S Hkv d", "token": "B"}
+
+
 def cuts(case: Case) -> Iterator[Case]:
-    """Yield cases with one axis cut, the boldest cuts first."""
-    axes = _AXES.get(case.op, {})
-    if case.op == "linear_cross_entropy" and np.ndim(case.arrays["x"]) != 2:
-        axes = {}
+    """Yield cases with one axis cut, the boldest cuts first.
+
+    Axes with one letter are cut together. Each key/value head has its group G of query heads.
+    """
+    spec = case.spec
+    shapes = {o.name: o.shape for o in spec.operands} | _OBJECTS | {"dout": spec.out}
+    shapes |= dict.fromkeys(case.options, "B")  # start and position, row by row
+    axes: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
-    for name, letters in axes.items():
-        value = _value(case, name)
-        if isinstance(value, np.ndarray) and value.ndim == len(letters):
-            sizes |= dict(zip(letters, value.shape, strict=True))
-    if case.op == "attention":
-        sizes["G"] = sizes["H"] // sizes["K"]
+    for name, value in _values(case).items():
+        if isinstance(value, np.ndarray) and shapes.get(name):
+            axes[name] = shapes[name].split()
+            if value.ndim != len(axes[name]):
+                return
+            sizes |= dict(zip(axes[name], value.shape, strict=True))
+    if "Hq" in sizes:
+        sizes["G"] = sizes["Hq"] // sizes["Hkv"]
     for bold in (True, False):
-        for letter in _MAY_GO.get(case.op, ""):
+        for letter in room(case.op).CUTS.split():
             n = sizes.get(letter, 1)
             whole = np.arange(n)
             parts = [whole[:1], whole[-1:], whole[: n // 2], whole[n // 2 :]]
@@ -80,33 +63,27 @@ def cuts(case: Case) -> Iterator[Case]:
 
 def _indices(letter: str, kept: Array, sizes: dict[str, int]) -> dict[str, Array]:
     """Return what stays of each axis: the query heads go with their group."""
-    if letter not in "KG":
+    if letter not in ("Hkv", "G") or "Hq" not in sizes:
         return {letter: kept}
-    heads = np.arange(sizes["H"]).reshape(sizes["K"], sizes["G"])
-    if letter == "K":
-        return {"K": kept, "H": heads[kept].reshape(-1)}
-    return {"H": heads[:, kept].reshape(-1)}
+    heads = np.arange(sizes["Hq"]).reshape(sizes["Hkv"], sizes["G"])
+    if letter == "Hkv":
+        return {"Hkv": kept, "Hq": heads[kept].reshape(-1)}
+    return {"Hq": heads[:, kept].reshape(-1)}
 
 
-def _value(case: Case, name: str) -> Any:
-    if name == "dout":
-        return case.cotangent
-    return case.arrays.get(name, case.options.get(name))
+def _values(case: Case) -> dict[str, Any]:
+    return {**case.arrays, **case.options, "dout": case.cotangent}
 
 
-def _with(case: Case, axes: dict[str, str], stays: dict[str, Array]) -> Case:
-    arrays, options, cotangent = dict(case.arrays), dict(case.options), case.cotangent
+def _with(case: Case, axes: dict[str, list[str]], stays: dict[str, Array]) -> Case:
+    values = _values(case)
     for name, letters in axes.items():
-        value = _value(case, name)
-        if not isinstance(value, np.ndarray) or value.ndim != len(letters):
-            continue
         for axis, letter in enumerate(letters):
             if letter in stays:
-                value = np.take(value, stays[letter], axis=axis)
-        if name == "dout":
-            cotangent = value
-        elif name in arrays:
-            arrays[name] = value
-        else:
-            options[name] = value
-    return dataclasses.replace(case, arrays=arrays, options=options, cotangent=cotangent)
+                values[name] = np.take(values[name], stays[letter], axis=axis)
+    return dataclasses.replace(
+        case,
+        arrays={name: values[name] for name in case.arrays},
+        options={name: values[name] for name in case.options},
+        cotangent=values["dout"],
+    )

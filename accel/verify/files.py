@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import SPECS, Case, contract_parameters, expected
+from accel.verify.contract import Case, contract_parameters, expected
 from accel.verify.trial import Judged
 from reference.config import Config
+from reference.ops import OPS
 from reference.types import Array, DropoutKey
 
 # What NumPy raises for a file that is no .npz, or a damaged one; NotImplementedError is zipfile's
@@ -105,14 +106,14 @@ def load_failure(path: str | Path) -> Case:
         raise ValueError(f"{path} is no .npz of a case: {error}") from None
     try:
         about = json.loads(str(content["case"]))
-        spec = SPECS[about["op"]]
+        spec = OPS[about["op"]]
     except (KeyError, json.JSONDecodeError):
         raise ValueError(
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None
 
     given = [n.removeprefix("input.") for n in content if n.startswith("input.")]
-    lacking = [p.name for p in contract_parameters(spec.forward) if p.default is None]
+    lacking = [p.name for p in contract_parameters(spec.forward_name) if p.default is None]
     arrays: dict[str, Any] = dict.fromkeys([*given, *lacking])
     for name in given:
         arrays[name] = content[f"input.{name}"]

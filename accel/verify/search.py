@@ -12,15 +12,18 @@ import importlib.util
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.cases import Draw, Pick
-from accel.verify.contract import Case, Spec, contract_parameters, draw_case
+from accel.verify.contract import Case, draw_case
 from accel.verify.cuts import cut_while
+from accel.verify.draw import Draw, Pick
 from accel.verify.subject import Subject
 from accel.verify.trial import Judged, run_case
+from reference.contract import Op
 
 SHRINK_RUNS = 500  # of the kernel, for one failing result; the smallest case found is kept
 TELLING = 5_000  # elements of a case that hints are tried on
@@ -99,7 +102,7 @@ class OpReport:
 
 def search(
     subject: Subject,
-    spec: Spec,
+    spec: Op,
     dtype: str,
     *,
     seed: int,
@@ -180,7 +183,7 @@ def _in_order(keys: Iterable[tuple[str, str]], results: list[str]) -> list[tuple
 
 
 def smallest(
-    subject: Subject, spec: Spec, dtype: str, key: tuple[str, str], found: Found, *, seed: int
+    subject: Subject, spec: Op, dtype: str, key: tuple[str, str], found: Found, *, seed: int
 ) -> Found:
     """Shrink a failing case, looking only at the one result that failed in it.
 
@@ -284,34 +287,19 @@ def _with_quarters(case: Case) -> Case:
 
 def simpler(case: Case) -> list[Callable[[Case], Case]]:
     """Return what can be taken away from a case: its manner first, then optional arguments."""
-    changes: list[Callable[[Case], Case]] = [
+    return [
         _with_quarters,
-        lambda c: dataclasses.replace(c, interleaved=False),
-        lambda c: dataclasses.replace(c, layouts={}),
-        lambda c: dataclasses.replace(c, out=""),
+        partial(dataclasses.replace, interleaved=False),
+        partial(dataclasses.replace, layouts={}),
+        partial(dataclasses.replace, out=""),
+        *(partial(_with_plain, name) for name in case.layouts),
+        *(methodcaller("without", name) for name in case.optional() if name != "dropout_key"),
     ]
-    for layout in case.layouts:
-        changes.append(
-            lambda c, layout=layout: dataclasses.replace(  # type: ignore[misc]
-                c, layouts={n: how for n, how in c.layouts.items() if n != layout}
-            )
-        )
-    for parameter in contract_parameters(case.spec.forward):
-        name = parameter.name
-        if parameter.default is parameter.empty:
-            continue
-        if case.arrays.get(name) is not None:
-            changes.append(
-                lambda c, name=name: dataclasses.replace(c, arrays={**c.arrays, name: None})  # type: ignore[misc]
-            )
-        elif name in case.options and name != "dropout_key":
-            dropped = {name, "dropout_key"} if name == "dropout_p" else {name}
-            changes.append(
-                lambda c, dropped=dropped: dataclasses.replace(  # type: ignore[misc]
-                    c, options={n: v for n, v in c.options.items() if n not in dropped}
-                )
-            )
-    return changes
+
+
+def _with_plain(name: str, case: Case) -> Case:
+    layouts = {n: layout for n, layout in case.layouts.items() if n != name}
+    return dataclasses.replace(case, layouts=layouts)
 
 
 class Dealer:
@@ -335,12 +323,12 @@ class Dealer:
         return pick
 
 
-def _draw(subject: Subject, spec: Spec, dtype: str, pick: Pick) -> Case:
+def _draw(subject: Subject, spec: Op, dtype: str, pick: Pick) -> Case:
     return draw_case(
         spec,
-        Draw(pick, dtype, subject.parameter_offers(spec.forward)),
+        Draw(pick, dtype, subject.parameter_offers(spec.forward_name)),
         has_backward=subject.has_backward(spec),
-        backward_offers=subject.parameter_offers(spec.backward),
+        backward_offers=subject.parameter_offers(spec.backward_name),
     )
 
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import DTYPES, MASTER_OPS, SPECS, Spec, contract_parameters
+from accel.verify.contract import DTYPES, contract_parameters
+from accel.verify.ops import room
 from reference import ops as reference
+from reference.contract import Op
+from reference.ops import OPS
 from reference.types import Array
 
 
@@ -36,10 +39,6 @@ class Placed(NamedTuple):
     view: Any  # what is passed
     base: Any  # the buffer that view is cut from
     before: Array  # the buffer's content, to see whether anything was written
-
-
-# How a caller saves memory; no case makes use of them.
-UNTRIED = {("scale_forward", "out"), ("linear_forward", "keep_x"), ("linear_backward", "x")}
 
 
 class Subject:
@@ -60,7 +59,7 @@ class Subject:
         self._from = getattr(module, "from_numpy", None)
         self._to = getattr(module, "to_numpy", None)
         self._file = str(getattr(module, "__file__", "") or "")
-        self._activation = self._from is not None and "activation" in (_names(self._from) or ())
+        self._activation = self._from is not None and "activation" in (_signature(self._from) or ())
         self.notes: set[str] = set()
         # told ("case", Case) before a case is tried and ("calling", name) before a call
         self.watch: Callable[[str, Any], None] = lambda kind, content: None
@@ -68,14 +67,12 @@ class Subject:
     def has(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))
 
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[Op]:
         """Return the ops of which the module has something, in the contract's order."""
-        return [
-            spec for spec in SPECS.values() if self.has(spec.forward) or self.has_backward(spec)
-        ]
+        return [spec for spec in OPS.values() if any(self.has(name) for name in spec.names)]
 
-    def has_backward(self, spec: Spec) -> bool:
-        return bool(spec.gradients) and self.has(spec.backward)
+    def has_backward(self, spec: Op) -> bool:
+        return spec.backward and self.has(spec.backward_name)
 
     def declared_dtypes(self) -> tuple[str, ...] | None:
         """Return the precisions that the module says it works in: ``DTYPES = ("float32",)``."""
@@ -108,42 +105,44 @@ class Subject:
                 kept.append(dtype)
         return tuple(kept) or ("bf16",)
 
+    def signature(self, function: str) -> Mapping[str, inspect.Parameter] | None:
+        """Return the parameters of a function of the module; None when they cannot be known."""
+        return _signature(getattr(self.module, function)) if self.has(function) else None
+
     def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
         """Return what tells whether a function takes an optional parameter of the contract."""
-        if not self.has(function) or not hasattr(reference, function):
+        parameters = self.signature(function) if hasattr(reference, function) else None
+        if parameters is None:
             return lambda parameter: True
-        names = _names(getattr(self.module, function))
-        if names is None:
-            return lambda parameter: True
-        parameters = inspect.signature(getattr(self.module, function)).parameters
-        positional = _positional(parameters)
-        order = [p.name for p in contract_parameters(function)]
+        positional = positional_of(parameters.values())
+        names = [p.name for p in contract_parameters(function)]
+        order = [p.name for p in positional_of(contract_parameters(function))]
 
         def offers(parameter: str) -> bool | str:
             found = parameters.get(parameter)
-            if found is None and parameter in order and _is_array(function, parameter):
-                at = order.index(parameter)
-                # called something else, but it stands where the contract has it
-                found = positional[at] if at < len(positional) else None
-                if found is not None and found.name in order:
+            if found is None and parameter in order:
+                # an array called something else, but it stands where the contract has it
+                found = next(iter(positional[order.index(parameter) :]), None)
+                if found is not None and found.name in names:
                     found = None
             if found is None:
                 return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            return "always" if found.default is found.empty and _is_optional(function) else True
+            required = found.default is found.empty and not function.endswith("_backward")
+            return "always" if required else True
 
         return offers
 
-    def missing_features(self, spec: Spec) -> list[str]:
+    def missing_features(self, spec: Op) -> list[str]:
         """Return the optional parameters that this module's functions lack."""
         lacking = []
-        for function in (spec.forward, spec.backward):
-            if self.has(function) and hasattr(reference, function):
+        for function in spec.names:
+            if self.has(function):
                 offers = self.parameter_offers(function)
                 lacking += [
                     p.name
                     for p in contract_parameters(function)
                     if p.default is not p.empty
-                    and (function, p.name) not in UNTRIED
+                    and p.name not in room(spec.name).UNTRIED
                     and not offers(p.name)
                 ]
         return lacking
@@ -311,34 +310,22 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
     return subject
 
 
-def applies(spec: Spec, dtype: str) -> bool:
+def applies(spec: Op, dtype: str) -> bool:
     """Say whether an op has cases of its own in a precision."""
-    return dtype != "bf16" or spec.name not in MASTER_OPS
+    return dtype != "bf16" or any(o.kind != "master" for o in spec.operands)
 
 
-def _names(function: Callable[..., Any]) -> list[str] | None:
-    """Return the parameter names of a function; None when it has no Python signature."""
+def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function; None when it has no Python signature."""
     try:
-        return list(inspect.signature(function).parameters)
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
 
 
-def _positional(parameters: Any) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in parameters.values() if p.kind in kinds]
-
-
-def _is_array(function: str, parameter: str) -> bool:
-    """Say whether a parameter of the contract is an array, and so may be passed by position."""
-    return any(
-        p.name == parameter and p.kind is p.POSITIONAL_OR_KEYWORD
-        for p in contract_parameters(function)
-    )
-
-
-def _is_optional(function: str) -> bool:
-    return not function.endswith("_backward")
+def positional_of(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters that may be given by position."""
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,12 +16,12 @@ from accel.verify.contract import (
     floats,
     gathered,
     gradient_names,
-    log_sum_exp,
     named_parts,
     other_case,
     shape_of,
 )
-from accel.verify.subject import KernelError, Placed, Subject, _positional
+from accel.verify.ops import room
+from accel.verify.subject import KernelError, Placed, Subject, positional_of
 from reference.types import Array, KVCache, Loss
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
@@ -50,6 +50,7 @@ class _Run:
 
     def __init__(self, subject: Subject, case: Case) -> None:
         self.subject, self.case, self.spec = subject, case, case.spec
+        self.activations = [o.name for o in case.spec.operands if o.kind == "activation"]
         self.judged: list[Judged] = []
         self.placed: dict[str, Placed] = {}
         # results as they were returned, and the kernel's own arrays, to see whether those change
@@ -61,8 +62,7 @@ class _Run:
             if array is None:
                 views[name] = None
                 continue
-            weight = name in self.spec.weights or name.startswith("params.")
-            activation = not weight and array.dtype.kind == "f"
+            activation = name in self.activations or name.startswith("cache.")
             placed = self.subject.place(
                 array, case.layouts.get(name, "plain"), activation=activation
             )
@@ -71,9 +71,11 @@ class _Run:
                 self.placed[name] = placed
         return views
 
-    def call_forward(self, views: dict[str, Any], case: Case) -> tuple[Any, Any, bool]:
+    def call_forward(
+        self, views: dict[str, Any], case: Case, exact: dict[str, Array]
+    ) -> tuple[Any, Any, bool]:
         """Return (out, cache, whether there is a cache)."""
-        name = self.spec.forward
+        name = self.spec.forward_name
         given = gathered(views)
         if "params" in given and self.subject.has("parameters"):
             make = self.subject.module.parameters
@@ -82,7 +84,7 @@ class _Run:
         result = self.subject.call(name, getattr(self.subject.module, name), *args, **kwargs)
         if not self.spec.gradients:
             return result, None, False
-        return split_result(self.spec.name, result, case)
+        return split_result(result, exact)
 
     def take(self, name: str, value: Any) -> Array | None:
         """Bring a result over; a problem with it is noted."""
@@ -129,8 +131,8 @@ def _perform(run: _Run, want: Expected) -> None:
 
     cache: Any = None
     inputs: Any = None
-    if subject.has(spec.forward):
-        out, cache, cached = run.call_forward(views, case)
+    if subject.has(spec.forward_name):
+        out, cache, cached = run.call_forward(views, case, want.exact)
         got = _take_out(run, out, views, want.exact)
         if case.cotangent is not None and not cached:
             inputs = inputs_tuple(subject, case, views, out)
@@ -138,7 +140,7 @@ def _perform(run: _Run, want: Expected) -> None:
         inputs = inputs_tuple(subject, case, views, _given_out(subject, case, want))
 
     judge(run, got, want)
-    if case.interleaved and subject.has(spec.forward):
+    if case.interleaved and subject.has(spec.forward_name):
         _interleave(run)
     if case.cotangent is not None and subject.has_backward(spec):
         _backward(run, want, cache if inputs is None else inputs)
@@ -151,10 +153,8 @@ def arguments(
     """Return how a function is called: required arrays by position, the rest by name if it can."""
     args: list[Any] = []
     kwargs = dict(options)
-    names = None
-    positional: list[Any] = []
-    if (parameters := _signature(subject, function)) is not None:
-        names, positional = list(parameters), _positional(parameters)
+    known = subject.signature(function)
+    positional = [] if known is None else positional_of(known.values())
     for at, parameter in enumerate(contract_parameters(function)):
         name = parameter.name
         required = parameter.default is parameter.empty
@@ -167,28 +167,19 @@ def arguments(
             args.append(views[name])
         elif views[name] is None:
             continue
-        elif names is None or name in names or at >= len(positional):
+        elif known is None or name in known or at >= len(positional):
             kwargs[name] = views[name]
         else:  # it has another name in this module; everything before it must be filled
             args += [None] * (at - len(args)) + [views[name]]
     return args, kwargs
 
 
-def _signature(subject: Subject, function: str) -> Any:
-    import inspect
-
-    try:
-        return inspect.signature(getattr(subject.module, function)).parameters
-    except (TypeError, ValueError):
-        return None
-
-
-def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
+def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
     """Tell (out, cache) from an out alone.
 
     An out of several parts is a tuple itself, as is a loss; then the first part decides.
     """
-    if op == "linear_cross_entropy":
+    if "total" in exact:
         if hasattr(result, "total"):
             return result, None, False
         if isinstance(result, tuple) and len(result) == 2:
@@ -200,7 +191,7 @@ def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
             if np.ndim(first) == 0 and isinstance(second, (int, np.integer)):
                 return Loss(first, int(second)), None, False
         return result, None, False
-    if op == "split_heads":
+    if "out[0]" in exact:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (tuple, list)):
             return tuple(result[0]), result[1], True
         return (tuple(result) if isinstance(result, list) else result), None, False
@@ -212,39 +203,36 @@ def split_result(op: str, result: Any, case: Case) -> tuple[Any, Any, bool]:
 def _take_out(
     run: _Run, out: Any, views: dict[str, Any], exact: dict[str, Array]
 ) -> dict[str, Array | None]:
-    op, parts = run.case.op, [n for n in exact if n not in gradient_names(run.case)]
-    if run.spec.in_place:
+    if run.case.written:
         got = {"out": run.take("out", out)} if "out" in exact else {}
-        return got | {name: run.take(name, views[name]) for name in run.spec.in_place}
-    if op == "kv_cache":
-        if not hasattr(out, "k") or not hasattr(out, "v"):
-            run.problem("out.k[0]", "missing", "kv_cache should give a KVCache, with k and v")
-            return {}
-        for k, v in zip(out.k, out.v, strict=False):
+        return got | {name: run.take(name, views[name]) for name in run.case.written}
+    if "out" in exact:
+        return {"out": run.take("out", out)}
+    names = [n for n in exact if n not in gradient_names(run.case)]
+    kind = Loss if "total" in exact else KVCache if "out.k[0]" in exact else None
+    if kind is None:
+        fits, wanted = isinstance(out, tuple), f"{len(names)} parts"
+    else:
+        fits, wanted = all(hasattr(out, f) for f in kind._fields), " and ".join(kind._fields)
+    if fits and kind:
+        out = kind(*(getattr(out, f) for f in kind._fields))
+    parts = named_parts(out) if fits else {}
+    if list(parts) != names:
+        found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        text = f"{run.spec.forward_name} should give {wanted}, gave {found}"
+        run.problem(names[0] if kind else "out", "missing", text)
+        return {}
+    if kind is KVCache:
+        for k, v in zip(out.k, out.v, strict=True):
             both = isinstance(k, np.ndarray) and isinstance(v, np.ndarray)
             if k is v or (both and np.shares_memory(k, v)):
                 run.problem("out.v[0]", "shared", "k and v of the cache lie in the same memory")
-        taken = named_parts(KVCache(out.k, out.v))
-        return {name: run.take(name, part) for name, part in taken.items()}
-    if op == "linear_cross_entropy":
-        if not hasattr(out, "total") or not hasattr(out, "n_valid"):
-            run.problem("total", "missing", "the forward should give a loss with total and n_valid")
-            return {}
-        return {"total": run.take("total", out.total), "n_valid": run.take("n_valid", out.n_valid)}
-    if op == "split_heads":
-        if not isinstance(out, tuple) or len(out) != len(parts):
-            found = f"{len(out)} parts" if isinstance(out, tuple) else f"a {type(out).__name__}"
-            run.problem(
-                "out", "missing", f"the forward should give {len(parts)} parts, gave {found}"
-            )
-            return {}
-        return {name: run.take(name, part) for name, part in zip(parts, out, strict=True)}
-    return {"out": run.take("out", out)}
+    return {name: run.take(name, part) for name, part in parts.items()}
 
 
 def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) -> Any:
     """Return what a backward without a cache reads: the forward's arguments, out, and lse."""
-    parameters = contract_parameters(case.spec.forward)
+    parameters = contract_parameters(case.spec.forward_name)
     fields = {
         p.name: views[p.name]
         if p.name in views
@@ -252,8 +240,8 @@ def inputs_tuple(subject: Subject, case: Case, views: dict[str, Any], out: Any) 
         for p in parameters
     }
     fields["out"] = out
-    if case.op == "attention":
-        fields["lse"] = subject.from_numpy(log_sum_exp(case))
+    saved = room(case.op).saved(case)
+    fields |= {name: subject.from_numpy(array) for name, array in saved.items()}
     kind = collections.namedtuple(f"{case.op}_inputs", list(fields))  # type: ignore[misc]
     return kind(**fields)
 
@@ -285,29 +273,28 @@ def _place_cotangent(run: _Run, cotangent: Any) -> Any:
 
 def _backward(run: _Run, want: Expected, state: Any) -> None:
     subject, case, spec = run.subject, run.case, run.spec
-    function = getattr(subject.module, spec.backward)
+    function = getattr(subject.module, spec.backward_name)
     owed = gradient_names(case)
     kwargs: dict[str, Any] = {}
     buffers: dict[str, Placed] = {}
     if case.out:
-        buffers = {name: _out_buffer(subject, case, name) for name in _out_names(case)}
-        views = [
-            buffers[f"d{p}"].view if f"d{p}" in buffers else None for p in case.spec.parameters
-        ]
-        kwargs["out"] = views[0] if spec.single_out else tuple(views)
+        names = [f"d{p}" for p in spec.parameters]
+        buffers = {name: _out_buffer(subject, case, name) for name in names if name in owed}
+        views = [buffers[name].view if name in buffers else None for name in names]
+        kwargs["out"] = views[0] if len(spec.parameters) == 1 else tuple(views)
         if case.out == "accumulate":
             kwargs["accumulate"] = True
     dout = _place_cotangent(run, case.cotangent)
-    result = subject.call(spec.backward, function, dout, state, **kwargs)
+    result = subject.call(spec.backward_name, function, dout, state, **kwargs)
     gradients = _gradients(run, result, owed)
     got = {name: run.take(name, value) for name, value in gradients.items()}
 
-    base: Array | float = 0.0
     if case.out == "accumulate":
-        base = accumulated_onto(case).astype(np.float64)
-    judge(run, got, _shifted(want, base) if case.out == "accumulate" else want)
+        (name,) = buffers
+        want = _shifted(want, name, accumulated_onto(case).astype(np.float64))
+    judge(run, got, want)
     for name, buffer in buffers.items():
-        _judge_buffer(run, name, buffer, _shifted(want, base))
+        _judge_buffer(run, name, buffer, want)
     if not case.out:
         _again(run, state, function)
 
@@ -322,15 +309,11 @@ def _gradients(run: _Run, result: Any, owed: list[str]) -> dict[str, Any]:
         run.problem(
             "",
             "count",
-            f"{run.spec.backward} returned {len(found)} gradient{'s' * (len(found) != 1)}, but "
-            f"{len(owed)} are owed: {', '.join(owed)}",
+            f"{run.spec.backward_name} returned {len(found)} gradient{'s' * (len(found) != 1)}, "
+            f"but {len(owed)} are owed: {', '.join(owed)}",
         )
         return {}
     return dict(zip(owed, found, strict=True))
-
-
-def _out_names(case: Case) -> list[str]:
-    return [f"d{p}" for p in case.spec.parameters if case.arrays.get(p) is not None]
 
 
 def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
@@ -345,18 +328,14 @@ def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
     return Placed(base[GUARD : GUARD + size].reshape(shape), base, before)
 
 
-def _shifted(want: Expected, base: Any) -> Expected:
+def _shifted(want: Expected, name: str, base: Array) -> Expected:
     """Return the expectation of a gradient that was added onto something."""
-    if not np.any(base):
-        return want
-    magnitude = want.magnitudes["dtable"]
+    magnitude = want.magnitudes[name]
+    grown = Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms)
     return want._replace(
-        exact={**want.exact, "dtable": want.exact["dtable"] + base},
-        plain={**want.plain, "dtable": (want.plain["dtable"] + base).astype(np.float32)},
-        magnitudes={
-            **want.magnitudes,
-            "dtable": Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms),
-        },
+        exact={**want.exact, name: want.exact[name] + base},
+        plain={**want.plain, name: (want.plain[name] + base).astype(np.float32)},
+        magnitudes={**want.magnitudes, name: grown},
     )
 
 
@@ -406,7 +385,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
                 f"{name} is {value.dtype}, but the inputs are {case.dtype}: dtype in is dtype out"
             )
             kind = "dtype"
-        unit = "float64" if case.spec.float64 else case.dtype
+        unit = "float64" if case.spec.wide else case.dtype
         closeness = compare(
             value,
             exact,
@@ -419,7 +398,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
-    if case.dtype == "bf16" or case.spec.float64 or name in ("total", "n_valid"):
+    if case.dtype == "bf16" or case.spec.wide or name in ("total", "n_valid"):
         return False
     return value.dtype != np.dtype(case.dtype)
 
@@ -427,9 +406,9 @@ def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
 def _interleave(run: _Run) -> None:
     """Make another call, as a model does between a forward and its backward."""
     other = other_case(run.case)
-    views = run.place(other, hold=False)
-    out, _, _ = run.call_forward(views, other)
     second = expected(other)
+    views = run.place(other, hold=False)
+    out, _, _ = run.call_forward(views, other, second.exact)
     held = run.returned
     run.returned = {}
     got = _take_out(run, out, views, second.exact)
@@ -453,7 +432,7 @@ def _again(run: _Run, state: Any, function: Any) -> None:
     dout = _place_cotangent(run, second)
     run.placed = placed
     try:
-        result = run.subject.call(run.spec.backward, function, dout, state)
+        result = run.subject.call(run.spec.backward_name, function, dout, state)
         gradients = _gradients(run, result, gradient_names(case))
         got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
     except KernelError:
@@ -465,13 +444,13 @@ def _again(run: _Run, state: Any, function: Any) -> None:
 def _untouched(run: _Run) -> None:
     """See whether arguments were written into, or results changed after they were returned."""
     for name, placed in run.placed.items():
-        if name in run.spec.in_place:
+        if name in run.case.written:
             continue
         now = np.asarray(run.subject.to_numpy(placed.base))
         if not np.array_equal(now, placed.before, equal_nan=now.dtype.kind == "f"):
             run.problem(name, "written", f"{name}, an argument, was written into")
     for name, (array, copy) in run.returned.items():
-        if name not in run.spec.in_place and not np.array_equal(
+        if name not in run.case.written and not np.array_equal(
             array, copy, equal_nan=copy.dtype.kind == "f"
         ):
             run.problem(

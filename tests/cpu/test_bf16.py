@@ -1,5 +1,6 @@
 """The bf16 mode of the CPU backend: packing, blocks, products, attention and whole models."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -454,8 +455,10 @@ def test_a_step_gives_the_same_bits_again_and_with_fewer_threads(ops):
         np.testing.assert_array_equal(grad, results[0][1])
 
 
-def test_decoding_reads_rounded_matrices(ops):
-    layout = decoder_layout(CONFIG)
+@pytest.mark.parametrize("fields", [{}, {"window": 3, "qk_norm": True}])
+def test_decoding_reads_rounded_matrices(ops, fields):
+    config = dataclasses.replace(CONFIG, **fields)
+    layout = decoder_layout(config)
     master = 3 * layout.init(0)
     halves = {n: w for n, w in layout.views(rounded(master).astype(np.float32)).items()}
     exact = layout.views(master.astype(np.float64))
@@ -463,11 +466,11 @@ def test_decoding_reads_rounded_matrices(ops):
     rounded_matrices = {
         n: (halves[n] if w.ndim == 2 else w).astype(float) for n, w in exact.items()
     }
-    caches = [o.kv_cache(p, CONFIG, 2, 8) for o, p in ((ops, params), (plain, rounded_matrices))]
+    caches = [o.kv_cache(p, config, 2, 8) for o, p in ((ops, params), (plain, rounded_matrices))]
     for position in range(5):
         token = np.array([3, 7 * position], np.int32)
-        got = ops.decode_step(params, CONFIG, token, caches[0], position)
-        want = plain.decode_step(rounded_matrices, CONFIG, token, caches[1], position)
+        got = ops.decode_step(params, config, token, caches[0], position)
+        want = plain.decode_step(rounded_matrices, config, token, caches[1], position)
         assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
     assert params["layers.0.attention.wqkv"].halves is not None
 

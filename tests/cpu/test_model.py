@@ -95,9 +95,17 @@ def test_decode_step_equals_the_reference_at_rows_of_their_own(name: str, dtype:
             assert difference(mine, other) < limit
 
 
-def test_decode_step_joins_blocks_of_keys() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"window": 700},  # a ring of two blocks of keys, gone round at position 1023
+        {"window": 600, "position": "alibi"},  # all are kept, and the first block is not seen
+    ],
+)
+def test_decode_step_joins_blocks_of_keys(fields: dict[str, Any]) -> None:
     """Beyond KEY_BLOCK positions attention is joined from several blocks."""
-    config = toy(MYLLM_1B, context_length=1100, n_layers=1)
+    config = toy(MYLLM_1B, context_length=1100, n_layers=1, **fields)
     params = decoder_layout(config).views(weights(config, np.float64))
     ops = accel.load("cpu")
     ours, theirs = (o.kv_cache(params, config, 2, 1100) for o in (ops, reference))
@@ -112,8 +120,9 @@ def test_decode_step_joins_blocks_of_keys() -> None:
         assert difference(got, expected) < 1e-12
 
 
-def test_generation_is_the_reference_s() -> None:
-    config = toy(MYLLM_1B, context_length=40)
+@pytest.mark.parametrize("fields", [{}, {"window": (5, 0), "qk_norm": True}])
+def test_generation_is_the_reference_s(fields: dict[str, Any]) -> None:
+    config = toy(MYLLM_1B, context_length=40, **fields)
     params = decoder_layout(config).views(weights(config, np.float64))
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}

@@ -1,5 +1,6 @@
 """Training from the command, on one rank: resuming, guards, signals, what it says and writes."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from dist import checkpoint, cli, launch, monitor
 from dist.comm import AllRanksError, Solo, launched_size, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
-from dist.train import StopRequest, Trainer
+from dist.train import StopRequest, Trainer, same_learning
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
 from tests.helpers.runs import digest, losses, prepare, save_run_file, tables, train, with_run
@@ -84,6 +85,22 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert digest(parts) == digest(whole)
     assert losses(parts) == losses(whole)
     assert train(parts) == 0 and losses(parts) == losses(whole)  # finished: nothing is left to do
+
+
+def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
+    """Its checkpoint says nothing of the setting, which has its default then."""
+    config = prepare(tmp_path)
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    assert Trainer(config, Solo()).run(stop) == signal.SIGTERM
+    (path,) = (Path(config.run.out) / "checkpoints").glob("step-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    for name in ("window", "qk_norm"):
+        del manifest["config"]["model"][name]
+    path.write_text(json.dumps(manifest))
+    assert train(config) == 0 and len(losses(config)) == 6
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, window=3))
+    assert same_learning(manifest["config"], wider) == ["model.window: 0 -> 3"]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

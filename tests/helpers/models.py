@@ -42,6 +42,8 @@ MODELS: dict[str, Config] = {
     "alibi_mqa": toy(MYLLM_1B, position="alibi", n_kv_heads=1),
     "tied_head_bias": toy(GPT2_SMALL, head_bias=True, position="none"),
     "untied_post_rmsnorm": toy(MYLLM_1B, tied=False, norm_placement="post"),
+    "qk_norm_windows": toy(MYLLM_1B, qk_norm=True, window=(3, 0)),
+    "alibi_window_qk_norm": toy(GPT2_SMALL, position="alibi", window=4, qk_norm=True),
     "dropout": toy(MYLLM_1B, dropout_embedding=0.1, dropout_attention=0.2, dropout_residual=0.3),
 }
 

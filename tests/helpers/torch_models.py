@@ -46,20 +46,27 @@ def sinusoids(length: int, width: int) -> Any:
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, window: int = 0) -> None:
         super().__init__()
         D, d, bias = config.d_model, config.d_head, config.attn_bias
-        self.config = config
+        self.config, self.window = config, window
         self.q = nn.Linear(D, config.n_heads * d, bias=bias)
         self.k = nn.Linear(D, config.n_kv_heads * d, bias=bias)
         self.v = nn.Linear(D, config.n_kv_heads * d, bias=bias)
         self.out = nn.Linear(config.n_heads * d, D, bias=bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(d, eps=config.norm_eps) for _ in range(2))
 
     def forward(self, x: Any, mask: Any) -> Any:
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.config.d_head)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.window:
+            T = x.shape[1]
+            mask = mask.masked_fill(torch.ones(T, T).tril(-self.window).bool(), -torch.inf)
         if self.config.position == "rope":
             q, k = turn(q, self.config.rope_base), turn(k, self.config.rope_base)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -90,11 +97,11 @@ def norm(config: Config) -> Any:
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, window: int) -> None:
         super().__init__()
         self.pre = config.norm_placement == "pre"
         self.norm1, self.norm2 = norm(config), norm(config)
-        self.attention, self.ffn = SelfAttention(config), FeedForward(config)
+        self.attention, self.ffn = SelfAttention(config, window), FeedForward(config)
 
     def forward(self, x: Any, mask: Any) -> Any:
         if self.pre:
@@ -113,7 +120,8 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position = nn.Embedding(config.context_length, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        windows = config.window if isinstance(config.window, tuple) else [config.window] * 99
+        self.blocks = nn.ModuleList(Block(config, w) for w in windows[: config.n_layers])
         self.norm = norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         if config.tied:
@@ -153,6 +161,9 @@ class Decoder(nn.Module):
             if config.attn_bias:
                 slots[f"{name}.attention.bqkv"] = linear_bias(a.q, a.k, a.v)
                 slots[f"{name}.attention.bo"] = linear_bias(a.out)
+            if config.qk_norm:
+                slots |= norm_slots(f"{name}.attention.q_norm", a.q_norm)
+                slots |= norm_slots(f"{name}.attention.k_norm", a.k_norm)
             up, suffix = ((f.gate, f.up), "gate_up") if f.kind == "swiglu" else ((f.up,), "up")
             slots[f"{name}.ffn.w_{suffix}"] = linear_weight(*up)
             slots[f"{name}.ffn.w_down"] = linear_weight(f.down)

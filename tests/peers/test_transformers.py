@@ -1,4 +1,4 @@
-"""Llama and GPT-2 of Hugging Face ``transformers``, from a config with random weights.
+"""Hugging Face ``transformers``: Llama, Mistral, Qwen3, GPT-2, from a config with random weights.
 
 ``transformers`` computes norms, RoPE's angles and softmax in float32 whatever it is told, so it is
 run in float32 and held to the rule for fast code: its distance from our float64 is at most twice
@@ -40,8 +40,10 @@ TOY: dict[str, Any] = {
     "d_ff": 48,
     "context_length": 32,
 }
-# LlamaConfig's own default base; its parameter is spelled differently from version to version
+# the peers' own default base; its parameter is spelled differently from version to version
 LLAMA = replace(MYLLM_1B, **TOY, n_kv_heads=2, rope_base=10_000.0)
+MISTRAL = replace(LLAMA, window=5)
+QWEN3 = replace(LLAMA, qk_norm=True, window=(0, 6))
 GPT2 = replace(GPT2_SMALL, **TOY, n_kv_heads=4)
 
 
@@ -70,8 +72,9 @@ def theirs(model: Any, slots: dict[str, Slot], ids: Array, counted: Array) -> Re
     return Result(out.logits.detach().numpy(), out.loss.detach().numpy(), gradients(slots))
 
 
-def llama() -> tuple[Any, dict[str, Slot]]:
-    config = transformers.LlamaConfig(
+def llama(kind: str = "Llama", **options: Any) -> tuple[Any, dict[str, Slot]]:
+    """Return a model of the family that Llama began, and where our parameters lie in it."""
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=LLAMA.vocab_size,
         hidden_size=LLAMA.d_model,
         intermediate_size=LLAMA.d_ff,
@@ -81,8 +84,9 @@ def llama() -> tuple[Any, dict[str, Slot]]:
         max_position_embeddings=LLAMA.context_length,
         rms_norm_eps=LLAMA.norm_eps,
         tie_word_embeddings=True,
+        **options,
     )
-    model = transformers.LlamaForCausalLM(config).float().eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     slots = {
         "embedding.weight": plain(model.model.embed_tokens.weight),
         "final_norm.gain": plain(model.model.norm.weight),
@@ -100,7 +104,23 @@ def llama() -> tuple[Any, dict[str, Slot]]:
             f"layers.{i}.ffn.w_gate_up": linear_weight(f.gate_proj, f.up_proj),
             f"layers.{i}.ffn.w_down": linear_weight(f.down_proj),
         }
+        if kind == "Qwen3":
+            for norm in ("q_norm", "k_norm"):
+                gain = getattr(a, norm).weight
+                slots[f"layers.{i}.attention.{norm}.gain"] = Slot(
+                    [(gain, rope_rows(gain))], transposed=False
+                )
     return model, slots
+
+
+def mistral() -> tuple[Any, dict[str, Slot]]:
+    return llama("Mistral", sliding_window=MISTRAL.window)
+
+
+def qwen3() -> tuple[Any, dict[str, Slot]]:
+    # its layers from max_window_layers on have the window
+    windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    return llama("Qwen3", head_dim=LLAMA.d_head, **windows)
 
 
 def rope_rows(weight: Any) -> Any:
@@ -190,7 +210,11 @@ def compare(config: Config, model: Any, slots: dict[str, Slot], seed: int) -> di
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("config", "peer"), [(LLAMA, llama), (GPT2, gpt2)], ids=["Llama", "GPT-2"])
+@pytest.mark.parametrize(
+    ("config", "peer"),
+    [(LLAMA, llama), (MISTRAL, mistral), (QWEN3, qwen3), (GPT2, gpt2)],
+    ids=["Llama", "Mistral", "Qwen3", "GPT-2"],
+)
 def test_transformers_agrees_to_float32_rounding(config: Config, peer: Any, seed: int) -> None:
     model, slots = peer()
     ratios = compare(config, model, slots, seed)

@@ -178,8 +178,9 @@ ENCODER_DECODERS = {
     "pre_norm_untied_learned": encoder_decoder(
         norm_placement="pre", tied=False, head_bias=True, position="learned", ffn="gelu"
     ),
-    "rope_gqa_dropout": encoder_decoder(
+    "rope_gqa_qk_norm_dropout": encoder_decoder(
         position="rope",
+        qk_norm=True,
         n_kv_heads=2,
         attn_bias=True,
         ffn="swiglu",

@@ -1,6 +1,7 @@
 """``myllm verify``: right kernels pass, wrong ones are caught, named and shrunk."""
 
 import inspect
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from accel.tolerance import Magnitude, compare, round_bf16
 from accel.verify import SubjectError, VerificationError, check_module, check_op
 from accel.verify.check import Options, cases_of, check_subject
-from accel.verify.contract import SPECS, Case
+from accel.verify.contract import Case
 from accel.verify.cuts import cuts
+from accel.verify.ops import room
 from accel.verify.search import search
 from accel.verify.subject import as_subject
 from reference import ops
@@ -32,10 +34,41 @@ CORRECT_BF16 = kernels(round_bf16)
 SOME = ["add", "linear", "rmsnorm", "layernorm", "rope", "attention", "linear_cross_entropy"]
 
 
-def test_every_op_of_the_contract_is_checked() -> None:
-    names = {name for op in OPS.values() for name in op.names}
-    checked = {n for spec in SPECS.values() for n in (spec.forward, spec.backward)}
-    assert names <= checked
+def test_every_op_of_the_contract_has_a_room() -> None:
+    for op in OPS:
+        assert callable(room(op).generate) and callable(room(op).magnitude)
+
+
+def test_an_op_without_a_room_is_refused_with_the_file_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tanh = OPS["relu"]._replace(name="tanh")
+    monkeypatch.setitem(OPS, "tanh", tanh)
+    module = SimpleNamespace(tanh_forward=ops.relu_forward, relu_forward=ops.relu_forward)
+    with pytest.raises(SubjectError, match="write accel/verify/ops/tanh"):
+        check_module(module)
+    check_module(module, ops=["relu"], examples=3)
+
+
+def test_a_new_op_is_checked_as_soon_as_it_has_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cube_forward(x: Array) -> Any:
+        return x * x * x, x
+
+    def cube_backward(dout: Array, x: Array) -> Array:
+        return 3 * dout * x * x
+
+    def magnitude(v: Any, dout: Array, u: float) -> Any:
+        x = np.abs(v["x"])
+        return {"out": Magnitude(x**3, 2), "dx": Magnitude(3 * np.abs(dout) * x * x, 3)}
+
+    cube = SimpleNamespace(generate=room("relu").generate, magnitude=magnitude)
+    monkeypatch.setitem(sys.modules, "accel.verify.ops.cube", cube)
+    monkeypatch.setitem(OPS, "cube", OPS["relu"]._replace(name="cube"))
+    monkeypatch.setattr(ops, "cube_forward", cube_forward, raising=False)
+    monkeypatch.setattr(ops, "cube_backward", cube_backward, raising=False)
+    check_op("cube", forward=cube_forward, backward=cube_backward, examples=20)
+    report = check_op("cube", forward=cube_forward, backward=lambda d, x: d * x * x, raises=False)
+    assert {f.name for f in report.failures} == {"dx"}
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -360,9 +393,9 @@ def test_thorough_takes_more_cases() -> None:
 
 
 def test_a_result_and_the_gradients_of_an_op_have_the_names_of_its_arguments() -> None:
-    for spec in SPECS.values():
-        names = list(inspect.signature(getattr(ops, spec.forward)).parameters)
-        named = {*spec.gradients, *spec.in_place, *spec.weights}
+    for spec in OPS.values():
+        names = list(inspect.signature(getattr(ops, spec.forward_name)).parameters)
+        named = {*spec.gradients, *spec.parameters, *spec.written}
         assert {name.partition(".")[0] for name in named} <= set(names)
 
 
@@ -370,7 +403,7 @@ def test_a_search_reports_what_it_saw() -> None:
     ticks: list[int] = []
     report = search(
         as_subject(ops),
-        SPECS["scale"],
+        OPS["scale"],
         "float32",
         seed=0,
         examples=7,

@@ -1,4 +1,4 @@
-"""The s and c of the KV cache and of whole decoding steps (see ``magnitudes.py``)."""
+"""Cases of decode_step: whole decoding steps, for every member of the family."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,32 +6,36 @@ from typing import Any
 
 import numpy as np
 
-from accel.tolerance import UNIT_ROUNDOFF, Magnitude
-from accel.verify.magnitudes import Magnitudes, Values
+from accel.tolerance import UNIT_ROUNDOFF
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values, write_kv
+from accel.verify.ops.kv_cache import LENGTHS, parameters, small_model
 from reference import ops
-from reference.kv import check_write
 from reference.model import decode_step as compose
 from reference.types import Array, KVCache
 
+WEIGHT = 0.5
+CUTS = "B S"
 SAMPLES = 16  # runs with perturbed results
 
-
-def kv_cache(v: Values, dout: None, u: float) -> Magnitudes:
-    """Zeros, exactly."""
-    cache = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"])
-    return {f"out.{n}[{i}]": Magnitude(a, 0) for n in "kv" for i, a in enumerate(getattr(cache, n))}
+mistakes = write_kv.misplaced
 
 
-def write_kv(v: Values, dout: None, u: float) -> Magnitudes:
-    """Copies; what lies elsewhere stays as it is, exactly."""
-    cache = KVCache(*(np.zeros_like(a) for a in v["cache"]))
-    check_write(cache, v["k"], v["v"], v["layer"], v["position"])
-    places = {"layer": v["layer"], "position": v["position"]}
-    ops.write_kv(cache, np.abs(v["k"]), np.abs(v["v"]), **places)
-    return {f"cache.{n}": Magnitude(np.asarray(getattr(cache, n)), 1) for n in "kv"}
+def generate(draw: Draw) -> Draft:
+    """The cache is full: what stands at the token's place and beyond is stale, and loud."""
+    B, room = draw.pick((1, 2, 3)), draw.pick(LENGTHS)
+    config = small_model(draw, room)
+    position = write_kv.places(draw, B, room, 1)
+    shape = (config.n_layers, B, room, config.n_kv_heads, config.d_head)
+    stale = np.arange(room) >= np.broadcast_to(position, (B,))[:, None]
+    loud = np.where(stale, 3.0, 1.0)[..., None, None]
+    arrays: dict[str, Any] = parameters(draw, config)
+    arrays["token"] = draw.rng.integers(0, config.vocab_size, B).astype(np.int32)
+    arrays["cache.k"] = draw.rounded(draw.rng.standard_normal(shape) * loud)
+    arrays["cache.v"] = draw.rounded(draw.rng.standard_normal(shape) * loud)
+    return Draft(arrays, {"config": config, "position": position})
 
 
-def decode_step(v: Values, dout: None, u: float) -> Magnitudes:
+def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
     """What a rounding of every op's result comes to, found by making some.
 
     A model is no sum of products, so its s on absolute values says little. Instead each result of
@@ -39,7 +43,7 @@ def decode_step(v: Values, dout: None, u: float) -> Magnitudes:
     float64: stochastic arithmetic (Vignes 1993; Parker 1997). s is two standard deviations of the
     change over some such runs, in units of ε: of the element, or of all that a layer writes where
     that is more, since of one number a few runs may by chance see little. An op has r = 12
-    roundings on its longest path as counted in ``magnitudes.py``, of which 4 may be bf16's, and
+    roundings on its longest path as counted in ``rounding.py``, of which 4 may be bf16's, and
     the longest sum of the model's widths. ε is r u, since in bf16 that is no small step for a
     norm over few numbers, whose curve it must follow; but large enough to stand out from the
     roundings of float64.

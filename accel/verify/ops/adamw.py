@@ -1,0 +1,67 @@
+"""Cases of adamw."""
+
+from typing import Any
+
+import numpy as np
+
+from accel.verify.contract import Case
+from accel.verify.draw import FLAT
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
+
+WEIGHT = 1.5
+
+
+def generate(draw: Draw) -> Draft:
+    """The first steps, where the bias corrections act, and late ones; ε of every weight."""
+    n = draw.pick(FLAT)
+    arrays = {
+        "master": draw.values(n),
+        "m": draw.values(n),
+        "v": draw.values(n) ** 2,
+        "grad": draw.values(n, kinds=("tiny", "wide")),
+    }
+    if draw.pick((False, True)):
+        arrays["m"], arrays["v"] = 0 * arrays["m"], 0 * arrays["v"]
+    options: dict[str, Any] = {
+        "step": draw.pick((1, 2, 10, 1000)),
+        "lr": draw.pick((0.1, 1e-3)),
+        "beta1": draw.pick((0.9, 0.5)),
+        "beta2": draw.pick((0.95, 0.999)),
+        "eps": draw.pick((1e-8, 0.1)),
+        "weight_decay": draw.pick((0.1, 0.0)),
+        "n_decayed": draw.pick((n // 2, n, 0)),
+    }
+    if draw.wants("grad_scale"):
+        options["grad_scale"] = draw.pick((0.5, 0.013))
+    return Draft(arrays, options)
+
+
+def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
+    """1 - β and 1 - βᵗ cancel, so each is taken as the sum."""
+    beta1, beta2, t = v["beta1"], v["beta2"], v["step"]
+    grad = np.abs(v["grad"]) * abs(float(v.get("grad_scale", 1.0)))
+    master, m = np.abs(v["master"]), np.abs(v["m"])
+    s_m = beta1 * m + (1 + beta1) * grad
+    s_v = beta2 * v["v"] + (1 + beta2) * grad * grad
+    root_v = np.sqrt((beta2 * v["v"] + (1 - beta2) * grad * grad) / (1 - beta2**t))
+    exact_m = np.abs(beta1 * v["m"] + (1 - beta1) * v["grad"] * float(v.get("grad_scale", 1.0)))
+    grown1, grown2 = (1 + beta1**t) / (1 - beta1**t), (1 + beta2**t) / (1 - beta2**t)
+    # √v̂ is off relatively by half of v̂'s error: from v and from the bias correction
+    relative = 1 + grown2 + s_v / np.maximum((1 - beta2**t) * root_v**2, np.finfo(float).tiny)
+    update = (s_m + exact_m * (grown1 + relative)) / (1 - beta1**t) / (root_v + v["eps"])
+    update[: v["n_decayed"]] += v["weight_decay"] * master[: v["n_decayed"]]
+    return {
+        "master": Magnitude(master + v["lr"] * update, 10),
+        "m": Magnitude(s_m, 4),
+        "v": Magnitude(s_v, 5),
+    }
+
+
+def mistakes(case: Case) -> Mistakes:
+    o = case.options
+    yield "is weight decay applied to all elements?", case.but(n_decayed=len(case.arrays["master"]))
+    yield "is weight decay left out?", case.but(weight_decay=0.0)
+    yield "is grad_scale ignored?", case.but(grad_scale=1.0)
+    yield "is the bias correction off by one step?", case.but(step=o["step"] + 1)
+    yield "is the bias correction missing?", case.but(step=10**9)
+    yield "beta1 and beta2 swapped?", case.but(beta1=o["beta2"], beta2=o["beta1"])

@@ -1,0 +1,344 @@
+"""Cases of attention.
+
+Within this file query heads stand in their groups: arrays are (B, Hkv, G, T or S, ...), with G = 1
+for keys and values.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.tolerance import UNIT_ROUNDOFF
+from accel.verify.contract import Case, reference_results
+from accel.verify.draw import LENGTHS, MAX_SCORES
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
+from accel.verify.rounding import SMALLEST_P, bend
+from reference import ops
+from reference.alibi import alibi_slopes
+from reference.philox import keep_mask
+from reference.types import Array
+from reference.visibility import Visibility
+
+WEIGHT = 3
+CUTS = "B T S Hkv G d dv"
+
+
+def generate(draw: Draw) -> Draft:
+    """Every way to mask, with groups of 1 to 7 query heads and more keys than queries or fewer.
+
+    A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
+    where they are below zero and values are above, so that a key of zeros draws all attention.
+    """
+    lengths = (*LENGTHS, 257)  # a window leaves whole tiles of the longest unseen
+    T = draw.pick(lengths)
+    relation = draw.pick(("S = T", "S > T", "any"))
+    S = T
+    if relation == "S > T":
+        S = T + draw.pick((1, 2, 7, 16, 33, 64))
+    elif relation == "any":
+        S = draw.pick(lengths)
+    heads = [
+        (B, Hkv, G)
+        for B in (1, 2, 3)
+        for Hkv in (1, 2, 3)
+        for G in (1, 2, 3, 4, 5, 6, 7)
+        if B * Hkv * G * T * S <= MAX_SCORES
+    ]
+    B, Hkv, G = draw.pick(heads)
+    d = draw.pick((1, 2, 3, 4, 8, 16, 17, 33, 64, 65))
+    dv = draw.pick((1, 2, 3, 8, 17, 40)) if draw.pick((False, True)) else d
+    kinds = ("large", "wide", "faint")
+    arrays: dict[str, Any] = {
+        "q": draw.values(B, T, Hkv * G, d, kinds=kinds),
+        "k": draw.values(B, S, Hkv, d, kinds=("wide", "zero rows")),
+        "v": draw.values(B, S, Hkv, dv),
+        "alibi": None,
+        "key_mask": None,
+        "documents": None,
+    }
+    if draw.pick((False, False, False, True)):
+        arrays["q"], arrays["k"] = np.abs(arrays["q"]), -np.abs(arrays["k"])
+        arrays["v"] = np.abs(arrays["v"])
+    if draw.wants("alibi"):
+        slopes = alibi_slopes(Hkv * G, np.float64)
+        arrays["alibi"] = draw.rounded(draw.pick((slopes, draw.rng.random(Hkv * G))))
+    if draw.wants("key_mask"):
+        arrays["key_mask"] = _key_mask(draw, B, S)
+    if S >= T and draw.wants("documents"):
+        runs = np.cumsum(draw.rng.random((B, S)) < draw.pick((0.3, 0.03)), axis=1)
+        mixed = draw.rng.integers(0, 3, (B, S))
+        arrays["documents"] = draw.pick((runs, mixed)).astype(np.int32)
+    options: dict[str, Any] = {}
+    if draw.offers("causal"):
+        options["causal"] = draw.pick((True, False))
+    if draw.wants("scale"):
+        options["scale"] = draw.pick((0.3, 1.0))
+    if draw.offers("dropout_key") and draw.wants("dropout_p"):
+        options["dropout_p"] = draw.pick((0.5, 0.1))
+        options["dropout_key"] = draw.key()
+    if draw.wants("window"):
+        options["window"] = draw.pick((1, 2, 3, 7, 16, 33, 64, 65, S, S + 1))
+    return Draft(arrays, options)
+
+
+def _key_mask(draw: Draw, B: int, S: int) -> Array:
+    """Return which keys may be seen (B, S): padding behind, before, holes, nothing, everything."""
+    kind = draw.pick(("behind", "before", "holes", "nothing", "everything"))
+    lengths = draw.rng.integers(0, S + 1, (B, 1))
+    if kind == "behind":
+        return np.asarray(np.arange(S) < np.maximum(lengths, 1))
+    if kind == "before":
+        return np.asarray(np.arange(S) >= np.minimum(lengths, S - 1))
+    if kind == "holes":
+        return np.asarray(draw.rng.random((B, S)) < 0.6)
+    if kind == "everything":
+        return np.ones((B, S), np.bool_)
+    mask = np.ones((B, S), np.bool_)
+    mask[draw.pick(range(B))] = False  # a row of the batch in which nothing may be seen
+    return mask
+
+
+# ---- how close -----------------------------------------------------------------------------------
+
+
+class _Table(NamedTuple):
+    """What attention makes of every query and key."""
+
+    scale: float
+    score: Array
+    size: Array  # what the terms of a score add up to in magnitude
+    seen: Array  # which keys may be seen
+    lse: Array  # log Σ exp(score) of what is seen; +inf where that is nothing
+    p: Array
+    kept: Array  # κ of the dropout
+
+
+def _by_head(x: Array, Hkv: int) -> Array:
+    B, T, Hq, width = x.shape
+    return x.reshape(B, T, Hkv, Hq // Hkv, width).transpose(0, 2, 3, 1, 4)
+
+
+def _visibility(v: Values) -> Visibility:
+    rules = {name: v[name] for name in ("causal", "window", "key_mask", "documents") if name in v}
+    return Visibility(v["q"].shape[1], v["k"].shape[1], **rules)
+
+
+def _table(v: Values) -> _Table:
+    Hkv, d = v["k"].shape[2:]
+    q, k, who = _by_head(v["q"], Hkv), _by_head(v["k"], Hkv), _visibility(v)
+    scale = v.get("scale") or 1 / math.sqrt(d)
+    score = scale * (q @ k.swapaxes(-1, -2))
+    size = abs(scale) * (np.abs(q) @ np.abs(k).swapaxes(-1, -2))
+    if v.get("alibi") is not None:
+        lower = v["alibi"].reshape(Hkv, -1, 1, 1) * who.distance
+        score, size = score - lower, size + np.abs(lower)
+
+    seen = who.allowed()[:, None, None]
+    masked = np.where(seen, score, -np.inf)
+    top = np.max(masked, axis=-1, keepdims=True)
+    top = np.where(top == -np.inf, 0, top)
+    total = np.sum(np.exp(masked - top), axis=-1, keepdims=True)
+    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top, np.inf)
+    kept: Array = np.ones(1)
+    if v.get("dropout_p"):
+        B, T, Hq, _ = v["q"].shape
+        keep = keep_mask((B, Hq, T, len(k[0, 0, 0])), v["dropout_p"], v["dropout_key"])
+        kept = keep.reshape(score.shape) / (1 - v["dropout_p"])
+    return _Table(abs(scale), score, size, seen, lse[..., 0], np.exp(masked - lse), kept)
+
+
+def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
+    """P of scores whose terms add up to A in magnitude is off by (1 + 2A) u.
+
+    In bf16 that holds of sums, which are kept in float32; what is stored on the way is counted by
+    ``_stored``.
+    """
+    a = _table(v)
+    unit = min(u, UNIT_ROUNDOFF["float32"])
+    top = np.max(np.where(a.seen, a.size, 0), axis=-1, keepdims=True)
+    p = (a.p + SMALLEST_P * a.seen) * bend(top, unit)
+    q, k, w, do = (_by_head(x, v["k"].shape[2]) for x in (v["q"], v["k"], v["v"], dout))
+    sizes = [np.abs(x) for x in (q, k, w, do)]
+    dp = (sizes[3] @ sizes[2].swapaxes(-1, -2)) * a.kept
+    ds = p * (dp + np.sum(a.p * dp, axis=-1, keepdims=True))
+    found = _products(a.scale, p * a.kept, ds, *sizes)
+    d, dv, S, rows = k.shape[-1], w.shape[-1], k.shape[-2], q.shape[2] * q.shape[3]
+    terms = {"out": d + 2 * S, "dq": d + dv + S, "dk": d + dv + S + rows, "dv": d + S + rows}
+    roundings = {"out": 8, "dq": 12, "dk": 12, "dv": 8}
+    if unit == u:
+        return {n: Magnitude(s, roundings[n], terms[n]) for n, s in found.items()}
+    stored = _stored(a, q, k, w, do, u)
+    sums = {n: roundings[n] + min(terms[n], 4 * math.sqrt(terms[n])) for n in found}
+    return {n: Magnitude(stored[n] + sums[n] * unit / u * s, 1) for n, s in found.items()}
+
+
+def _products(
+    scale: float, pk: Array, ds: Array, q: Array, k: Array, v: Array, do: Array
+) -> dict[str, Array]:
+    """Return the products that attention's results are, in the shapes of the results."""
+    B, Hkv, G, T, _ = q.shape
+
+    def flat(x: Array) -> Array:
+        return np.asarray(x.transpose(0, 3, 1, 2, 4).reshape(B, T, Hkv * G, -1))
+
+    return {
+        "out": flat(pk @ v),
+        "dq": flat(scale * (ds @ k)),
+        "dk": scale * np.sum(ds.swapaxes(-1, -2) @ q, axis=2).transpose(0, 2, 1, 3),
+        "dv": np.sum(pk.swapaxes(-1, -2) @ do, axis=2).transpose(0, 2, 1, 3),
+    }
+
+
+def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: float) -> dict[str, Array]:
+    """Return s of bf16 attention: what may be rounded to bf16 on the way, to first order in u.
+
+    Plain code in bf16 adds up in float32 and rounds whatever it writes to memory. On the way to P
+    that is q or its product with the scale (which is off by A u), the score, the score with ALiBi
+    (|s| u each) and the distance from the largest: a score is off by η. Then
+    p̃ = p exp(±η) / Σ p exp(±η), of which exp and the quotient are stored. On the way to ds: dp, dp
+    with dropout, D = Σ p dp = do·out, where out was stored, dp - D, and the product with p. The
+    results are stored, dk and dv for each query head before a group is added up.
+    """
+    p = a.p + SMALLEST_P * a.seen
+    top = np.max(np.where(a.seen, a.score, -np.inf), axis=-1, keepdims=True)
+    below = np.where(a.seen, top - np.where(a.seen, a.score, 0), 0)
+    eta = np.where(a.seen, u * (a.size + 2 * np.abs(a.score) + below), 0)
+    eta = np.minimum(eta, 40)  # beyond which anything goes
+    least = np.sum(a.p * np.exp(-eta), axis=-1, keepdims=True)
+    grown = np.exp(eta) / np.where(least > 0, least, 1)
+    dp_err = p * (2 + (grown - 1) / u)  # of p, in units of u
+    more = p * grown  # what p may have become
+    pk_err = dp_err * a.kept + more * a.kept  # the product with dropout is stored
+
+    dp = (do @ v.swapaxes(-1, -2)) * a.kept
+    out = (a.p * a.kept) @ v
+    D = np.sum(a.p * dp, axis=-1, keepdims=True)
+    D_err = np.sum(dp_err * np.abs(dp) + 3 * more * np.abs(dp), axis=-1, keepdims=True)
+    D_err = D_err + np.sum(np.abs(do * out), axis=-1, keepdims=True) + np.abs(D)
+    off = np.abs(dp - D)
+    ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off)
+    s = _products(a.scale, pk_err, ds_err, *(np.abs(x) for x in (q, k, v, do)))
+    ds, pk = a.p * (dp - D), a.p * a.kept
+    stored = _products(a.scale, pk, ds, q, k, v, do)
+    for name, by_head in (
+        ("dk", a.scale * ds.swapaxes(-1, -2) @ q),
+        ("dv", pk.swapaxes(-1, -2) @ do),
+    ):
+        stored[name] = np.sum(np.abs(by_head), axis=2).transpose(0, 2, 1, 3)
+    return {name: x + 2 * np.abs(stored[name]) for name, x in s.items()}
+
+
+# ---- what a backward is given, and what goes wrong -----------------------------------------------
+
+
+def saved(case: Case) -> dict[str, Array]:
+    """Return lse, log Σ exp(score) of each query, (B, Hq, T).
+
+    It is +inf for a query that may attend to nothing, so that exp(score - lse) is zero there.
+    """
+    lse = _table(case.values()).lse
+    B, Hkv, G, T = lse.shape
+    dtype = np.float32 if case.dtype == "bf16" else case.dtype
+    return {"lse": np.asarray(lse.reshape(B, Hkv * G, T), dtype)}
+
+
+def only(case: Case) -> Iterator[tuple[str, str, Array]]:
+    nothing = np.isinf(saved(case)["lse"]).transpose(0, 2, 1)
+    when = "the first queries" if case.arrays["key_mask"] is None else "some queries"
+    yield f"{when} may attend to nothing: they must give zeros.", "out", nothing
+
+
+def ratios(case: Case) -> Iterator[tuple[float, str]]:
+    q, k, p = case.arrays["q"], case.arrays["k"], case.options.get("dropout_p", 0)
+    scale = case.options.get("scale") or 1 / math.sqrt(q.shape[-1])
+    yield 1 / scale, "missing scale? the factor is missing once"
+    yield scale, "scale? the factor is there once too often"
+    yield float(k.shape[1]), "sum for mean over the keys?"
+    yield k.shape[2] / q.shape[2], "mean for sum over the query heads of a group?"
+    yield 1 - p, "the 1/(1 - p) of dropout is missing"
+
+
+def remarks(case: Case) -> Iterator[str]:
+    q, k = case.arrays["q"], case.arrays["k"]
+    if q.shape[2] != k.shape[2]:
+        yield f"query heads {q.shape[2]}, key/value heads {k.shape[2]}: look at the groups."
+    if q.shape[1] != k.shape[1]:
+        yield f"T = {q.shape[1]}, S = {k.shape[1]}: the queries are the last T positions."
+
+
+def mistakes(case: Case) -> Mistakes:
+    a, o = case.arrays, case.options
+    (T, Hq, d), (S, Hkv) = a["q"].shape[1:], a["k"].shape[1:3]
+    if a["alibi"] is not None:
+        yield "the sign of ALiBi?", case.but({"alibi": -a["alibi"]})
+    yield "is the causal mask left out?", case.but(causal=not o.get("causal", True))
+    yield "missing scale? the scores are not multiplied by it.", case.but(scale=1.0)
+    if o.get("scale") is not None:
+        yield "is the option scale ignored (1/√d taken instead)?", case.but(scale=None)
+    yield "scale? it looks like 1/d rather than 1/√d.", case.but(scale=1 / d)
+    if 1 < Hkv < Hq:
+        text = "head mapping? query head i seems to read key/value head i % Hkv, not i // G."
+        yield text, lambda: _otherwise_mapped(case, np.arange(Hq).reshape(-1, Hkv).T.reshape(-1))
+    if o.get("dropout_p"):
+        yield "is dropout left out?", case.but(dropout_p=0.0)
+    window = o.get("window", 0)
+    if window:
+        text = "window off by one? each query sees one position too"
+        yield "is window ignored?", case.but(window=0)
+        yield f"{text} many.", case.but(window=window + 1)
+        if window > 1:
+            yield f"{text} few.", case.but(window=window - 1)
+    who = _visibility(o | {"q": a["q"], "k": a["k"]})
+    past, allowed = who.distance, who.allowed()[0]
+    if who.causal:
+        text = "mask off by one? each query sees one key too"
+        near = abs(past) < window if window else True
+        yield f"{text} many.", _seeing(case, (past >= -1) & near)
+        yield f"{text} few.", _seeing(case, (past >= 1) & near)
+        text = "causal mask from the top left? with S ≠ T key u is seen when u ≤ t + (S - T)."
+        yield text, _seeing(case, (past >= S - T) & near)
+    if window:
+        unlimited = who._replace(window=0).allowed()[0]
+        text = "window counted from the wrong end? it goes back from t' = t + (S - T), not from"
+        yield f"{text} t.", _seeing(case, unlimited & (abs(past - (S - T)) < window))
+        yield f"{text} the first key.", _seeing(case, unlimited & (np.arange(S) < window))
+        text = "does window limit one side only? without causal it limits later keys as well."
+        yield text, _seeing(case, allowed | (past < 0) & unlimited)
+
+
+def _otherwise_mapped(case: Case, order: Array) -> dict[str, Array]:
+    """Return the results of query heads that read the key/value heads in another order."""
+    a, dout = case.arrays, case.cotangent
+    mapped = case.but(
+        {
+            "q": a["q"][:, :, order],
+            "alibi": None if a["alibi"] is None else a["alibi"][order],
+        }
+    )
+    mapped = dataclasses.replace(mapped, cotangent=None if dout is None else dout[:, :, order])
+    results = reference_results(mapped, np.float64)
+    for name in {"out", "dq"} & set(results):
+        results[name] = results[name][:, :, np.argsort(order)]
+    return results
+
+
+def _seeing(case: Case, seen: Array) -> Callable[[], dict[str, Array]]:
+    """Return what makes the out of queries that see keys of ``seen`` (T, S) that masks allow."""
+    a, _ = case.in_float64()
+
+    def make() -> dict[str, Array]:
+        out = np.zeros((*a["q"].shape[:3], a["v"].shape[3]))
+        for t, may in enumerate(seen):
+            mask = np.broadcast_to(may, a["k"].shape[:2])
+            if a["key_mask"] is not None:
+                mask = mask & a["key_mask"]
+            if mask.any():
+                q, options = a["q"][:, t : t + 1], {**case.options, "causal": False, "window": 0}
+                one, _ = ops.attention_forward(q, a["k"], a["v"], None, mask, **options)
+                out[:, t : t + 1] = one
+        return {"out": out}
+
+    return make

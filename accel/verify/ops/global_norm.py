@@ -1,0 +1,13 @@
+"""Cases of global_norm."""
+
+import numpy as np
+
+from accel.verify.ops import Magnitude, Magnitudes, Values, square_sums
+from reference import ops
+
+generate = square_sums.generate
+
+
+def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
+    """The root of those sums, in float64 too."""
+    return {"out": Magnitude(np.asarray(ops.global_norm(v["x"])), 4, len(v["x"]))}

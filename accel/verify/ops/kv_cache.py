@@ -1,0 +1,69 @@
+"""Cases of kv_cache, and the small models of decoding."""
+
+from typing import Any
+
+import numpy as np
+
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from reference import ops
+from reference.config import Config
+from reference.params import decoder_layout
+from reference.types import Array
+
+WEIGHT = 0.1
+GOLDEN = False  # an array of zeros proves nothing
+LENGTHS = (1, 2, 3, 5, 17, 33, 65, 129)
+
+
+def small_model(draw: Draw, length: int) -> Config:
+    """Return a small model, with every choice that a config has."""
+    position: Any = draw.pick(("none", "rope", "learned", "alibi", "sinusoidal"))
+    kv_heads, group = draw.pick((1, 2, 3)), draw.pick((1, 2, 3, 4))
+    widths = [d for d in (1, 2, 4, 7, 16, 34) if position != "rope" or d % 2 == 0]
+    return Config(
+        vocab_size=draw.pick((2, 3, 7, 31, 65)),
+        d_model=draw.pick((4, 6, 16, 34)),  # a LayerNorm of two numbers is all but their order
+        n_layers=draw.pick((1, 2, 3)),
+        n_heads=kv_heads * group,
+        n_kv_heads=kv_heads,
+        d_head=draw.pick(widths),
+        d_ff=draw.pick((1, 3, 8, 17, 65)),
+        context_length=length + draw.pick((0, 1, 7)),
+        rope_base=draw.pick((10_000.0, 100.0)),
+        norm_eps=draw.pick((1e-5, 0.1)),
+        norm=draw.pick(("rmsnorm", "layernorm")),
+        norm_placement=draw.pick(("pre", "post")),
+        position=position,
+        ffn=draw.pick(("relu", "gelu", "gelu_tanh", "swiglu")),
+        attn_bias=draw.pick((False, True)),
+        ffn_bias=draw.pick((False, True)),
+        head_bias=draw.pick((False, True)),
+        tied=draw.pick((True, False)),
+    )
+
+
+def parameters(draw: Draw, config: Config) -> dict[str, Array]:
+    """Return parameters that keep numbers near one all the way, so that every part shows."""
+    params = {}
+    for _, spec in decoder_layout(config).offsets.values():
+        x = draw.rng.standard_normal(spec.shape)
+        table = spec.name.startswith(("embedding", "position"))
+        if len(spec.shape) > 1 and not table:
+            x *= 1 / np.sqrt(spec.shape[0])
+        elif not table:
+            x = spec.mean + 0.3 * x
+        params[f"params.{spec.name}"] = draw.rounded(x)
+    return params
+
+
+def generate(draw: Draw) -> Draft:
+    length = draw.pick(LENGTHS)
+    config = small_model(draw, length)
+    arrays = parameters(draw, config)
+    return Draft(arrays, {"config": config, "batch": draw.pick((1, 2, 3)), "length": length})
+
+
+def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
+    """Zeros, exactly."""
+    cache = ops.kv_cache(v["params"], v["config"], v["batch"], v["length"])
+    return {f"out.{n}[{i}]": Magnitude(a, 0) for n in "kv" for i, a in enumerate(getattr(cache, n))}

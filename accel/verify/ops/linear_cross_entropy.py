@@ -1,0 +1,91 @@
+"""Cases of linear_cross_entropy."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from accel.verify.contract import Case
+from accel.verify.draw import MAX_SCORES, SHAPES, WIDTHS
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from accel.verify.rounding import SMALLEST_P, bend
+from reference import ops
+
+WEIGHT = 2
+CUTS = "... D V"
+
+
+def generate(draw: Draw) -> Draft:
+    """Masks of every kind; where a target is masked it need not be an entry of the vocabulary."""
+    V, D = draw.pick((1, 2, 3, 5, 7, 17, 33, 65, 129, 257, 1025)), draw.pick(WIDTHS)
+    shapes = [s for s in (*SHAPES, (257,), (3, 200)) if math.prod(s) * max(V, D) <= MAX_SCORES]
+    shape = draw.pick(shapes)
+    arrays: dict[str, Any] = {
+        "x": draw.values(*shape, D, kinds=("wide", "large", "faint")),
+        "head": draw.values(V, D),
+        "targets": draw.rng.integers(0, V, shape).astype(np.int32),
+        "mask": None,
+        "bias": None,
+    }
+    if draw.pick((False, False, False, True)):  # a logit of zero, from beyond the head, would show
+        arrays["x"], arrays["head"] = np.abs(arrays["x"]), -np.abs(arrays["head"])
+    kind = draw.pick(("random", "one id", "ends"))
+    if kind != "random":
+        arrays["targets"] = np.full(shape, draw.pick(range(V)), np.int32)
+    if kind == "ends":
+        arrays["targets"] = np.where(draw.rng.random(shape) < 0.5, 0, V - 1).astype(np.int32)
+    if draw.wants("mask"):
+        kind = draw.pick(("holes", "last", "nothing", "everything"))
+        mask = draw.rng.random(shape) < 0.6
+        if kind != "holes":
+            mask[...] = kind != "nothing"
+        if kind == "last":
+            mask[..., -1] = False
+        arrays["mask"] = mask
+        if draw.pick((False, True)):
+            arrays["targets"] = np.where(mask, arrays["targets"], -100).astype(np.int32)
+    if draw.wants("bias"):
+        arrays["bias"] = draw.values(V)
+    options = {}
+    if draw.offers("need_backward") and draw.pick((False, False, False, True)):
+        options["need_backward"] = False
+    return Draft(arrays, options)
+
+
+def magnitude(v: Values, dout: float, u: float) -> Magnitudes:
+    """Logits whose terms add up to A: a row's loss is off by 2A and its own size, p by 1 + 2A."""
+    head = np.abs(v["head"])
+    width = head.shape[1]
+    x = np.abs(v["x"]).reshape(-1, width)
+    mask = v.get("mask")
+    mask = np.ones(len(x), bool) if mask is None else mask.reshape(-1)
+    targets = np.where(mask, v["targets"].reshape(-1), 0)
+    bias = v.get("bias")
+    z = ops.logits(v["x"].reshape(-1, width), v["head"], bias)
+    size = x @ head.T + (0 if bias is None else np.abs(bias))
+    top = np.max(size, axis=-1, keepdims=True)
+    p = (ops.softmax(z) + SMALLEST_P) * bend(top, u)
+    losses = 1 + 3 * top[:, 0] + math.log(len(head))
+    # p - 1 at the target: the one is exact, what is left of it is not
+    p[np.arange(len(x)), targets] += 1
+    dz = p * mask[:, None] * abs(float(dout))
+    rows, terms = len(x), width + len(head)
+    found = {
+        "total": Magnitude(np.asarray(np.sum(losses * mask)), 6, terms + rows),
+        "n_valid": Magnitude(np.asarray(0.0), 0),
+        "dx": Magnitude((dz @ head).reshape(v["x"].shape), 9, terms),
+        "dhead": Magnitude(dz.T @ x, 9, terms + rows),
+    }
+    if bias is not None:
+        found["dbias"] = Magnitude(np.sum(dz, axis=0), 8, terms + rows)
+    return found
+
+
+def ratios(case: Case) -> Iterator[tuple[float, str]]:
+    mask = case.arrays["mask"]
+    n = int(case.arrays["targets"].size if mask is None else mask.sum())
+    yield 1 / max(n, 1), "mean for sum? it is divided by the number of valid targets"
+    if isinstance(case.cotangent, float):
+        yield 1 / case.cotangent, "dloss, the incoming gradient, is not used"
+        yield case.cotangent, "dloss is used twice"

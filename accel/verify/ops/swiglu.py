@@ -1,0 +1,36 @@
+"""Cases of swiglu."""
+
+import numpy as np
+
+from accel.verify.contract import Case, reference_results
+from accel.verify.draw import WIDE
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
+from reference.types import Array
+
+
+def generate(draw: Draw) -> Draft:
+    return Draft({"x": draw.rows([2 * n for n in WIDE], kinds=("large", "wide", "zero rows"))}, {})
+
+
+def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
+    """σ of |g| stands for σ(g), and 1 + |g| (1 + σ) for the slope."""
+    gate, up = np.split(np.abs(v["x"]), 2, axis=-1)
+    sigma, d = 1 / (1 + np.exp(-gate)), np.abs(dout)
+    dgate = d * up * sigma * (1 + gate * (1 + sigma))
+    return {
+        "out": Magnitude(gate * sigma * up, 8),
+        "dx": Magnitude(np.concatenate([dgate, d * gate * sigma], axis=-1), 12),
+    }
+
+
+def mistakes(case: Case) -> Mistakes:
+    x = case.arrays["x"]
+
+    def swapped() -> dict[str, Array]:
+        turned = case.but({"x": np.roll(x, x.shape[-1] // 2, axis=-1)})
+        results = reference_results(turned, np.float64)
+        if "dx" in results:
+            results["dx"] = np.roll(results["dx"], x.shape[-1] // 2, axis=-1)
+        return results
+
+    yield "gate and up swapped? the gate is the first half.", swapped

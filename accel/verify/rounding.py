@@ -1,0 +1,41 @@
+"""What rounding errors can add up to: how each room finds its s and c (see ``accel/tolerance.py``).
+
+``magnitude`` takes the inputs of an op in float64 and returns a ``Magnitude`` for each result: the
+reference's formula with every minus sign a plus and every factor its absolute value, the number r
+of roundings on the longest path, and the number n of terms of its longest sum. Written in the
+letters of the reference file of the same name.
+
+Where a function bends, its slope enters s: exp(z) turns an absolute error u|z| of its argument
+into a relative one, so a probability whose scores have magnitude A is off by about (1 + 2A) u
+(``bend``). All else is first order in u.
+
+r counts, for each op: one rounding for a product or a sum; two for a division, root, exp, log,
+tanh or erf (fast ones are right to two units in the last place); one for each result that a bf16
+kernel may store on the way (n in a norm, P and ds in attention, the logits).
+"""
+
+import math
+
+import numpy as np
+
+from reference.types import Array
+
+# A probability below this may be flushed to zero: exp of float32 has nothing below 1e-38.
+SMALLEST_P = 1e-30
+
+
+def n_rows(x: Array) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def sum_rows(x: Array) -> Array:
+    return np.asarray(np.sum(x, axis=tuple(range(x.ndim - 1))))
+
+
+def bend(top: Array, u: float) -> Array:
+    """Return what the rounding of a probability grows by when its scores have magnitude top.
+
+    exp(z (1 + u) - lse (1 + u)) is off by a factor of up to exp(2u·top): 1 + 2·top roundings where
+    u·top is small, and more where a bf16 kernel keeps large scores in bf16.
+    """
+    return np.asarray(1 + np.expm1(np.minimum(2 * u * top, 40)) / u)
