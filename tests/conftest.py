@@ -1,7 +1,13 @@
-"""Hypothesis profiles: ``quick`` by default, ``HYPOTHESIS_PROFILE=long`` for a thorough run."""
+"""How tests are drawn and dealt out.
+
+Hypothesis profiles: ``quick`` by default, ``HYPOTHESIS_PROFILE=long`` for a thorough run. With
+``pytest -n``, every worker gets as many files, the quick ones first; each takes a share of the
+processor.
+"""
 
 import os
 
+import pytest
 from hypothesis import settings
 
 from tests.helpers import needs  # lets the mode bf16 run on every processor
@@ -11,3 +17,31 @@ assert needs
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+SLOW = (  # minutes on two cores: left out unless asked for, see .ci/run
+    "tests/dist/test_bench.py::test_the_benchmark_runs_and_prints_every_figure",
+    "tests/peers/test_torch_cpu_bench.py::test_every_part_agrees_with_pytorch[attention]",
+)
+LAST = ("/mpi/", "/peers/", "_bench.py", "mutants.py", "demo.py", "cold_warm.py", "test_kernels.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside others a worker, and what it starts, takes a share of the processor."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("MYLLM_THREADS", "2")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if config.option.dist == "load":  # the default; this one evens out what is left at the end
+            config.option.dist = "worksteal"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with long tests last, and deal the files out: workers begin with equal shares."""
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
+    files = dict.fromkeys(str(item.path) for item in items)
+    dealt = sorted(files, key=lambda path: path.endswith(LAST) or "/mpi/" in path)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    order = {path: (i % workers, i) for i, path in enumerate(dealt)}
+    items.sort(key=lambda item: order[str(item.path)])

@@ -1,34 +1,80 @@
 """What the documentation shows runs, and what it links to exists."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dist.cli import main
+from reference import ops
 from reference.contract import table
 from reference.ops import OPS
+from reference.params import decoder_layout
+from reference.presets import TINY
 from tests.helpers import ROOT
 
 PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts)
+# The example that verify's page takes a reader through is run by tests/verify/test_cli.py.
+BLOCK = re.compile(r"(?<!-->\n)```python\n(.*?)```", re.DOTALL)
+ELSEWHERE = ('load("cuda"', "import jax", "import tiktoken")  # need what is not always installed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    pictures = re.findall(r'<img src="([^"]+)"', text)
-    for target in pictures + re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "reference" / "README.md"], ids=["reference"])
-def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), {})
-        assert capsys.readouterr().out  # each example shows something
+def a_model() -> dict[str, Any]:
+    layout = decoder_layout(TINY)
+    master = layout.init(0)
+    ids, targets = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 2, 9), np.int32)
+    given = {"master": layout.views(master), "grads": layout.views(np.full_like(master, np.nan))}
+    return {**given, "config": TINY, "ids": ids, "targets": targets}
+
+
+def kernels() -> dict[str, Any]:
+    Path("mykernels.py").write_text("from reference.ops import relu_forward, relu_backward\n")
+    return {"my_forward": ops.rmsnorm_forward, "my_backward": ops.rmsnorm_backward}
+
+
+def texts() -> dict[str, Any]:
+    return {"texts": ["Hello, hello", "some text, and Hello again"]}
+
+
+# What a page takes for given, and what holds when its examples have run.
+RUN: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any], str], bool]]] = {
+    "accel": (a_model, lambda names, said: bool(np.isfinite(names["loss"].total))),
+    "accel/verify": (kernels, lambda names, said: names["test_my_kernels"]() is None),
+    "reference": (dict, lambda names, said: "1.0" in said and said.count("\n") >= 6),
+    "tokenizer": (texts, lambda names, said: said == "<|user|>hi"),
+}
+
+
+def examples(page: Path) -> list[str]:
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [block for block in blocks if not any(word in block for word in ELSEWHERE)]
+
+
+def test_every_page_with_an_example_is_run() -> None:
+    found = {str(page.parent.relative_to(ROOT)) for page in PAGES if examples(page)}
+    assert found - {"."} == set(RUN)  # what the first page shows is held below
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_python_examples_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, holds = RUN[page]
+    names = given()
+    for block in examples(ROOT / page / "README.md"):
+        exec(compile(block, page, "exec"), names)
+    assert holds(names, capsys.readouterr().out)
 
 
 def test_the_table_of_ops_is_the_declarations() -> None:

@@ -57,7 +57,10 @@ MUTATED: dict[str, tuple[str, ...]] = {
 }
 # What ``no_`` stands for in these can be changed without a mistake: everywhere, or in one function.
 HARMLESS: dict[str, tuple[str, ...]] = {
-    "": ("x_.reshape(-no_, n_)", "x_.reshape(-no_)"),  # any negative size is the one that is left
+    # any negative size is the one that is left
+    "": ("x_.reshape(-no_, n_)", "x_.reshape(-no_)", "x_.reshape(a_, b_, c_, d_, -no_)"),
+    # where nothing is allowed e is 0, whatever is taken off the scores and whatever divides it
+    "forward": ("np.where(m_ == -np.inf, no_, m_)", "np.where(l_ == 0, no_, l_)"),
     # logits are (rows, V) here, so that the last axis is axis 1
     "nll": (
         "np.max(z_, axis=no_, keepdims=True)",
