@@ -51,7 +51,7 @@ RUN: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any], str
     "accel": (a_model, lambda names, said: bool(np.isfinite(names["loss"].total))),
     "accel/verify": (kernels, lambda names, said: names["test_my_kernels"]() is None),
     "reference": (dict, lambda names, said: "1.0" in said and said.count("\n") >= 6),
-    "tokenizer": (texts, lambda names, said: said == "<|user|>hi"),
+    "tokenizer": (texts, lambda names, said: said == "<|user|>hi\n"),
 }
 
 
