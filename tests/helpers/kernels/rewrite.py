@@ -196,7 +196,7 @@ def dependents(module: str) -> set[str]:
 
 def with_module(module: str, tree: ast.Module) -> ModuleType:
     """Return another ``reference.ops``, for which one module was made from a tree."""
-    kept = dict(sys.modules)
+    kept, attributes = dict(sys.modules), dict(vars(reference))  # importing sets both
     names = {f"reference.{name}" for name in dependents(module)}
     finder = _Changed(f"reference.{module}", tree)
     try:
@@ -209,6 +209,7 @@ def with_module(module: str, tree: ast.Module) -> ModuleType:
         for name in names & sys.modules.keys():
             del sys.modules[name]
         sys.modules.update({name: kept[name] for name in names & kept.keys()})
+        vars(reference).update(attributes)
 
 
 def kernel_of(op: str, module: Any, title: str, **functions: Any) -> Any:
