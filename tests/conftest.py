@@ -18,10 +18,6 @@ settings.register_profile("quick", max_examples=25, deadline=None, derandomize=T
 settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-SLOW = (  # minutes on two cores: left out unless asked for, see .ci/run
-    "tests/dist/test_bench.py::test_the_benchmark_runs_and_prints_every_figure",
-    "tests/peers/test_torch_cpu_bench.py::test_every_part_agrees_with_pytorch[attention]",
-)
 LAST = ("/mpi/", "/peers/", "_bench.py", "mutants.py", "demo.py", "cold_warm.py", "test_kernels.py")
 
 
@@ -37,9 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with long tests last, and deal the files out: workers begin with equal shares."""
-    for item in items:
-        if item.nodeid in SLOW:
-            item.add_marker(pytest.mark.slow)
     files = dict.fromkeys(str(item.path) for item in items)
     dealt = sorted(files, key=lambda path: path.endswith(LAST) or "/mpi/" in path)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))

@@ -7,6 +7,7 @@ from dist.bench.train import Run, summary
 from tests.helpers import ROOT
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_prints_every_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,9 @@ import pytest
 from accel.bench import cpu
 
 
-@pytest.mark.parametrize("part", ["ops", "attention", "decode"])
+@pytest.mark.parametrize(
+    "part", ["ops", pytest.param("attention", marks=pytest.mark.slow), "decode"]
+)
 def test_every_part_agrees_with_pytorch(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu.main(["--quick", "--parts", part]) == 0
     assert "differs" not in capsys.readouterr().err
