@@ -231,8 +231,8 @@ class Boundary:
         """Raise unless x is given when, and only when, the forward did not keep it."""
         op, kept = self.op.backward_name, saved.needs["keep_x"]
         if kept == (x is not None):
-            told = "to keep x: do not" if kept else "not to keep x: do"
-            raise ValueError(f"{op}: the forward was told {told} give it to the backward")
+            told = "to keep x: do not give it" if kept else "not to keep x, which must be given"
+            raise ValueError(f"{op}: the forward was told {told}")
         pattern = self.operands[0][1]
         if x is not None and pattern is not None:
             shape = pattern.sizes(saved.dims)
