@@ -55,8 +55,8 @@ def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
     norms = 2 * c.d_model * item
     attention = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head * item + 4 * c.n_heads
-    if c.qk_norm:  # what it reads, and a float32 a head
-        attention += (c.n_heads + c.n_kv_heads) * (c.d_head * item + 4)
+    if c.qk_norm:  # q and k as projected, which v keeps alive, as the norm reads them; a float32
+        attention += (c.n_heads + c.n_kv_heads) * (2 * c.d_head * item + 4)
     hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * item
     product = c.d_ff * item
     block = stream + norms + attention + hidden + product

@@ -79,7 +79,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(
     tried: bench.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried.check()
-    edits = {"attention.cuh": [("u > t + S - T", "u >= t + S - T")]}
+    edits = {"attention.cuh": [("-distance > ahead", "-distance >= ahead")]}
     devices.use(ShimDevice(edits=edits))
     with pytest.raises(ValueError, match="differs from the reference by"):
         tried.check()

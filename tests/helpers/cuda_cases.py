@@ -255,12 +255,13 @@ def attention_by_the_rule(case: Case, got: list[Array]) -> dict[str, Closeness]:
     _, _, arrays, options = case
     arrays = rounded(arrays)
     q, k, v = arrays[:3]
-    out, cache = reference.attention_forward(
+    out, saved = reference.attention_forward(
         *(a.astype(np.float64) if a is not None and a.dtype == np.float32 else a for a in arrays),
         **options,
     )
     dout = round_bf16(cotangent(out))
-    exact = (out, *reference.attention_backward(dout.astype(np.float64), cache))
+    exact = (out, *reference.attention_backward(dout.astype(np.float64), saved))
+    cache = saved.cache
 
     B, T, Hq, _ = q.shape
     S, Hkv, dv = v.shape[1:]
@@ -271,8 +272,8 @@ def attention_by_the_rule(case: Case, got: list[Array]) -> dict[str, Closeness]:
 
     qh, do = grouped(q), grouped(dout)
     kh, vh = (x.astype(np.float64).transpose(0, 2, 1, 3)[:, :, None] for x in (k, v))
-    kept = 1.0 if cache.dropout is None else cache.dropout
-    p, dp = cache.p, do @ vh.swapaxes(-1, -2)
+    kept = 1.0 if cache.kappa is None else cache.kappa
+    p, dp = cache.P, do @ vh.swapaxes(-1, -2)
     delta = np.sum(do * grouped(round_bf16(out)), -1, keepdims=True)
     ds = p * (kept * dp - delta)
     # ds is rounded once to bf16, and what it is the difference of a few times to float32; delta has

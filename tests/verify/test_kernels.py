@@ -287,23 +287,24 @@ def test_a_backward_alone_gets_the_forward_s_arguments_out_and_lse() -> None:
         q, k, v, out, lse = inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse
         B, T, H = q.shape[:3]
         assert out.shape == dout.shape and lse.shape == (B, H, T)
-        options = {n: getattr(inputs, n) for n in ("causal", "scale", "dropout_p", "dropout_key")}
+        named = ("causal", "window", "scale", "dropout_p", "dropout_key")
+        options = {name: getattr(inputs, name) for name in named}
         rest = (inputs.alibi, inputs.key_mask, inputs.documents)
-        _, cache = ops.attention_forward(q, k, v, *rest, **options)
-        p = cache.p.reshape(B, H, T, -1)
+        _, saved = ops.attention_forward(q, k, v, *rest, **options)
+        p, scale = saved.cache.P.reshape(B, H, T, -1), saved.cache.scale
         seen = p.any(-1)
         assert np.isposinf(lse[~seen]).all()
         # of the key that is seen most, log p = score - lse
         if inputs.alibi is None and seen.any():
             G = H // k.shape[2]
-            s = np.einsum("bthd,bshd->bhts", q, np.repeat(k, G, axis=2)) * cache.scale
+            s = np.einsum("bthd,bshd->bhts", q, np.repeat(k, G, axis=2)) * scale
             best = p.argmax(-1)[..., None]
             score = np.take_along_axis(s, best, -1)[..., 0]
             top = np.take_along_axis(p, best, -1)[..., 0]
             np.testing.assert_allclose(
                 (score - np.where(seen, lse, 0))[seen], np.log(top[seen]), rtol=1e-3, atol=1e-3
             )
-        return ops.attention_backward(dout, cache)
+        return ops.attention_backward(dout, saved)
 
     check_op("attention", backward=attention_backward, examples=40)
 

@@ -138,7 +138,7 @@ WRONG = [
     Wrong("the first tile whole", looking(whole_tiles)),
     Wrong("tiles of keys of the last query", looking(begins_with_the_last_query)),
     Wrong("tiles of keys of the first query", looking(ends_with_the_first_query)),
-    Wrong("none in the backward", _without_in_the_backward(), "is window ignored?", "dk"),
+    Wrong("none in the backward", _without_in_the_backward(), "is window ignored?", "dq"),
     Wrong("bf16: tiles", looking(begins_with_the_last_query, round_bf16), dtype="bf16"),
     Wrong("bf16: one-sided", looking(to_the_past_alone, round_bf16), dtype="bf16"),
 ]
@@ -162,7 +162,7 @@ def test_a_right_window_raises_no_alarm() -> None:
 def test_a_wrong_window_shrinks_to_a_case_that_a_person_can_read() -> None:
     report = check_module(_with_window(lambda w: 0), dtypes=["float32"], raises=False)
     case = report.failures[0].case
-    assert case.options["window"] == 1 and case.size[0] <= 10, report.text()
+    assert case.options["window"] < 9 and case.size[0] <= 20, report.text()
 
 
 def test_a_backward_alone_is_given_the_lse_of_the_window() -> None:
@@ -186,7 +186,7 @@ def test_a_backward_alone_is_given_the_lse_of_the_window() -> None:
         )
 
     check_op("attention", backward=attention_backward, dtypes=["float64"], examples=60)
-    assert len(set(seen)) > 5
+    assert len(set(seen)) > 3 and min(seen) == 0 < max(seen)
 
 
 def test_windows_are_tried_beyond_tiles_and_lengths_and_without_causality() -> None:

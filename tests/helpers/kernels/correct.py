@@ -35,9 +35,13 @@ def _decoding(store: Store, others: dict[str, Any]) -> SimpleNamespace:
     """Decode with the kernels above, row by row of the batch."""
 
     def kv_cache(params: Any, config: Config, batch: int, length: int) -> KVCache:
-        shape = (config.n_layers, batch, length, config.n_kv_heads, config.d_head)
-        dtype = params["embedding.weight"].dtype
-        return KVCache(list(np.zeros(shape, dtype)), list(np.zeros(shape, dtype)))
+        dtype, cache = params["embedding.weight"].dtype, KVCache([], [])
+        for layer in range(config.n_layers):
+            window = 0 if config.position == "alibi" else config.window_of(layer)
+            shape = (batch, min(length, window or length), config.n_kv_heads, config.d_head)
+            cache.k.append(np.zeros(shape, dtype))
+            cache.v.append(np.zeros(shape, dtype))
+        return cache
 
     def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: Any) -> None:
         for b, at in enumerate(np.broadcast_to(position, len(k))):
