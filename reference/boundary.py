@@ -11,6 +11,8 @@ Three layers, from the inside out::
 An implementation is called with its arrays by position and its options by name, all of them given
 and checked. One of a backward gets ``dout``, what its forward returned as cache and, where the op
 has parameters, ``out``: a tuple with the array that each parameter's gradient goes to, or None.
+Arrays may be strided and read-only. A cache may hold the arrays that went in and the one that came
+out: nobody writes into those before the backward.
 """
 
 import importlib
@@ -380,12 +382,18 @@ def mathematics(ops: Iterable[Op]) -> dict[str, Callable[..., Any]]:
 
 
 def offer(
-    ops: Iterable[Op], services: Iterable[str], rules: Rules, *sources: Mapping[str, Any]
+    backend: str,
+    ops: Iterable[Op],
+    services: Iterable[str],
+    rules: Rules,
+    *sources: Mapping[str, Any],
 ) -> dict[str, Callable[..., Any]]:
     """Return the public functions of a backend: its own, with the boundary around each op.
 
     Parameters
     ----------
+    backend : str
+        Its name, for people.
     ops : iterable of Op
     services : iterable of str
         Functions that are passed on as they are.
@@ -405,7 +413,10 @@ def offer(
             if name in source:
                 found: Callable[..., Any] = source[name]
                 return found
-        raise NotImplementedError(f"the backend has no {name}, which the contract asks for")
+        raise NotImplementedError(
+            f"{backend} has no function {name}, which reference.ops declares: write it in one of "
+            "the files that this backend is made of"
+        )
 
     offered = {name: own(name) for name in services}
     for op in ops:

@@ -2,8 +2,8 @@
 
 An op is declared once, as an ``Op`` in ``ops.py``. From the declaration alone follow the signature
 of its public functions, the checks of what arrives and their sentences, what ``verify`` knows of
-its arrays, the tests of every backend, and the table in ``README.md``. ``boundary.py`` makes the
-public functions of a backend of it.
+its arrays, what the tests of every backend ask of it, and the table in ``README.md``.
+``boundary.py`` makes the public functions of a backend of it.
 
 A shape is a string of letters: ``"B T Hq d"``. A letter has one size throughout a call; ``...``
 stands for any leading axes, ``2F`` for an even axis. What a string cannot say is a named function

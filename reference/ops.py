@@ -404,7 +404,7 @@ def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str,
         The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
     """
     compose = {"decode_step": composed(module)}
-    offered = offer(OPS.values(), SERVICES, rules, *sources, compose)
+    offered = offer(module, OPS.values(), SERVICES, rules, *sources, compose)
     return {**offered, "__all__": [*NAMES]}
 
 

@@ -15,7 +15,9 @@ RULES = Rules(
 )
 _sources = (vars(bf16), *SOURCES)
 _rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
-globals().update(backend(__name__, HOST, *_sources) | offer(_rounding, (), RULES, *_sources))
+globals().update(
+    backend(__name__, HOST, *_sources) | offer(__name__, _rounding, (), RULES, *_sources)
+)
 
 if TYPE_CHECKING:
 

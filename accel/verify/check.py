@@ -252,9 +252,10 @@ def check_subject(
 
 def cases_of(op: str, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
+    weight = room(op).WEIGHT  # first: an op without a room is refused before anything runs
     if options.examples is not None:
         return max(1, options.examples)
-    return int(EXAMPLES * room(op).WEIGHT * (THOROUGH if options.thorough else 1))
+    return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
 
 
 def _leave_out(found: OpReport) -> None:
