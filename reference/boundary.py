@@ -291,7 +291,10 @@ class Boundary:
                     f"{op.backward_name}: the forward was told need_backward=False, so it kept "
                     "nothing to go back through; leave that option out"
                 )
-            self.check_dout(dout, saved)
+            if saved.out != (getattr(dout, "shape", None), getattr(dout, "dtype", None)):
+                self.check_dout(dout, saved)
+            if not names:
+                return implementation(dout, saved.cache)
             asked = dict(zip(names, values, strict=True))
             if asked.get("accumulate") and asked["out"] is None:
                 raise ValueError(f"{op.name}: accumulate=True adds onto out, so out must be given")

@@ -64,6 +64,8 @@ class Ops(Protocol):
 
 
 def _broadcast(op: str, dims: Dims, a: Array, b: Array) -> None:
+    if a.shape == b.shape:
+        return
     try:
         np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
