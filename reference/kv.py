@@ -146,6 +146,8 @@ def check_decode(config: Config, token: Array, cache: KVCache, position: int | A
                     f"{op}: the cache of a layer must be (B, S, Hkv, d), got {keys.shape}"
                 )
             shape = (len(token), keys.shape[1], *heads)
+            if array.shape == shape:
+                continue
             check_shape(op, f"cache.{name}[{layer}]", array, shape, "token, config and cache.k")
     check_position(op, "position", position, len(token))
     limit = room(config, cache)

@@ -140,7 +140,7 @@ def _names(config: Config) -> list[dict[str, str]]:
 
 def _row(dtype: Any, fields: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the values of a record, 0 for those not given."""
-    return tuple(fields.get(name, 0) for name in dtype.names)
+    return tuple([fields.get(name, 0) for name in dtype.names])
 
 
 @functools.lru_cache(maxsize=8)
@@ -168,10 +168,12 @@ def _check_arrays(params: Mapping[str, Array], config: Config, cache: KVCache) -
         if getattr(params[name], "shape", None) != spec.shape:
             check_shape("decode_step", name, params[name], spec.shape, "the config")
     for k, v in zip(cache.k, cache.v, strict=True):
-        if not (k.flags.c_contiguous and v.flags.c_contiguous):
+        if not (k.flags.carray and v.flags.carray):  # contiguous, and to be written to
+            check_writable("decode_step", k=k, v=v)
             raise ValueError("decode_step: the cache must be contiguous, as kv_cache makes it")
-        check_float("decode_step", k=k, v=v, cache=cache.k[0])
-        check_writable("decode_step", k=k, v=v)
+        if k.dtype != v.dtype or k.dtype != cache.k[0].dtype:
+            check_float("decode_step", k=k, v=v, cache=cache.k[0])
+    check_float("decode_step", cache=cache.k[0])
 
 
 @functools.lru_cache(maxsize=8)
