@@ -6,6 +6,7 @@ import pytest
 
 from accel.bench import cpu
 
+pytest.importorskip("torch")
 
 @pytest.mark.parametrize(
     "part", ["ops", pytest.param("attention", marks=pytest.mark.slow), "decode"]
