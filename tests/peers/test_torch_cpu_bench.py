@@ -8,6 +8,7 @@ from accel.bench import cpu
 
 pytest.importorskip("torch")
 
+
 @pytest.mark.parametrize(
     "part", ["ops", pytest.param("attention", marks=pytest.mark.slow), "decode"]
 )
