@@ -24,6 +24,7 @@ import numpy as np
 
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
+from dist.config import from_tables
 from dist.files import replace_durably, sync_folder, write_durably
 from dist.manifest import Count, Crc
 from dist.monitor import Memory
@@ -377,7 +378,7 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
 
     found = find(path)
     state = read_manifest(found)
-    config = Config.from_dict(state.config["model"])
+    config = from_tables(state.config).model
     layout = decoder_layout(config)
     master = load_master(found)
     ops = load_backend(backend, compute=compute)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ class Memory(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     bad_in_a_row: Count = 0  # steps that were not finite
     mean: float = 0.0  # running, of the loss
-    variance: float = 0.0
+    variance: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     seen: Count = 0  # losses
     best: float | None = None  # held-out loss
 

@@ -263,8 +263,11 @@ def pack(
     """
     if not 0 <= settings.heldout < 1:
         raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
-    if settings.window < 0 or processes < 1:
-        raise ValueError("--window must not be negative, and --processes at least 1")
+    if not 0 <= settings.window <= settings.shard_tokens or processes < 1:
+        raise ValueError(
+            "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
+            "least 1"
+        )
     with locked(out / LOCK, "packing"):
         return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
 

@@ -154,6 +154,8 @@ def eval_(argv: Sequence[str]) -> int:
     args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
     args.add_argument("--windows", type=int, help="windows, at most (default: all)")
     given = args.parse_intermixed_args(argv)
+    if given.windows is not None and given.windows < 1:
+        raise ValueError(f"--windows must be at least 1, got {given.windows}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
     config = from_tables(model.state.config)
     path = given.data or config.data.heldout
