@@ -239,21 +239,18 @@ def to_resume(folder: Path, chosen: str | None = None) -> Path | None:
     Raises
     ------
     ValueError, OSError
-        When it is not there, or ``latest`` is missing although there are checkpoints.
+        When it is not there.
     """
     known = steps(folder)
-    names = ", ".join(map(folder_name, known)) or "none"
     if chosen is not None:
         number = re.fullmatch(r"(?:step-)?0*([0-9]{1,18})", chosen)
         if number is None or int(number[1]) not in known:
+            names = ", ".join(map(folder_name, known)) or "none"
             raise ValueError(f"{folder} has no checkpoint {chosen!r}; there are: {names}")
         return folder / folder_name(int(number[1]))
     newest = pointed(folder)
-    if newest is None and known:
-        raise ValueError(
-            f"{folder} has checkpoints ({names}), but the file 'latest' that says which to go on "
-            "from is missing: choose one with --from, or another run.out to begin anew"
-        )
+    if newest is None and known:  # a crash before the first was pointed at, or the file was lost
+        return folder / folder_name(known[-1])
     return newest
 
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -302,7 +303,9 @@ def _pack(
     found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
     documents = itertools.islice(found, counts.read, None)
     saved = time.monotonic()
-    try:
+    with ExitStack() as stack:
+        for writer in writers.values():
+            stack.callback(writer.close)
         for batch in encode_all(documents, settings, processes):
             for encoded in batch:
                 counts.read += 1
@@ -344,9 +347,6 @@ def _pack(
                 writers[split].finish(documents=counts.packed[split], **facts)
             else:
                 (out / split).rmdir()
-    finally:
-        for writer in writers.values():
-            writer.close()
     (out / JOURNAL).unlink(missing_ok=True)
     return Summary(
         dict(counts.packed),

@@ -3,6 +3,7 @@
 import os
 import re
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,9 @@ class _Stream:
         end = shards.HEADER_BYTES + self.size
         if state is None:
             self._file.write(shards.header(dtype, 0))
-        elif os.fstat(self._file.fileno()).st_size < end:
+            return
+        if os.fstat(self._file.fileno()).st_size < end:
+            self._file.close()
             raise ValueError(
                 f"{path} is shorter than this packing's journal says; remove {path.parent.parent} "
                 "and pack again"
@@ -206,6 +209,7 @@ class ShardWriter:
 
     def close(self) -> None:
         """Close the files, finished or not."""
-        for stream in (self._ids, self._mask):
-            if stream is not None:
-                stream.close()
+        with ExitStack() as stack:  # all, also where one cannot be: its disk is full
+            for stream in (self._ids, self._mask):
+                if stream is not None:
+                    stack.callback(stream.close)

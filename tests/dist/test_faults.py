@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     fields = json.loads(path.read_text())
     change(fields)
     path.write_text(json.dumps(fields))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 # ---- packed folders ------------------------------------------------------------------------------
@@ -284,11 +289,6 @@ def test_a_packing_killed_at_its_end_goes_on(
     assert cli.main([*parts, "--processes", "1"]) == 130
     monkeypatch.undo()
     assert cli.main([*parts, "--processes", "1"]) == 0
-
-    def contents(folder: Path) -> dict[str, bytes]:
-        files = sorted(p for p in folder.rglob("*") if p.is_file())
-        return {str(p.relative_to(folder)): p.read_bytes() for p in files}
-
     assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
 
 
@@ -348,9 +348,9 @@ def test_a_missing_latest_does_not_begin_anew_over_checkpoints(run: RunFile, cap
     folder = Path(run.run.out) / "checkpoints"
     before = digest(run)
     (folder / "latest").unlink()
-    assert train(run) == 1
-    said = capsys.readouterr().err
-    assert "choose one with --from" in said and "step-00000003, step-00000006" in said
+    assert train(run) == 0
+    assert "going on after step 6" in capsys.readouterr().out
+    assert digest(run) == before
     assert train(run, "--from", "step-3") == 0
     assert "going on after step 3" in capsys.readouterr().out
     assert digest(run) == before  # it took the same way again
@@ -425,3 +425,113 @@ def test_a_folder_in_the_way_of_a_checkpoint_is_not_removed(run: RunFile, capsys
     assert "is in the way and is no checkpoint" in capsys.readouterr().err
     assert (folder / "step-00000006" / "notes").read_text() == "mine"
     assert checkpoint.pointed(folder) == folder / "step-00000006"
+
+
+# ---- the disk ------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_run_at_any_fsync_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a crash leaves: all that was fsynced is there, what follows may be."""
+    config = prepare(tmp_path, run__checkpoint_every=2, run__eval_every=2, run__keep=1)
+    out, copies = Path(config.run.out), tmp_path / "copies"
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if out.exists():
+            shutil.copytree(out, copies / f"{len(list(copies.glob('*'))):03d}")
+        sync(descriptor)
+
+    copies.mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert train(config) == 0
+    monkeypatch.undo()
+    whole, moments = digest(config), sorted(copies.iterdir())
+    assert len(moments) > 20
+    for copy in moments:
+        resumed = with_run(config, out=str(copy))
+        assert train(resumed) == 0
+        assert digest(resumed) == whole, copy
+
+
+def test_a_copy_of_a_packing_at_any_fsync_goes_on_to_the_same_bytes(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, copies = tmp_path / "d", tmp_path / "copies"
+    few = ["--processes", "1", "--shard-tokens", "20000"]
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        shutil.copytree(out, copies / f"{len(list(copies.glob('*'))):03d}")
+        sync(descriptor)
+
+    copies.mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(pack, "JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 1000)
+    assert cli.main([*words(texts, out), *few]) == 0
+    monkeypatch.undo()
+    moments = sorted(copies.iterdir())
+    assert len(moments) > 10
+    for copy in moments:
+        assert cli.main([*words(texts, copy), *few]) == 0
+        assert contents(copy) == contents(out)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Return a function that mounts a disk with room for so many KiB, or gives it other room."""
+    path = tmp_path / "disk"
+    path.mkdir()
+
+    def make(size: int) -> Path:
+        remount = ",remount" if os.path.ismount(path) else ""
+        options = f"size={size}k{remount}"
+        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        if subprocess.run(words, capture_output=True, check=False).returncode:
+            pytest.skip("needs the right to mount a disk")
+        return path
+
+    yield make
+    if os.path.ismount(path):
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_one_sentence_and_a_run_goes_on_when_there_is_room(
+    tmp_path: Path, small_disk: Callable[[int], Path], capsys: Said
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=1, run__keep=2)
+    assert train(config) == 0
+    whole = digest(config)
+    for room in (4, 16, 28, 40, 64, 100):
+        out = small_disk(room) / str(room)
+        capsys.readouterr()
+        full = with_run(config, out=str(out))
+        (tmp_path / "run.toml").write_text(full.to_toml())
+        status = cli.main(["train", str(tmp_path / "run.toml")])
+        said = capsys.readouterr().err
+        assert (status == 1 and said.count("\n") == 1 and "No space left" in said) or room == 100
+        folder = out / "checkpoints"
+        assert all(checkpoint.load_master(folder / checkpoint.folder_name(s)).size
+                   for s in checkpoint.steps(folder))  # fmt: skip
+        small_disk(1000)
+        assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
+        assert digest(full) == whole
+        shutil.rmtree(out)
+
+
+def test_a_full_disk_ends_a_packing_that_goes_on_when_there_is_room(
+    texts: Path, tmp_path: Path, small_disk: Callable[[int], Path], capsys: Said
+) -> None:
+    assert cli.main([*words(texts, tmp_path / "whole"), "--processes=1"]) == 0
+    for room in (4, 20, 60, 100):
+        out = small_disk(room) / "d"
+        capsys.readouterr()
+        assert cli.main([*words(texts, out), "--processes=1"]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "No space left" in said
+        small_disk(1000)
+        assert cli.main([*words(texts, out), "--processes=1"]) == 0
+        assert contents(out) == contents(tmp_path / "whole")
+        shutil.rmtree(out)

@@ -92,7 +92,7 @@ def train(config: RunFile, *arguments: str) -> int:
 
 def digest(config: RunFile) -> str:
     """Return a hash of everything that the newest checkpoint of a run holds."""
-    path = checkpoint.pointed(Path(config.run.out) / "checkpoints")
+    path = checkpoint.to_resume(Path(config.run.out) / "checkpoints")
     assert path is not None
     arrays = b"".join((path / f"{name}.bin").read_bytes() for name in checkpoint.ARRAYS)
     state = msgspec.structs.replace(checkpoint.read_manifest(path), config={}, checksum="")
