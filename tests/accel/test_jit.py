@@ -360,9 +360,13 @@ print(threads())
 """
     assert run(pack, code, MPI_LOCALNRANKS="4")[0] == ["2", "3"]
     assert run(pack, code, OMPI_COMM_WORLD_LOCAL_SIZE="16")[0] == ["1", "3"]
+    for text in ("x", "0", "9" * 5000):
+        process = start(pack, code, MPI_LOCALNRANKS=text)
+        _, err = process.communicate(timeout=120)
+        assert "MPI_LOCALNRANKS must be the number of ranks here" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("text", ["0", "two", "-1", "1000000"])
+@pytest.mark.parametrize("text", ["0", "two", "-1", "1000000", "٣٤", "9" * 5000])
 def test_a_wrong_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_threads", None)
     monkeypatch.setenv("MYLLM_THREADS", text)
