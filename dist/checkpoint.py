@@ -25,7 +25,6 @@ import numpy as np
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
 from dist.config import from_tables
-from dist.files import replace_durably, sync_folder, write_durably
 from dist.manifest import Count, Crc
 from dist.monitor import Memory
 from dist.shards import TOKENIZER
@@ -35,6 +34,7 @@ from reference.global_norm import SUM_BLOCK
 from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array
+from tokenizer.files import replace_durably, sync_folder
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
@@ -108,7 +108,7 @@ def save(
         for array in ARRAYS:
             (part / f"{array}.bin").touch()
         if tokenizer is not None:
-            write_durably(part / TOKENIZER, tokenizer.read_bytes())
+            replace_durably(part / TOKENIZER, tokenizer.read_bytes())
 
     def write_slices() -> dict[str, list[int]]:
         slices = {

@@ -25,11 +25,12 @@ from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.files import locked, replace_durably
+from dist.lock import locked
 from dist.step import Stepper
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
+from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
 LEARNING_TABLES = ("model", "data", "train", "optim")
