@@ -9,6 +9,8 @@ import os
 import numba
 from numba.core import config
 
+MOST = 1024  # threads that a caller may ask for
+
 _threads: int | None = None
 _pool_started = False
 
@@ -45,6 +47,21 @@ def threads() -> int:
                 raise ValueError(f"{name} must be the number of ranks here, got {ranks!r}")
             return max(1, cores // ranks)
     return cores
+
+
+def asked_for(n: int | None) -> int:
+    """Return how many threads to use where a caller may name a number.
+
+    Raises
+    ------
+    ValueError
+        If it is not from 1 to ``MOST``.
+    """
+    if n is None:
+        return threads()
+    if not 1 <= n <= MOST:
+        raise ValueError(f"the number of threads must be 1 to {MOST}, got {n}")
+    return n
 
 
 def _number(name: str) -> int | str:

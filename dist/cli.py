@@ -4,9 +4,9 @@
 subcommand is called, so ``myllm --help`` costs nothing. The function takes the remaining arguments
 and returns an exit status: 0 for success, 1 for failure, 2 for wrong usage.
 
-What a subcommand raises as ``ValueError``, ``OSError`` or ``ImportError`` is taken as a message to
-the person at the terminal: one sentence on stderr and status 1. ``MYLLM_TRACEBACK=1`` in the
-environment shows the traceback as well, for those who look for a bug.
+What a subcommand raises as ``ValueError``, ``OSError``, ``ImportError`` or ``MemoryError`` is taken
+as a message to the person at the terminal: one sentence on stderr and status 1.
+``MYLLM_TRACEBACK=1`` in the environment shows the traceback as well, for those who look for a bug.
 """
 
 import importlib
@@ -95,13 +95,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = cast(Callable[[list[str]], int], getattr(importlib.import_module(module), function))
         return run(rest)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         if os.environ.get("MYLLM_TRACEBACK"):
             traceback.print_exc()
         if isinstance(error, BrokenPipeError):  # the reader of our output, `head` say, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        print(f"myllm {name}: {error}", file=sys.stderr)
+        said = f"{error}"
+        if isinstance(error, MemoryError):
+            said = f"not enough memory; {said or 'less data at once may help'}"
+        print(f"myllm {name}: {said}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"myllm {name}: interrupted", file=sys.stderr)

@@ -86,6 +86,10 @@ class Journal(manifest.Record, kw_only=True, frozen=True):
     counts: Counts
     writers: dict[Split, WriterState]
 
+    def __post_init__(self) -> None:
+        if not set(self.counts.packed) == set(self.writers) == set(SPLITS):
+            raise ValueError(f"it does not tell of {' and '.join(SPLITS)}")
+
 
 class Summary(NamedTuple):
     """What was packed."""

@@ -49,6 +49,7 @@ def test_two_words_name_a_command_and_the_rest_are_its_arguments(
     [
         (ValueError("the folder is empty"), 1),
         (FileNotFoundError(2, "No such file", "x.toml"), 1),
+        (MemoryError(), 1),
         (KeyboardInterrupt(), 130),
     ],
 )

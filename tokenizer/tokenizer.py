@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import regex
 
-from accel.threads import threads
+from accel.threads import asked_for
 from tokenizer import fileformat, reference
 from tokenizer.arrays import Array
 from tokenizer.kernels import decode as decoding
@@ -321,9 +321,7 @@ class Tokenizer:
         if isinstance(texts, str):
             raise ValueError("texts must be several texts, got one str; see encode")
         marks = self._marks_of(allowed, disallowed)
-        n_threads = threads() if num_threads is None else num_threads
-        if n_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {n_threads}")
+        n_threads = asked_for(num_threads)
         if n_threads == 1:
             for group in _groups(texts):
                 yield self._encode_marked(group, marks)

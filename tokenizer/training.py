@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from accel.threads import threads
+from accel.threads import asked_for
 from tokenizer.classes import UnicodeClasses, installed_classes
 from tokenizer.counting import Words, count_words
 from tokenizer.kernels.train import learn_merges
@@ -47,11 +47,9 @@ def train_from_iterator(
     """
     if not MIN_VOCAB <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size must be {MIN_VOCAB} to {MAX_VOCAB}, got {vocab_size}")
-    if min_count < 1:
-        raise ValueError(f"min_count must be at least 1, got {min_count}")
-    n_threads = threads() if num_threads is None else num_threads
-    if n_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {n_threads}")
+    if not 1 <= min_count < 1 << 32:
+        raise ValueError(f"min_count must be 1 to 2^32 - 1, got {min_count}")
+    n_threads = asked_for(num_threads)
     pattern = NAMED.get(pattern, pattern)
     classes = installed_classes()
     words = count_words(texts, pattern, classes, n_threads)

@@ -169,8 +169,10 @@ def test_a_small_text_gives_a_smaller_vocabulary() -> None:
     [
         ({"vocab_size": 275}, "vocab_size must be 276 to 65536, got 275"),
         ({"vocab_size": 65537}, "vocab_size must be 276 to 65536, got 65537"),
-        ({"vocab_size": 300, "min_count": 0}, "min_count must be at least 1"),
-        ({"vocab_size": 300, "num_threads": 0}, "num_threads must be at least 1"),
+        ({"vocab_size": 300, "min_count": 0}, "min_count must be 1 to"),
+        ({"vocab_size": 300, "min_count": 1 << 32}, "min_count must be 1 to"),
+        ({"vocab_size": 300, "num_threads": 0}, "number of threads must be 1 to"),
+        ({"vocab_size": 300, "num_threads": 10**6}, "number of threads must be 1 to"),
         ({"vocab_size": 300, "pattern": "["}, "not a regular expression"),
     ],
 )
