@@ -193,7 +193,7 @@ def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
 def _vocabulary_of(content: _Huggingface) -> Vocabulary:
     model = content.model
     if model.type != "BPE":
-        raise ValueError(f"it is a {model.type} model; only byte-level BPE is known")
+        raise ValueError(f"it is a {model.type!r} model; only byte-level BPE is known")
     for field in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if getattr(model, field):
             raise ValueError(f"the model has {field} = {getattr(model, field)!r}")
@@ -229,7 +229,9 @@ def _pattern_of(whole: _Cut) -> str:
     steps = whole.pretokenizers or [whole]
     kinds = [step.type for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise ValueError(f"it cuts text by {' + '.join(kinds)}; known is Split + ByteLevel")
+        raise ValueError(
+            f"it cuts text by {' + '.join(map(repr, kinds))}; known is Split + ByteLevel"
+        )
     level = steps[-1]
     if level.add_prefix_space:
         raise ValueError("it adds a space before the text, which is not lossless")

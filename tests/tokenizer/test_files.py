@@ -358,7 +358,7 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
     "change, message",
     [
         (lambda j: j.update(normalizer={"type": "NFC"}), "normalizer changes text"),
-        (lambda j: j["model"].update(type="Unigram"), "a Unigram model"),
+        (lambda j: j["model"].update(type="Unigram"), "a .Unigram. model"),
         (lambda j: j["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
         (lambda j: j["model"]["vocab"].update({"日": 9999}), "stands for no byte"),
         (lambda j: j["model"]["vocab"].pop("a"), "."),
@@ -374,9 +374,9 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
         (lambda j: j["model"]["merges"].__setitem__(0, "a QQQQ"), "merge 0, 'a QQQQ', does not"),
         (lambda j: j["added_tokens"].append(j["added_tokens"][0]), "have the same content"),
         (lambda j: j["added_tokens"][0].update(content=7), r"`\$.added_tokens\[0\].content`"),
-        (lambda j: j.update(pre_tokenizer={"type": "Whitespace"}), "cuts text by Whitespace"),
+        (lambda j: j.update(pre_tokenizer={"type": "Whitespace"}), "cuts text by .Whitespace"),
         (lambda j: j.update(pre_tokenizer=None), r"can be read: .*`\$.pre_tokenizer`"),
-        (lambda j: j.update(pre_tokenizer={"type": "Sequence"}), "cuts text by Sequence"),
+        (lambda j: j.update(pre_tokenizer={"type": "Sequence"}), "cuts text by .Sequence"),
         (
             lambda j: j["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
             "adds a space",
