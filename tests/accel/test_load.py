@@ -44,7 +44,5 @@ def test_importing_the_backend_compiles_nothing_and_starts_no_thread() -> None:
 
 
 def test_a_backend_that_lacks_a_function_is_named_as_a_broken_installation_is() -> None:
-    with pytest.raises(
-        ImportError, match="mine has no function add_forward"
-    ):
+    with pytest.raises(ImportError, match="mine has no function add_forward"):
         offer("mine", OPS.values(), (), Rules({}), {})
