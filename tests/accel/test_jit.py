@@ -335,6 +335,24 @@ print(threads.threads() == numba.get_num_threads() == threads.available_cores())
     assert run(pack, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
 
 
+@pytest.mark.parametrize(
+    ("said", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+)
+def test_a_thread_that_waits_soon_leaves_its_core_to_others(
+    pack: Path, said: dict[str, str], spins: str
+) -> None:
+    code = """
+from pack import kernels
+import numpy as np
+kernels.total(np.arange(4.0))
+"""
+    heard = run(pack, code, OMP_DISPLAY_ENV="verbose", **said)[1]
+    if "GOMP_SPINCOUNT" not in heard:
+        pytest.skip("Numba's pool is not GNU's OpenMP here")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in heard
+
+
 def test_numba_s_own_limit_is_kept_to(pack: Path) -> None:
     code = """
 from accel.threads import threads
