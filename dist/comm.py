@@ -4,7 +4,9 @@ All ranks call the same methods in the same order. Slices are given by ``bounds`
 into a flat array: rank r owns ``flat[bounds[r] : bounds[r + 1]]``.
 """
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +147,9 @@ def start() -> Comm:
     expected = launched_size()
     if expected == 1:
         return Solo()
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # while MPI starts, Python cannot look at signals; this one kills then, like the others
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         comm = Mpi()
     except (ImportError, RuntimeError) as error:
@@ -198,3 +203,9 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def warn(text: str) -> None:
+    """Say something on stderr, where there still is one."""
+    with contextlib.suppress(OSError):
+        print(f"myllm train: {text}", file=sys.stderr, flush=True)

@@ -90,13 +90,13 @@ def train(argv: Sequence[str]) -> int:
     from dist.train import StopRequest, Trainer
 
     def work(comm: Comm) -> int:
-        config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
-        stopped = Trainer(config, comm, changed=given.changed).run(stop)
+        with StopRequest().listening() as stop:
+            config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
+            stopped = Trainer(config, comm, changed=given.changed).run(stop)
         # under MPI a status other than 0 would be taken for a failure of the rank
         return 128 + stopped if stopped is not None and comm.size == 1 else 0
 
-    with StopRequest().listening() as stop:
-        return on_ranks("train", work)
+    return on_ranks("train", work)
 
 
 def pack(argv: Sequence[str]) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from dist.comm import warn
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -89,7 +91,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
 
     mpirun passes SIGTERM and SIGINT on and kills the ranks about a second later, too early for a
     step and a checkpoint. So it runs in a session of its own, out of reach of the terminal's
-    Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more.
+    Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more. It is sent again every
+    second, because mpirun forgets one that comes before its ranks have started.
     """
     mpirun, kind = find_mpirun()
     received: list[int] = []
@@ -111,10 +114,26 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
     heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
-        status = process.wait()
+        while (status := _wait(process)) is None:
+            if received:
+                process.send_signal(signal.SIGUSR1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received and status in (0, 128 + signal.SIGUSR1, -signal.SIGUSR1):
+    if status < 0:
+        status = 128 - status
+    # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
+    if received and status != 1:
+        if status in (128 + signal.SIGUSR1, signal.SIGUSR1):  # a shell's way, and MPICH's
+            name = signal.Signals(received[0]).name
+            warn(f"stopped by {name} before the first step was finished: nothing to save")
         return 128 + received[0]
-    return status if status >= 0 else 128 - status
+    return status
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int | None:
+    """Return the status of a process when it has ended, None after a second in which it has not."""
+    try:
+        return process.wait(1)
+    except subprocess.TimeoutExpired:
+        return None

@@ -236,6 +236,7 @@ def test_a_signal_is_noted_and_a_second_interrupt_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest().listening() as stop:
         assert stop.signal is None
+        stop.learned = True
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
@@ -295,7 +296,7 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
         def __init__(self, *words: object, **options: object) -> None:
             pass
 
-        def wait(self) -> int:
+        def wait(self, timeout: float) -> int:
             handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
             return 0
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,29 +14,12 @@ import pytest
 from dist import launch
 from dist.config import RunFile
 from tests.helpers import ROOT
+from tests.helpers.processes import start, wait_for
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 
-def start(
-    config: RunFile, ranks: int, *arguments: str, **environment: str
-) -> "subprocess.Popen[str]":
-    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
-    return subprocess.Popen(
-        [sys.executable, "-m", "dist", "train", str(path), "--ranks", str(ranks), *arguments],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # tests that run in the background of a shell have Ctrl-C ignored, and would hand that on
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 def train(config: RunFile, ranks: int, *arguments: str, **environment: str) -> tuple[int, str, str]:
-    process = start(config, ranks, *arguments, **environment)
-    out, err = process.communicate(timeout=600)
-    return process.returncode, out, err
+    return start(config, ranks, *arguments, **environment).end(600)
 
 
 def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
@@ -128,13 +110,10 @@ def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path: Path
 
 def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     config = prepare(tmp_path, train__steps=100_000)
-    process = start(config, 2)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step      3"):
-            break
-    process.kill()
-    process.communicate(timeout=60)  # ends when the last rank has closed its output
+    run = start(config, 2)
+    wait_for(lambda: len(losses(config)) >= 3)
+    run.process.kill()
+    run.end()
     assert len(losses(config)) < 100_000
 
 
@@ -185,14 +164,11 @@ def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, ran
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path, number: int) -> None:
     config = prepare(tmp_path, train__steps=4000)
-    process = start(config, 2)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step    3"):
-            break
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
+    run = start(config, 2)
+    wait_for(lambda: len(losses(config)) >= 3)
+    run.ask("launcher", number)
+    status, out, err = run.end()
+    assert status == 128 + number, err
     stopped = re.search(r"stopped after step (\d+)", out)
     assert stopped is not None
     steps = int(stopped[1])
