@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from dist.comm import warn
+from dist.monitor import say_lost
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -92,7 +95,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
     mpirun passes SIGTERM and SIGINT on and kills the ranks about a second later, too early for a
     step and a checkpoint. So it runs in a session of its own, out of reach of the terminal's
     Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more. It is sent again every
-    second, because mpirun forgets one that comes before its ranks have started.
+    second, because mpirun forgets one that comes before its ranks have started. What the ranks say
+    passes through here, because mpirun ends them when it cannot write.
     """
     mpirun, kind = find_mpirun()
     received: list[int] = []
@@ -100,9 +104,16 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         command(mpirun, kind, ranks, arguments),
         env=environment(ranks),
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
+
+    streams = ((process.stdout, 1), (process.stderr, 2))
+    passing = [threading.Thread(target=_pass_on, args=pair, daemon=True) for pair in streams]
+    for thread in passing:
+        thread.start()
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         # asked a third time: no more patience
@@ -117,6 +128,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         while (status := _wait(process)) is None:
             if received:
                 process.send_signal(signal.SIGUSR1)
+        for thread in passing:
+            thread.join()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -137,3 +150,17 @@ def _wait(process: "subprocess.Popen[bytes]") -> int | None:
         return process.wait(1)
     except subprocess.TimeoutExpired:
         return None
+
+
+def _pass_on(source: IO[bytes], target: int) -> None:
+    """Copy all that comes; when it cannot be written any more, forget it."""
+    lost = False
+    with source:
+        while said := os.read(source.fileno(), 1 << 16):
+            try:
+                while said and not lost:
+                    said = said[os.write(target, said) :]
+            except OSError as error:
+                lost = True
+                if target == 1:
+                    say_lost(error)

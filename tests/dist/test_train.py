@@ -294,7 +294,7 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
 
     class Process:
         def __init__(self, *words: object, **options: object) -> None:
-            pass
+            self.stdout, self.stderr = open(os.devnull, "rb"), open(os.devnull, "rb")
 
         def wait(self, timeout: float) -> int:
             handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
