@@ -44,12 +44,14 @@ def on_ranks(name: str, work: Callable[[Comm], int]) -> int:
     if comm.size == 1:
         return work(comm)
     try:
-        return work(comm)
-    except AllRanksError as error:
-        if comm.rank == 0:
-            print(f"myllm {name}: {error}", file=sys.stderr, flush=True)
-        comm.barrier()
-        return 1
+        try:
+            status = work(comm)
+        except AllRanksError as error:
+            if comm.rank == 0:
+                print(f"myllm {name}: {error}", file=sys.stderr, flush=True)
+            status = 1
+        comm.finish()
+        return status
     except KeyboardInterrupt:
         comm.abort(130)
     except BaseException as error:
@@ -81,11 +83,13 @@ def train(argv: Sequence[str]) -> int:
     if given.ranks != 1:
         if launched_size() > 1:
             raise ValueError("--ranks starts MPI itself: leave it out under mpirun")
-        run_file.load(given.config, given.overrides).accumulation(given.ranks)
+        config = run_file.load(given.config, given.overrides)
+        config.accumulation(given.ranks)
         from dist.launch import launch
 
         words = [given.config, *(["--changed"] if given.changed else [])]
-        return launch(given.ranks, ["train", *words, *(f"--set={o}" for o in given.overrides)])
+        words += [f"--set={override}" for override in given.overrides]
+        return launch(given.ranks, ["train", *words], config.run.timeout)
 
     from dist.train import StopRequest, Trainer
 

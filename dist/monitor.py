@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 
 from dist.comm import Comm, sentence, warn
+from dist.watchdog import Watch
 from reference.ops import Ops
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
@@ -291,8 +292,8 @@ class Console:
     its ranks a terminal of their own making even when the output goes to a file.
     """
 
-    def __init__(self, speaks: bool, total_steps: int, *, bar: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, bar: bool) -> None:
+        self.speaks, self._watch = speaks, watch
         self._stream = Output(sys.stdout)
         self._progress: Any = None
         if speaks and bar and self._stream.isatty() and os.environ.get("TERM") != "dumb":
@@ -312,8 +313,9 @@ class Console:
         if self._progress is not None:
             self._progress.console.print(line, markup=False)
         else:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            with self._watch.speaking():
+                self._stream.write(line + "\n")
+                self._stream.flush()
 
     def at(self, step: int) -> None:
         """Move the bar."""

@@ -137,6 +137,7 @@ class Trainer:
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
+        comm.watch.follow(self.out, config.run.timeout)
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
@@ -226,7 +227,7 @@ class Trainer:
             When too many steps in a row were not finite.
         """
         config, comm = self.config, self.comm
-        self.console = monitor.Console(comm.rank == 0, config.steps, bar=comm.size == 1)
+        self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, bar=comm.size == 1)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self._introduce()
@@ -296,6 +297,7 @@ class Trainer:
         began = time.perf_counter()
         stepper.clock.read()
         self.step += 1
+        self.comm.watch.begin("step", self.step)
         sample = self.comm.rank * self.accumulation * config.train.micro_batch
         position = (self.step - 1) * config.train.global_batch + sample
         batches = (
@@ -368,6 +370,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self.heldout is not None
+        self.comm.watch.begin("evaluation", self.step)
         result = evaluate(
             self.ops,
             self.stepper.params,
@@ -387,6 +390,7 @@ class Trainer:
     def _sample(self) -> None:
         if self.comm.rank or self.tokenizer is None:
             return
+        self.comm.watch.begin("sample", self.step)
         prompt = self.tokenizer.encode_ordinary(self.config.run.sample_prompt or "\n")
         room = self.config.window - len(prompt)
         ids = generate(
@@ -406,6 +410,7 @@ class Trainer:
         """Write a checkpoint, unless this step has one, and drop those no longer needed."""
         if self.saved_step == self.step:
             return
+        self.comm.watch.begin("checkpoint", self.step)
         state = checkpoint.State(
             step=self.step,
             updates=self.stepper.updates,

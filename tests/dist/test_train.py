@@ -293,6 +293,8 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     handlers: list[object] = []
 
     class Process:
+        pid = os.getpid()
+
         def __init__(self, *words: object, **options: object) -> None:
             self.stdout, self.stderr = open(os.devnull, "rb"), open(os.devnull, "rb")
 

@@ -49,11 +49,12 @@ class Started(NamedTuple):
 
 
 def start(config: RunFile, ranks: int, *arguments: str, **environment: str) -> Started:
-    """Start ``myllm train``."""
+    """Start ``myllm train``; with ``FAULT`` or ``FIRST``, which ``failing.py`` reads."""
+    module = "tests.helpers.failing" if environment.keys() & {"FAULT", "FIRST"} else "dist"
     path = save_run_file(config, run_file(config))
     with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dist", "train", str(path), "--ranks", str(ranks), *arguments],
+            [sys.executable, "-m", module, "train", str(path), "--ranks", str(ranks), *arguments],
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **environment},
             stdout=out,
