@@ -38,7 +38,7 @@ class Carried:
     def __init__(self, control: Comm, device: Device) -> None:
         self.control, self.device = control, device
         self.rank, self.size = control.rank, control.size
-        self.library = control.library
+        self.library, self.watch = control.library, control.watch
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's small Python value, in the order of ranks."""
@@ -51,6 +51,10 @@ class Carried:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.control.barrier()
+
+    def finish(self) -> None:
+        """Say goodbye."""
+        self.control.finish()
 
     def abort(self, status: int) -> NoReturn:
         """End every rank at once."""

@@ -147,7 +147,7 @@ class Saving:
         try:
             for name, array in zip(ARRAYS, slices, strict=True):
                 self._crcs[name] = _write_slice(self._part / f"{name}.bin", self._low, array)
-        except OSError as error:
+        except Exception as error:  # raised where it is waited for, whatever it is
             self._failure = error
         self.seconds = time.perf_counter() - began
 

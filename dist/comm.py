@@ -4,7 +4,9 @@ All ranks call the same methods in the same order. Slices are given by ``bounds`
 into a flat array: rank r owns ``flat[bounds[r] : bounds[r + 1]]``.
 """
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from dist.watchdog import Watch, deadline
 from reference.types import Array
 
 # Where launchers tell a process how many there are: Open MPI, MPICH and Intel, Slurm's PMIx.
@@ -24,6 +27,7 @@ class Comm(Protocol):
     rank: int
     size: int
     library: str  # that carries what they say, by its own name
+    watch: Watch  # that no rank hangs
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Return, in the order of ranks, what each has in this rank's slice of ``flat``."""
@@ -40,6 +44,9 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Wait until every rank is here."""
 
+    def finish(self) -> None:
+        """Say goodbye: nothing can be said afterwards."""
+
     def abort(self, status: int) -> NoReturn:
         """End every rank at once."""
 
@@ -50,6 +57,9 @@ class Solo:
     rank = 0
     size = 1
     library = "no MPI"
+
+    def __init__(self) -> None:
+        self.watch = Watch(0, 1)
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Return ``flat`` itself."""
@@ -69,6 +79,9 @@ class Solo:
     def barrier(self) -> None:
         """Do nothing."""
 
+    def finish(self) -> None:
+        """Do nothing."""
+
     def abort(self, status: int) -> NoReturn:
         """End the process."""
         sys.exit(status)
@@ -78,40 +91,56 @@ class Mpi:
     """The ranks that ``mpirun`` started."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI  # starts MPI, so not before it is needed
+        with deadline():
+            from mpi4py import MPI  # starts MPI, so not before it is needed
 
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.rank, self._comm.size
         self.library = MPI.Get_library_version().split("\n")[0].rstrip("\0 ")
+        self.watch = Watch(self.rank, self.size)
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Send each rank its slice, all to all."""
         mine = bounds[self.rank + 1] - bounds[self.rank]
         received = np.empty((self.size, mine), flat.dtype)
         counts = list(np.diff(bounds))
-        self._comm.Alltoallv(
-            [flat, (counts, list(bounds[:-1]))],
-            [received, ([mine] * self.size, [mine * r for r in range(self.size)])],
-        )
+        with self.watch.waiting("exchange"):
+            self._comm.Alltoallv(
+                [flat, (counts, list(bounds[:-1]))],
+                [received, ([mine] * self.size, [mine * r for r in range(self.size)])],
+            )
         return list(received)
 
     def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
         """Gather the slices in place."""
         from mpi4py import MPI
 
-        self._comm.Allgatherv(MPI.IN_PLACE, [flat, (list(np.diff(bounds)), list(bounds[:-1]))])
+        with self.watch.waiting("all_gather_slices"):
+            self._comm.Allgatherv(MPI.IN_PLACE, [flat, (list(np.diff(bounds)), list(bounds[:-1]))])
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather small values."""
-        return self._comm.allgather(value)
+        with self.watch.waiting("all_gather"):
+            return self._comm.allgather(value)
 
     def broadcast(self, value: Any) -> Any:
         """Send rank 0's value to all."""
-        return self._comm.bcast(value)
+        with self.watch.waiting("broadcast"):
+            return self._comm.bcast(value)
 
     def barrier(self) -> None:
         """Wait for all."""
-        self._comm.Barrier()
+        with self.watch.waiting("barrier"):
+            self._comm.Barrier()
+
+    def finish(self) -> None:
+        """End MPI, when all have come."""
+        from mpi4py import MPI
+
+        self.barrier()
+        self.watch.stop()
+        with deadline():
+            MPI.Finalize()
 
     def abort(self, status: int) -> NoReturn:
         """End every rank: a rank that merely leaves would keep the others waiting for ever."""
@@ -145,6 +174,9 @@ def start() -> Comm:
     expected = launched_size()
     if expected == 1:
         return Solo()
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # while MPI starts, Python cannot look at signals; this one kills then, like the others
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         comm = Mpi()
     except (ImportError, RuntimeError) as error:
@@ -156,6 +188,14 @@ def start() -> Comm:
         raise ValueError(
             f"the launcher started {expected} ranks, but the MPI library of mpi4py "
             f"({comm.library}) sees {comm.size}: use the mpirun that belongs to that library"
+        )
+    with deadline():
+        comm.watch.start(comm.all_gather)
+    if comm.watch.unheard and comm.rank == 0:
+        ranks = ", ".join(map(str, comm.watch.unheard))
+        warn(
+            f"a rank that hangs will not be noticed, because datagrams of ranks {ranks} do not "
+            "arrive at all others: let UDP through between the machines"
         )
     return comm
 
@@ -198,3 +238,9 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
+
+
+def warn(text: str) -> None:
+    """Say something on stderr, where there still is one."""
+    with contextlib.suppress(OSError):
+        print(f"myllm train: {text}", file=sys.stderr, flush=True)

@@ -44,12 +44,14 @@ def on_ranks(name: str, work: Callable[[Comm], int]) -> int:
     if comm.size == 1:
         return work(comm)
     try:
-        return work(comm)
-    except AllRanksError as error:
-        if comm.rank == 0:
-            print(f"myllm {name}: {error}", file=sys.stderr, flush=True)
-        comm.barrier()
-        return 1
+        try:
+            status = work(comm)
+        except AllRanksError as error:
+            if comm.rank == 0:
+                print(f"myllm {name}: {error}", file=sys.stderr, flush=True)
+            status = 1
+        comm.finish()
+        return status
     except KeyboardInterrupt:
         comm.abort(130)
     except BaseException as error:
@@ -87,23 +89,25 @@ def train(argv: Sequence[str]) -> int:
     if given.ranks != 1:
         if launched_size() > 1:
             raise ValueError("--ranks starts MPI itself: leave it out under mpirun")
-        run_file.load(given.config, given.overrides).accumulation(given.ranks)
+        config = run_file.load(given.config, given.overrides)
+        config.accumulation(given.ranks)
         from dist.launch import launch
 
         words = [given.config, *(["--changed"] if given.changed else [])]
         words += ["--from", given.begin] if given.begin else []
-        return launch(given.ranks, ["train", *words, *(f"--set={o}" for o in given.overrides)])
+        words += [f"--set={override}" for override in given.overrides]
+        return launch(given.ranks, ["train", *words], config.run.timeout)
 
     from dist.train import StopRequest, Trainer
 
     def work(comm: Comm) -> int:
-        config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
-        stopped = Trainer(config, comm, changed=given.changed, begin=given.begin).run(stop)
+        with StopRequest().listening() as stop:
+            config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
+            stopped = Trainer(config, comm, changed=given.changed, begin=given.begin).run(stop)
         # under MPI a status other than 0 would be taken for a failure of the rank
         return 128 + stopped if stopped is not None and comm.size == 1 else 0
 
-    with StopRequest().listening() as stop:
-        return on_ranks("train", work)
+    return on_ranks("train", work)
 
 
 def pack(argv: Sequence[str]) -> int:

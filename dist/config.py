@@ -90,6 +90,7 @@ class Run:
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
     keep: int = 2  # newest checkpoints kept, beside the best
     patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
+    timeout: float = 0.0  # seconds at one piece of work, then a rank hangs; 0: as measured, × 20
     tensorboard: bool = False  # write event files for TensorBoard, too
     sample_every: int = 0  # steps; 0: never
     sample_prompt: str = ""
@@ -222,6 +223,8 @@ def check(config: RunFile) -> None:
     for name in ("keep", "patience", "eval_windows"):
         if getattr(run, name) < 1:
             raise ValueError(f"run.{name} must be at least 1, got {getattr(run, name)}")
+    if not run.timeout >= 0:
+        raise ValueError(f"run.timeout must not be negative, got {run.timeout}")
     if train.seed >= 2**64:
         raise ValueError(f"train.seed must be below 2^64, got {train.seed}")
     for name in ("beta1", "beta2"):

@@ -1,5 +1,6 @@
 """Starts ranks on this machine: ``--ranks N`` without having to know any mpirun's flags."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -7,9 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
+
+from dist.comm import warn
+from dist.monitor import say_lost
+from dist.watchdog import FLOOR
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -84,12 +91,15 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def launch(ranks: int, arguments: Sequence[str]) -> int:
+def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     """Run ``myllm ARGUMENTS`` on ``ranks`` ranks and return the exit status.
 
     mpirun passes SIGTERM and SIGINT on and kills the ranks about a second later, too early for a
     step and a checkpoint. So it runs in a session of its own, out of reach of the terminal's
-    Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more.
+    Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more. It is sent again every
+    second, because mpirun forgets one that comes before its ranks have started. What the ranks say
+    passes through here, because mpirun ends them when it cannot write. An mpirun that is itself
+    stopped (SIGSTOP) for ``timeout`` seconds, or ``FLOOR``, is ended with all that it has started.
     """
     mpirun, kind = find_mpirun()
     received: list[int] = []
@@ -97,9 +107,16 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
         command(mpirun, kind, ranks, arguments),
         env=environment(ranks),
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
+
+    streams = ((process.stdout, 1), (process.stderr, 2))
+    passing = [threading.Thread(target=_pass_on, args=pair, daemon=True) for pair in streams]
+    for thread in passing:
+        thread.start()
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         # asked a third time: no more patience
@@ -110,11 +127,72 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
     # what the caller has us ignore stays ignored: SIGHUP under nohup
     heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
+    stopped = 0.0  # seconds, of this process awake
     try:
-        status = process.wait()
+        while (status := _wait(process)) is None:
+            if received:
+                process.send_signal(signal.SIGUSR1)
+            stopped = stopped + 1 if _is_stopped(process.pid) else 0.0
+            if stopped >= (timeout or FLOOR):
+                warn(
+                    f"mpirun (process {process.pid}) has been stopped for {stopped:.0f} s: it and "
+                    "its ranks are ended; the same command goes on from the newest checkpoint"
+                )
+                _kill_all(process.pid)
+                return 1
+        for thread in passing:
+            thread.join()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if received and status in (0, 128 + signal.SIGUSR1, -signal.SIGUSR1):
+    if status < 0:
+        status = 128 - status
+    # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
+    if received and status != 1:
+        if status in (128 + signal.SIGUSR1, signal.SIGUSR1):  # a shell's way, and MPICH's
+            name = signal.Signals(received[0]).name
+            warn(f"stopped by {name} before the first step was finished: nothing to save")
         return 128 + received[0]
-    return status if status >= 0 else 128 - status
+    return status
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int | None:
+    """Return the status of a process when it has ended, None after a second in which it has not."""
+    try:
+        return process.wait(1)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _pass_on(source: IO[bytes], target: int) -> None:
+    """Copy all that comes; when it cannot be written any more, forget it."""
+    lost = False
+    with source:
+        while said := os.read(source.fileno(), 1 << 16):
+            try:
+                while said and not lost:
+                    said = said[os.write(target, said) :]
+            except OSError as error:
+                lost = True
+                if target == 1:
+                    say_lost(error)
+
+
+def _is_stopped(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _kill_all(pid: int) -> None:
+    """Kill a process and all that it started; MPICH gives each a session of its own."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # pid (name, in which anything may stand) state parent …
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    doomed = [pid]
+    for one in doomed:  # grows as it goes
+        doomed += children.get(one, [])
+    for one in reversed(doomed):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)

@@ -1,18 +1,21 @@
 """What is looked at while training: guards, the console line, ``metrics.jsonl``."""
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import msgspec
 import numpy as np
 
-from dist.comm import Comm
+from dist.comm import Comm, sentence, warn
 from dist.manifest import Count
+from dist.watchdog import Watch
 from reference.ops import Ops
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
@@ -253,6 +256,47 @@ def step_line(record: dict[str, Any], total_steps: int, elapsed: float, eta: flo
     )
 
 
+class Output:
+    """A stream that may be lost without the run: its reader leaves, or the disk is full.
+
+    Then one sentence on stderr says so, and what is written is forgotten; ``metrics.jsonl`` keeps
+    every step.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream  # None: closed before Python started
+
+    def write(self, text: str) -> int:
+        """Write, as long as that works."""
+        return self._try(lambda stream: stream.write(text)) or len(text)
+
+    def flush(self) -> None:
+        """Flush, as long as that works."""
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        """Whether there is a terminal."""
+        return bool(self._try(lambda stream: stream.isatty()))
+
+    def _try(self, use: Callable[[TextIO], Any]) -> Any:
+        if self._stream is None:
+            return None
+        try:
+            return use(self._stream)
+        except OSError as error:
+            # what Python still holds of it would fail again at the end
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._stream = None
+            say_lost(error)
+            return None
+
+
+def say_lost(error: OSError) -> None:
+    """Say that nothing more can be said on stdout."""
+    warn(f"nothing more is said on stdout ({sentence(error)}); training goes on: see {METRICS}")
+
+
 class Console:
     """Where rank 0 speaks: plain lines, and if ``bar``, a bar below them on a terminal.
 
@@ -260,20 +304,19 @@ class Console:
     its ranks a terminal of their own making even when the output goes to a file.
     """
 
-    def __init__(self, speaks: bool, total_steps: int, *, bar: bool) -> None:
-        self.speaks = speaks
-        self._stream = sys.stdout
+    def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, bar: bool) -> None:
+        self.speaks, self._watch = speaks, watch
+        self._stream = Output(sys.stdout)
         self._progress: Any = None
         if speaks and bar and self._stream.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-            console = RichConsole(file=self._stream, highlight=False, soft_wrap=True)
+            console = RichConsole(file=cast(TextIO, self._stream), highlight=False, soft_wrap=True)
             self._progress = Progress(
                 BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), console=console
             )
             self._task = self._progress.add_task("train", total=total_steps)
-            self._progress.start()
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -282,11 +325,14 @@ class Console:
         if self._progress is not None:
             self._progress.console.print(line, markup=False)
         else:
-            print(line, file=self._stream, flush=True)
+            with self._watch.speaking():
+                self._stream.write(line + "\n")
+                self._stream.flush()
 
     def at(self, step: int) -> None:
         """Move the bar."""
         if self._progress is not None:
+            self._progress.start()  # not before: until then a signal ends the process at once
             self._progress.update(self._task, completed=step)
 
     def close(self) -> None:

@@ -8,7 +8,10 @@ All ranks run this same code; rank 0 also speaks and writes the metrics.
 """
 
 import math
+import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +24,7 @@ from threadpoolctl import threadpool_limits
 from accel import load as load_backend
 from dist import checkpoint, monitor
 from dist.carriers import carrier
-from dist.comm import AllRanksError, Comm, sentence, together
+from dist.comm import AllRanksError, Comm, launched_size, sentence, together, warn
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
@@ -42,24 +45,54 @@ LOCK = "lock"  # held while a run writes to its folder
 class StopRequest:
     """A signal that asks the run to end after the step under way, leaving a checkpoint.
 
-    SIGINT is Ctrl-C, SIGTERM what schedulers send, SIGUSR1 what our own launcher hands on in place
-    of both, because mpirun kills its ranks a moment after passing SIGTERM to them.
+    SIGINT is Ctrl-C, SIGTERM what schedulers send, SIGHUP a terminal that goes away, SIGUSR1 what
+    our own launcher hands on in place of them, because mpirun kills its ranks a moment after
+    passing SIGTERM to them.
+
+    Before the first step is finished there is nothing to save, and the process ends at once. Python
+    itself looks at signals between two lines of its main thread only, which may be waiting in MPI
+    or in the compiler for minutes. So a thread hears of them too, and ends the process as a kill
+    would: every file that we write survives that.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.learned = False  # a step was finished: there is something to save
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice by hand: at once, then
         self.signal = number
 
+    def _hear(self, numbers: socket.socket) -> None:
+        while number := numbers.recv(1):
+            if self.learned or number[0] not in self.SIGNALS:
+                continue
+            # of several ranks each is handed SIGUSR1: the launcher says what it was sent
+            if number[0] != signal.SIGUSR1 or launched_size() == 1:
+                name = signal.Signals(number[0]).name
+                warn(f"stopped by {name} before the first step was finished: nothing to save")
+            os._exit(128 + number[0])
+
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Catch the signals inside this block."""
-        before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        """Catch the signals inside this block; what the caller ignores stays ignored (nohup).
+
+        MPI must have been started: it catches signals of its own, in place of ours.
+        """
+        heard = [
+            number
+            for number in self.SIGNALS
+            if number == signal.SIGUSR1 or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        numbers, written = socket.socketpair()
+        written.setblocking(False)
+        thread = threading.Thread(target=self._hear, args=(numbers,), daemon=True)
+        thread.start()
+        fd_before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield self
         finally:
@@ -67,6 +100,10 @@ class StopRequest:
                 # the launcher may hand a signal on until this process is gone, and left to itself
                 # SIGUSR1 kills
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+            signal.set_wakeup_fd(fd_before)
+            written.close()
+            thread.join()
+            numbers.close()
 
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
@@ -107,6 +144,7 @@ class Trainer:
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
         self.unchecked: list[str] = []  # sentences on what older versions left without checksums
+        comm.watch.follow(self.out, config.run.timeout)
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
@@ -193,7 +231,7 @@ class Trainer:
             When too many steps in a row were not finite.
         """
         config, comm = self.config, self.comm
-        self.console = monitor.Console(comm.rank == 0, config.steps, bar=comm.size == 1)
+        self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, bar=comm.size == 1)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self.saving: checkpoint.Saving | None = None  # being written
@@ -225,6 +263,7 @@ class Trainer:
             written = self.saving is None or self.saving.written
             mine = (stop.signal, self.ops.memory(), self.unwritten, written)
             everyone = self.comm.all_gather(mine)
+            stop.learned = True
             if everyone[0][2] is not None:
                 raise AllRanksError(everyone[0][2])
             signals = [int(number) for number, *_ in everyone if number is not None]
@@ -269,6 +308,7 @@ class Trainer:
         began = time.perf_counter()
         stepper.clock.read()
         self.step += 1
+        self.comm.watch.begin("step", self.step)
         sample = self.comm.rank * self.accumulation * config.train.micro_batch
         position = (self.step - 1) * config.train.global_batch + sample
         batches = (
@@ -346,6 +386,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self.heldout is not None
+        self.comm.watch.begin("evaluation", self.step)
         result = evaluate(
             self.ops,
             self.stepper.params,
@@ -365,6 +406,7 @@ class Trainer:
     def _sample(self) -> None:
         if self.comm.rank or self.tokenizer is None:
             return
+        self.comm.watch.begin("sample", self.step)
         prompt = self.tokenizer.encode_ordinary(self.config.run.sample_prompt or "\n")
         room = self.config.window - len(prompt)
         ids = generate(
@@ -384,6 +426,7 @@ class Trainer:
         """Begin a checkpoint, unless this step has one; it is whole some steps later."""
         if self.saved_step == self.step:
             return
+        self.comm.watch.begin("checkpoint", self.step)
         self._finish_saving()
         began = time.perf_counter()
         state = checkpoint.State(

@@ -178,8 +178,11 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2)
     monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: SimpleNamespace(available=999))
-    monkeypatch.setattr(checkpoint.threading, "Thread", None)  # none is started
-    assert train(config) == 0
+    threads, finish = [], checkpoint.Saving.finish
+    monkeypatch.setattr(
+        checkpoint.Saving, "finish", lambda self: (threads.append(self._thread), finish(self))[1]
+    )
+    assert train(config) == 0 and threads == [None] * 3
     assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [4, 6]
 
 
@@ -314,6 +317,7 @@ def test_a_signal_is_noted_and_a_second_interrupt_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest().listening() as stop:
         assert stop.signal is None
+        stop.learned = True
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
@@ -370,10 +374,12 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     handlers: list[object] = []
 
     class Process:
-        def __init__(self, *words: object, **options: object) -> None:
-            pass
+        pid = os.getpid()
 
-        def wait(self) -> int:
+        def __init__(self, *words: object, **options: object) -> None:
+            self.stdout, self.stderr = open(os.devnull, "rb"), open(os.devnull, "rb")
+
+        def wait(self, timeout: float) -> int:
             handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
             return 0
 

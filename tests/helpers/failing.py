@@ -1,34 +1,85 @@
-"""``myllm`` with a rank that fails in the middle of a step: python failing.py RANK HOW ARGS..."""
+"""``myllm`` with a fault on one rank: FAULT="RANK WHERE HOW" python -m tests.helpers.failing ARGS.
 
+``FIRST``, in the environment, is how long the first piece of work of a kind may last.
+"""
+
+import ctypes
 import errno
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
-from dist import cli, monitor
+import dist.train
+from dist import checkpoint, cli, comm, launch, monitor, watchdog
 from dist.step import Stepper
 
-rank, how = int(sys.argv[1]), sys.argv[2]
-original = Stepper.update
+PLACES: dict[str, tuple[Any, str]] = {
+    "start": (dist.train.Trainer, "_open"),
+    "step": (Stepper, "update"),
+    "evaluation": (dist.train, "evaluate"),
+    "checkpoint": (checkpoint, "_write_slice"),
+    "prune": (checkpoint, "prune"),
+    "finish": (comm.Mpi, "finish"),
+    "metrics": (monitor.Metrics, "write"),
+}
 
 
-def update(self: Stepper, *args: Any, **kwargs: Any) -> None:
-    """Fail on one rank before its third update."""
-    if self.comm.rank == rank and self.updates == 2:
-        if how == "kill":
+def fail(how: str) -> None:
+    """Fail in one of many ways; "slow" is none of them."""
+    match how:
+        case "raise":
+            raise RuntimeError("a fault planted on one rank")
+        case "disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+        case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("a fault planted on one rank")
-    original(self, *args, **kwargs)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "spin":
+            while True:
+                pass
+        case "read":
+            os.read(os.pipe()[0], 1)
+        case "hold":  # the interpreter, in a call that does not return
+            ctypes.PyDLL(None).sleep(1000)
+        case "slow":
+            time.sleep(5)
 
 
-def write(self: monitor.Metrics, record: dict[str, Any]) -> None:
-    """Fail as a full disk does."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+def plant(number: int, where: str, how: str) -> None:
+    """Put a fault at the third call of a function, the first where there is no third."""
+    owner, name = PLACES[where]
+    original: Callable[..., Any] = getattr(owner, name)
+    left = 3 if where == "step" else 1
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and int(os.environ.get("PMI_RANK", os.environ.get(RANK, "0"))) == number:
+            fail(how)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, faulty)
 
 
-if how == "disk":
-    monitor.Metrics.write = write  # type: ignore[method-assign]
-else:
-    Stepper.update = update  # type: ignore[method-assign]
-sys.exit(cli.main(sys.argv[3:]))
+RANK = "OMPI_COMM_WORLD_RANK"
+plain = launch.command
+
+
+def command(*args: Any) -> list[str]:
+    """Have the launcher start ranks with the same fault."""
+    return [
+        word.replace("dist", __spec__.name) if word == "dist" else word for word in plain(*args)
+    ]
+
+
+if __name__ == "__main__":
+    launch.command = command
+    watchdog.FIRST = float(os.environ.get("FIRST", watchdog.FIRST))
+    if "FAULT" in os.environ:
+        rank, *fault = os.environ["FAULT"].split()
+        plant(int(rank), *fault)
+    sys.exit(cli.main(sys.argv[1:]))

@@ -5,39 +5,21 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import tomllib
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dist import launch
 from dist.config import RunFile
 from tests.helpers import ROOT
+from tests.helpers.processes import start, wait_for
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
-
-def start(
-    config: RunFile, ranks: int, *arguments: str, **environment: str
-) -> "subprocess.Popen[str]":
-    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
-    return subprocess.Popen(
-        [sys.executable, "-m", "dist", "train", str(path), "--ranks", str(ranks), *arguments],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # tests that run in the background of a shell have Ctrl-C ignored, and would hand that on
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+pytestmark = pytest.mark.mpi
 
 
 def train(config: RunFile, ranks: int, *arguments: str, **environment: str) -> tuple[int, str, str]:
-    process = start(config, ranks, *arguments, **environment)
-    out, err = process.communicate(timeout=600)
-    return process.returncode, out, err
+    return start(config, ranks, *arguments, **environment).end(600)
 
 
 def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
@@ -128,32 +110,11 @@ def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path: Path
 
 def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     config = prepare(tmp_path, train__steps=100_000)
-    process = start(config, 2)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step      3"):
-            break
-    process.kill()
-    process.communicate(timeout=60)  # ends when the last rank has closed its output
+    run = start(config, 2)
+    wait_for(lambda: len(losses(config)) >= 3)
+    run.process.kill()
+    run.end()
     assert len(losses(config)) < 100_000
-
-
-def train_and_fail(
-    config: RunFile, how: str, rank: int, path: Path
-) -> "subprocess.CompletedProcess[str]":
-    """Train on four ranks, of which one fails as ``failing.py`` says."""
-    mpirun, kind = launch.find_mpirun()
-    words = launch.command(mpirun, kind, 4, [])
-    words[words.index("-m") :] = [str(ROOT / "tests" / "helpers" / "failing.py"), str(rank), how]
-    return subprocess.run(
-        [*words, "train", str(save_run_file(config, path))],
-        cwd=ROOT,
-        env={**launch.environment(4), **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=60,  # waiting for ever is the failure looked for
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("steps", [1, 1000])
@@ -161,38 +122,47 @@ def test_a_disk_that_takes_no_metrics_ends_all_ranks_with_a_sentence(
     tmp_path: Path, steps: int
 ) -> None:
     config = prepare(tmp_path, train__steps=steps)
-    done = train_and_fail(config, "disk", 0, tmp_path / "c.toml")
-    assert done.returncode == 1
-    assert done.stderr.count("metrics.jsonl: No space left on device") == 1
-    assert "Traceback" not in done.stderr
-    assert "step    3/1000" not in done.stdout
+    status, out, err = train(config, 4, FAULT="0 metrics disk")
+    assert status == 1
+    assert err.count("metrics.jsonl: No space left on device") == 1
+    assert "Traceback" not in err
+    assert "step    3/1000" not in out
 
 
-@pytest.mark.parametrize(("how", "rank"), [("raise", 1), ("raise", 0), ("kill", 1)])
-def test_a_rank_that_fails_ends_all_within_seconds(tmp_path: Path, how: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        *((0, "start"), (1, "start"), (0, "step"), (1, "step"), (1, "evaluation")),
+        *((0, "checkpoint"), (1, "checkpoint"), (0, "prune"), (1, "finish")),
+    ],
+)
+def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
+    tmp_path: Path, where: str, rank: int
+) -> None:
+    config = prepare(tmp_path, run__eval_every=4, run__checkpoint_every=6)
+    run = start(config, 4, FAULT=f"{rank} {where} raise")
+    status, out, err = run.end()
+    assert status == 1
+    assert err.count("RuntimeError: a fault planted") == 1, err
+    assert err.count(f"myllm train: rank {rank}: a fault planted on one rank") == 1
+    assert "Traceback" not in out
+
+
+def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     config = prepare(tmp_path, train__steps=1000)
-    started = time.monotonic()
-    done = train_and_fail(config, how, rank, tmp_path / "c.toml")
-    assert done.returncode != 0
-    assert "step    2/1000" in done.stdout and "step    4/1000" not in done.stdout
-    planted = re.findall("RuntimeError: a fault planted", done.stdout + done.stderr)
-    assert len(planted) == (1 if how == "raise" else 0)
-    if how == "raise":
-        assert f"myllm train: rank {rank}: a fault planted on one rank" in done.stderr
-    assert time.monotonic() - started < 60
+    status, out, _ = start(config, 4, FAULT="1 step kill").end()
+    assert status != 0
+    assert "step    2/1000" in out and "step    4/1000" not in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_a_run_that_goes_on(tmp_path: Path, number: int) -> None:
     config = prepare(tmp_path, train__steps=4000)
-    process = start(config, 2)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step    3"):
-            break
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
+    run = start(config, 2)
+    wait_for(lambda: len(losses(config)) >= 3)
+    run.ask("launcher", number)
+    status, out, err = run.end()
+    assert status == 128 + number, err
     stopped = re.search(r"stopped after step (\d+)", out)
     assert stopped is not None
     steps = int(stopped[1])

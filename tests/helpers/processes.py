@@ -1,0 +1,112 @@
+"""The processes of a run, found by the run file that they were started with."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from dist.config import RunFile
+from tests.helpers import ROOT
+from tests.helpers.runs import ENVIRONMENT, save_run_file
+
+PATIENCE = 60  # seconds; what is looked for would last longer, or for ever
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # where a rank finds its number: MPICH, Open MPI
+
+
+def run_file(config: RunFile) -> Path:
+    """Return where ``start`` writes the run file."""
+    return Path(config.run.out).with_suffix(".toml")
+
+
+class Started(NamedTuple):
+    """A run that was started; what it says goes to files, which never fill up as a pipe does."""
+
+    config: RunFile
+    process: "subprocess.Popen[bytes]"
+
+    def said(self, stream: str = "out") -> str:
+        """Return what it has written so far."""
+        return run_file(self.config).with_suffix(f".{stream}").read_text(errors="replace")
+
+    def wait_until_said(self, text: str, stream: str = "out") -> None:
+        """Wait until it has written a text."""
+        wait_for(lambda: text in self.said(stream))
+
+    def ask(self, whom: str, number: int) -> None:
+        """Send a signal to one of its processes."""
+        os.kill(of_run(run_file(self.config))[whom], number)
+
+    def end(self, seconds: float = PATIENCE) -> tuple[int, str, str]:
+        """Wait until all its processes have ended; return status, output and errors."""
+        status = self.process.wait(seconds)
+        wait_until_gone(run_file(self.config), seconds)
+        return status, self.said("out"), self.said("err")
+
+
+def start(config: RunFile, ranks: int, *arguments: str, **environment: str) -> Started:
+    """Start ``myllm train``; with ``FAULT`` or ``FIRST``, which ``failing.py`` reads."""
+    module = "tests.helpers.failing" if environment.keys() & {"FAULT", "FIRST"} else "dist"
+    path = save_run_file(config, run_file(config))
+    with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "train", str(path), "--ranks", str(ranks), *arguments],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, **environment},
+            stdout=out,
+            stderr=err,
+            # a test in the background of a shell has Ctrl-C ignored, and would hand that on
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+    return Started(config, process)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def of_run(path: Path) -> dict[str, int]:
+    """Return the processes of a run: "launcher", "mpirun", "rank 0", "rank 1" and so on."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if str(path).encode() not in words:
+            continue
+        numbers = [v.split(b"=")[1] for v in variables if v.split(b"=")[0].decode() in RANK]
+        if numbers:
+            name = f"rank {int(numbers[0])}"
+        elif b"-n" in words:
+            name = "mpirun"
+        else:
+            name = "launcher"
+        found[name] = int(folder.name)
+    return found
+
+
+def wait_until_gone(path: Path, seconds: float) -> None:
+    """Wait until no process of a run is left.
+
+    Raises
+    ------
+    TimeoutError
+        When some still are; they are killed.
+    """
+    end = time.monotonic() + seconds
+    while left := of_run(path):
+        if time.monotonic() > end:
+            for process in left.values():
+                os.kill(process, 9)
+            raise TimeoutError(f"still there after {seconds} s: {', '.join(left)}")
+        time.sleep(0.05)

@@ -1,0 +1,107 @@
+"""Asked to stop, by whichever signal and whichever process is asked: soon, in order, no orphans."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import of_run, run_file, start, wait_for
+from tests.helpers.runs import losses, prepare
+
+pytestmark = pytest.mark.mpi
+
+CASES = [
+    (1, "launcher", signal.SIGTERM),
+    (1, "launcher", signal.SIGHUP),
+    (1, "launcher", signal.SIGUSR1),
+    (2, "launcher", signal.SIGINT),
+    (2, "launcher", signal.SIGHUP),
+    (2, "rank 0", signal.SIGTERM),
+    (2, "rank 0", signal.SIGHUP),
+    (2, "rank 1", signal.SIGINT),
+    (2, "rank 1", signal.SIGUSR1),
+]
+LONG = 100_000  # steps: the run ends because it is stopped
+
+
+@pytest.mark.parametrize(("ranks", "whom", "number"), CASES)
+def test_a_signal_is_answered_with_a_checkpoint(
+    tmp_path: Path, ranks: int, whom: str, number: int
+) -> None:
+    config = prepare(tmp_path, train__steps=LONG)
+    run = start(config, ranks)
+    wait_for(lambda: len(losses(config)) >= 3)
+    run.ask(whom, number)
+    status, out, err = run.end()
+    assert status == (128 + number if whom == "launcher" else 0), err
+    assert "Traceback" not in out + err
+    stopped = re.search(r"stopped.* after step (\d+)", out)
+    assert stopped is not None
+    saved = Path(config.run.out) / "checkpoints" / f"step-{int(stopped[1]):08d}"
+    assert (saved / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path, ranks: int) -> None:
+    config = prepare(tmp_path, train__steps=LONG)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = start(config, ranks)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(lambda: len(losses(config)) >= 3)
+    for whom in ("launcher", "rank 0", "rank 1")[: ranks * 2 - 1]:
+        run.ask(whom, signal.SIGHUP)
+    seen = len(losses(config))
+    wait_for(lambda: len(losses(config)) >= seen + 20)
+    run.ask("launcher", signal.SIGTERM)
+    assert run.end()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("ranks", "whom", "number"), CASES)
+def test_a_signal_while_kernels_are_compiled_ends_the_run_at_once(
+    tmp_path: Path, ranks: int, whom: str, number: int
+) -> None:
+    """One rank compiles, the other waits for it in MPI or at the lock of the kernel cache."""
+    config = prepare(tmp_path, train__steps=LONG, run__backend="cpu")
+    run = start(config, ranks, MYLLM_CACHE_DIR=str(tmp_path / "cold"))
+    run.wait_until_said("compiling kernels", "err")
+    time.sleep(number / 15)  # other moments of the compilation, which takes over a minute
+    asked = time.monotonic()
+    run.ask(whom, number)
+    status, out, err = run.end()
+    assert time.monotonic() - asked < 30  # promised are 10, of a processor that has time for us
+    assert status == 128 + number
+    assert "Traceback" not in out + err
+    said = f"stopped by {signal.Signals(number).name} before the first step was finished"
+    assert err.count(said) == (0 if ranks > 1 and number == signal.SIGUSR1 else 1)
+    assert not (Path(config.run.out) / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5])
+def test_a_signal_while_ranks_are_started_ends_the_run(tmp_path: Path, moment: float) -> None:
+    config = prepare(tmp_path, train__steps=LONG)
+    run = start(config, 2)
+    wait_for(lambda: "mpirun" in of_run(run_file(config)))
+    time.sleep(moment)
+    run.ask("launcher", signal.SIGTERM)
+    status, out, err = run.end()
+    assert status == 128 + signal.SIGTERM
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.slow
+def test_a_compilation_that_was_stopped_leaves_a_cache_that_works(tmp_path: Path) -> None:
+    config = prepare(tmp_path, train__steps=2, run__backend="cpu")
+    for seconds in (0, 2, 5, 9):
+        run = start(config, 2, MYLLM_CACHE_DIR=str(tmp_path / "cold"))
+        run.wait_until_said("compiling kernels", "err")
+        time.sleep(seconds)
+        run.ask("rank 1", signal.SIGTERM)
+        assert run.end()[0] == 128 + signal.SIGTERM
+    run = start(config, 2, MYLLM_CACHE_DIR=str(tmp_path / "cold"))
+    status, _, err = run.end(600)
+    assert status == 0, err
+    assert "damaged" not in err
