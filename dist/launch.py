@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+import psutil
+
 from dist.comm import warn
 from dist.monitor import say_lost
 from dist.watchdog import FLOOR
@@ -184,15 +186,7 @@ def _is_stopped(pid: int) -> bool:
 
 def _kill_all(pid: int) -> None:
     """Kill a process and all that it started; MPICH gives each a session of its own."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            # pid (name, in which anything may stand) state parent …
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    doomed = [pid]
-    for one in doomed:  # grows as it goes
-        doomed += children.get(one, [])
-    for one in reversed(doomed):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+    started = psutil.Process(pid).children(recursive=True)
+    for process in [*reversed(started), psutil.Process(pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -7,14 +7,14 @@
 All ranks run this same code; rank 0 also speaks and writes the metrics.
 """
 
-import fcntl
+import math
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,11 +28,12 @@ from dist.comm import AllRanksError, Comm, launched_size, sentence, together, wa
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.files import replace_durably
+from dist.lock import locked
 from dist.step import Stepper
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
+from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
 LEARNING_TABLES = ("model", "data", "train", "optim")
@@ -125,6 +126,8 @@ class Trainer:
     comm : Comm
     changed : bool
         Go on from a checkpoint although the settings that decide what is learned have changed.
+    begin : str, optional
+        The checkpoint to go on from, ``step-N``, in place of the newest.
 
     Raises
     ------
@@ -132,11 +135,15 @@ class Trainer:
         When it cannot start, whichever rank found out.
     """
 
-    def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
+    def __init__(
+        self, config: RunFile, comm: Comm, *, changed: bool = False, begin: str | None = None
+    ) -> None:
         self.config, self.comm = config, comm
+        self._held = ExitStack()  # the lock of the run's folder, on rank 0
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
+        self.unchecked: list[str] = []  # sentences on what older versions left without checksums
         comm.watch.follow(self.out, config.run.timeout)
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
@@ -152,12 +159,13 @@ class Trainer:
             config.run.recompute,
         )
         self.step = 0
-        remembered: dict[str, Any] = {}
-        newest = comm.broadcast(checkpoint.pointed(self.out / CHECKPOINTS))
+        memory = monitor.Memory()
+        folder = self.out / CHECKPOINTS
+        newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         if newest is not None:
-            remembered = self._resume(newest, changed)
-        self.guards = monitor.Guards(config.run.patience, remembered)
-        self.best: float | None = remembered.get("best")
+            memory = self._resume(newest, changed)
+        self.guards = monitor.Guards(config.run.patience, memory)
+        self.best = memory.best
         self.saved_step = self.step if newest is not None else -1
         together(comm, self._prepare_folder, only=0)
 
@@ -175,7 +183,7 @@ class Trainer:
         self.tokenizer = None
         self.lengths = None
         if self.tokenizer_path is not None:
-            self.tokenizer = load_tokenizer(self.tokenizer_path)
+            self.tokenizer = load_tokenizer(self.tokenizer_path, self.data.tokenizer_sha256)
             self.lengths = token_lengths(self.tokenizer, self.config.model.vocab_size)
         elif self.config.run.sample_every:
             raise ValueError(
@@ -190,8 +198,8 @@ class Trainer:
                     f"context of {self.config.window}: shorten it"
                 )
 
-    def _resume(self, newest: Path, changed: bool) -> dict[str, Any]:
-        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_state(newest))[0]
+    def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
+        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_manifest(newest))[0]
         differences = same_learning(state.config, self.config)
         if state.tokenizer_sha256 != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
@@ -202,18 +210,14 @@ class Trainer:
             )
         state = checkpoint.load(newest, self.stepper, self.comm)
         self.step = state.step
+        if not state.sealed:
+            self.unchecked.append(
+                f"{newest} was saved by an older version: nothing checks its {checkpoint.MANIFEST}"
+            )
         return state.monitor
 
     def _prepare_folder(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ValueError(
-                f"another run is writing to {self.out}: wait for it, or choose another run.out"
-            ) from error
+        self._held.enter_context(locked(self.out / LOCK, "run"))
         replace_durably(self.out / CONFIG, self.config.to_toml().encode())
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -230,6 +234,7 @@ class Trainer:
         self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, bar=comm.size == 1)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
+        self.saving: checkpoint.Saving | None = None  # being written
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
@@ -237,8 +242,7 @@ class Trainer:
             together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:
-            if comm.rank == 0:
-                os.close(self._lock)
+            self._held.close()
             self.console.close()
             for sink in self.sinks:
                 sink.close()
@@ -253,20 +257,25 @@ class Trainer:
         started, first_step = time.perf_counter(), self.step
         while self.step < config.steps:
             record = self._one_step()
-            # one message a step: who was asked to stop, how much memory is in use, and whether
-            # rank 0 could write what there was to write since the last one
-            everyone = self.comm.all_gather((stop.signal, self.ops.memory(), self.unwritten))
+            # one message a step: who was asked to stop, how much memory is in use, whether rank 0
+            # could write what there was to write since the last one, and whether a checkpoint that
+            # is being written is
+            written = self.saving is None or self.saving.written
+            mine = (stop.signal, self.ops.memory(), self.unwritten, written)
+            everyone = self.comm.all_gather(mine)
             stop.learned = True
             if everyone[0][2] is not None:
                 raise AllRanksError(everyone[0][2])
-            signals = [int(number) for number, _, _ in everyone if number is not None]
+            signals = [int(number) for number, *_ in everyone if number is not None]
             asked = signals[0] if signals else None
-            record["memory"] = sum(memory for _, memory, _ in everyone)
+            record["memory"] = sum(memory for _, memory, *_ in everyone)
             elapsed = time.perf_counter() - started
             eta = elapsed / (self.step - first_step) * (config.steps - self.step)
             self.console.say(monitor.step_line(record, config.steps, elapsed, eta))
             self.console.at(self.step)
             self._write(record)
+            if all(done for *_, done in everyone):
+                self._finish_saving()
             if self.guards.exhausted:
                 self._give_up()
             last = self.step == config.steps
@@ -278,6 +287,8 @@ class Trainer:
             healthy = not self.guards.bad_in_a_row
             if last or asked is not None or (healthy and _due(self.step, run.checkpoint_every)):
                 self._save()
+            if last or asked is not None:
+                self._finish_saving()
             if asked is not None and not last:
                 # SIGUSR1 is what our own launcher makes of the signal that it was sent
                 by = "" if asked == signal.SIGUSR1 else f" by {signal.Signals(asked).name}"
@@ -336,6 +347,7 @@ class Trainer:
             self.unwritten = sentence(error)
 
     def _give_up(self) -> None:
+        self._finish_saving()
         good = checkpoint.pointed(self.out / CHECKPOINTS)
         named = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
         raise AllRanksError(
@@ -363,6 +375,10 @@ class Trainer:
                 f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows; "
                 f"the last {rest} tokens, less than a window, are not used"
             )
+            if d.unchecked:
+                self.console.say(d.unchecked)
+        for said in self.unchecked:
+            self.console.say(said)
         if self.step:
             self.console.say(f"going on after step {self.step} in {self.out}")
 
@@ -383,7 +399,7 @@ class Trainer:
         )
         self.console.say(f"step {self.step}: held-out {result}")
         self._write(evaluation_record(self.step, result))
-        if self.best is None or result.loss < self.best:
+        if math.isfinite(result.loss) and (self.best is None or result.loss < self.best):
             self.best = result.loss
             self._save(best=True)
 
@@ -407,9 +423,11 @@ class Trainer:
         self.console.say(f"step {self.step} writes: {text!r}")
 
     def _save(self, best: bool = False) -> None:
-        """Write a checkpoint, unless this step has one, and drop those no longer needed."""
+        """Begin a checkpoint, unless this step has one; it is whole some steps later."""
         if self.saved_step == self.step:
             return
+        self._finish_saving()
+        began = time.perf_counter()
         self.comm.watch.begin("checkpoint", self.step)
         state = checkpoint.State(
             step=self.step,
@@ -418,18 +436,42 @@ class Trainer:
             seed=self.config.train.seed,
             tokenizer_sha256=self.data.tokenizer_sha256,
             config=self.config.to_dict(),
-            monitor={**self.guards.remember(), "best": self.best},
+            monitor=self.guards.remember(self.best),
         )
         for sink in self.sinks:
             sink.flush()
-        folder = self.out / CHECKPOINTS
-        path = checkpoint.save(folder, self.stepper, state, self.comm, self.tokenizer_path)
+        folder, aside = self.out / CHECKPOINTS, checkpoint.room_for_copies(self.stepper, self.comm)
+        self.saving = checkpoint.Saving(
+            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=aside
+        )
+        self.saving_best = best
         self.saved_step = self.step
+        self.saving_seconds = time.perf_counter() - began
+        if not aside:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Make the checkpoint that is being written whole, and drop those no longer needed."""
+        saving, self.saving = self.saving, None
+        if saving is None:
+            return
+        began = time.perf_counter()
+        # nothing tells how long a disk may take for what training did not wait for so far
+        self.comm.watch.begin("renaming" if saving.written else "disk", self.step)
+        path = saving.finish()
         if self.comm.rank == 0:
-            if best:
-                checkpoint.point(folder, "best", path.name)
-            checkpoint.prune(folder, self.config.run.keep)
+            if self.saving_best:
+                checkpoint.point(path.parent, "best", path.name)
+            checkpoint.prune(path.parent, self.config.run.keep)
+        self.saving_seconds += time.perf_counter() - began
         self.console.say(f"saved {path}")
+        self._write(
+            {
+                "step": saving.state.step,
+                "save_ms": 1e3 * self.saving_seconds,
+                "write_ms": 1e3 * saving.seconds,
+            }
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -22,14 +22,12 @@ The training thread only writes down where it is: a microsecond for each collect
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import secrets
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -39,6 +37,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 TICK = 0.5  # seconds between two datagrams
 FLOOR = 300.0  # seconds
 FACTOR = 20
@@ -46,7 +46,6 @@ FIRST = 1800.0  # seconds
 REMEMBERED = 16  # pieces of work of a kind
 LAST_WORDS = 10  # seconds that a rank has to say what it must
 STACKS = "stacks.txt"
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 class Place(NamedTuple):
@@ -257,11 +256,10 @@ def deadline(seconds: float = FLOOR) -> Iterator[None]:
 
 def addresses() -> list[str]:
     """Return the IPv4 addresses of this machine, of which some may be reached from others."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without one
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
+    found = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET
+    ]
     return found or ["127.0.0.1"]
