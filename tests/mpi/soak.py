@@ -5,9 +5,9 @@
 
 Each run goes to its end through as many faults as it takes, on two or four ranks after each. Then
 its weights, moments and state are compared with those of a run on one rank that nothing disturbed.
-A hang is a fault after which some process was still there ``HUNG`` seconds later. Lost are checkpoints that
-were there before a fault and are not after it, and steps behind one after a run that was asked to
-stop and did.
+A hang is a fault after which some process was still there ``HUNG`` seconds later. Lost are
+checkpoints that were there before a fault and are not after it, and steps behind the checkpoint of
+a run that was asked to stop and did.
 """
 
 import argparse
