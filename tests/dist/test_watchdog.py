@@ -1,5 +1,6 @@
 """How long a piece of work may last, and what is said where ranks cannot hear each other."""
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,29 @@ def test_run_timeout_is_the_limit_after_the_first_time(monkeypatch: pytest.Monke
     watch.follow(Path("run"), 7.0)
     assert work(watch, [0.0], "step", 0) == FIRST
     assert work(watch, [0.0], "step", 0) == 7.0
+
+
+def test_time_in_which_the_watch_did_not_run_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each turn an hour goes by, as where the machine was suspended."""
+    clock, judged, watch = [0.0], [], Watch(0, 2)
+
+    def receive(seconds: float) -> None:
+        clock[0] += 3600
+
+    def judge(place: watchdog.Place, seconds: float) -> None:
+        judged.append(seconds)
+        if len(judged) == 10:
+            watch.stop()
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(watch, "_send", lambda place: None)
+    monkeypatch.setattr(watch, "_receive", receive)
+    monkeypatch.setattr(watch, "_judge", judge)
+    watch._socket = socket.socket()
+    watch._watch()
+    assert judged[-1] == 20 * watchdog.TICK
 
 
 @pytest.mark.parametrize(("address", "unheard"), [("127.0.0.1", []), ("192.0.2.1", [0, 1])])

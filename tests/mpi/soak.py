@@ -47,7 +47,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
-        config = prepare(folder, train__steps=200, run__eval_every=40, run__checkpoint_every=5)
+        config = prepare(folder, train__steps=600, run__eval_every=90, run__checkpoint_every=5)
         self.config = with_run(config, timeout=3.0, keep=3)
         assert start(self.config, 1).end(600)[0] == 0
         self.whole = digest(self.config)
