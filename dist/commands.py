@@ -103,7 +103,8 @@ def train(argv: Sequence[str]) -> int:
     def work(comm: Comm) -> int:
         with StopRequest().listening() as stop:
             config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
-            stopped = Trainer(config, comm, changed=given.changed, begin=given.begin).run(stop)
+            trainer = Trainer(config, comm, changed=given.changed, begin=given.begin)
+            stopped = trainer.run(stop)
         # under MPI a status other than 0 would be taken for a failure of the rank
         return 128 + stopped if stopped is not None and comm.size == 1 else 0
 

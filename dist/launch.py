@@ -14,11 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+import psutil
+
 from dist.comm import warn
 from dist.monitor import say_lost
 from dist.watchdog import FLOOR
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def find_mpirun() -> tuple[str, str]:
@@ -103,6 +105,8 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     """
     mpirun, kind = find_mpirun()
     received: list[int] = []
+    if sys.platform == "linux":  # what mpirun leaves behind becomes a child of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     process = subprocess.Popen(
         command(mpirun, kind, ranks, arguments),
         env=environment(ranks),
@@ -138,8 +142,9 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
                     f"mpirun (process {process.pid}) has been stopped for {stopped:.0f} s: it and "
                     "its ranks are ended; the same command goes on from the newest checkpoint"
                 )
-                _kill_all(process.pid)
+                _kill_all()
                 return 1
+        _kill_all()  # an mpirun that was itself killed has left its ranks
         for thread in passing:
             thread.join()
     finally:
@@ -182,17 +187,8 @@ def _is_stopped(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _kill_all(pid: int) -> None:
-    """Kill a process and all that it started; MPICH gives each a session of its own."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            # pid (name, in which anything may stand) state parent …
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    doomed = [pid]
-    for one in doomed:  # grows as it goes
-        doomed += children.get(one, [])
-    for one in reversed(doomed):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+def _kill_all() -> None:
+    """Kill all that this process has started; MPICH gives each a session of its own."""
+    for process in reversed(psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -456,6 +456,8 @@ class Trainer:
         if saving is None:
             return
         began = time.perf_counter()
+        # nothing tells how long a disk may take for what training did not wait for so far
+        self.comm.watch.begin("renaming" if saving.written else "disk", self.step)
         path = saving.finish()
         if self.comm.rank == 0:
             if self.saving_best:

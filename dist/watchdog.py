@@ -22,14 +22,12 @@ The training thread only writes down where it is: a microsecond for each collect
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import secrets
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -39,6 +37,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 TICK = 0.5  # seconds between two datagrams
 FLOOR = 300.0  # seconds
 FACTOR = 20
@@ -46,7 +46,6 @@ FIRST = 1800.0  # seconds
 REMEMBERED = 16  # pieces of work of a kind
 LAST_WORDS = 10  # seconds that a rank has to say what it must
 STACKS = "stacks.txt"
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 class Place(NamedTuple):
@@ -133,7 +132,8 @@ class Watch:
         told = all_gather((secrets.token_bytes(16), [(host, port) for host in addresses()]))
         self._token: bytes = told[0][0]  # tells our datagrams from a stranger's
         self._addresses: list[list[tuple[str, int]]] = [at for _, at in told]
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
         missing = all_gather([] if self._all_heard.wait(5) else self._missing())
         self.unheard = sorted({r for ranks in missing for r in ranks})
         if self.unheard:
@@ -153,15 +153,16 @@ class Watch:
         self._heard = dict.fromkeys(range(self.size), 0.0)
         self._clock = since = 0.0
         place, last = self.place, time.monotonic()
-        while not self._stopped.is_set():
-            self._send(self.place)
-            self._receive(TICK)
-            now = time.monotonic()
-            self._clock += min(now - last, 2 * TICK)
-            last = now
-            if place != self.place or self._speaking:
-                place, since = self.place, self._clock
-            self._judge(place, self._clock - since)
+        with self._socket:
+            while not self._stopped.is_set():
+                self._send(self.place)
+                self._receive(TICK)
+                now = time.monotonic()
+                self._clock += min(now - last, 2 * TICK)
+                last = now
+                if place != self.place or self._speaking:
+                    place, since = self.place, self._clock
+                self._judge(place, self._clock - since)
 
     def _send(self, *message: Any) -> None:
         data = self._token + json.dumps([self.rank, *message]).encode()
@@ -220,7 +221,7 @@ class Watch:
         ]
         signal.alarm(LAST_WORDS)  # whatever cannot be said or written by then
         self._send(None)
-        say = f"myllm: {'; '.join(culprits)}. The stacks of the ranks that can tell are in "
+        say = f"myllm train: {'; '.join(culprits)}. The stacks of the ranks that can tell are in "
         say += f"{self._file}. The same command goes on from the newest checkpoint; if nothing was "
         say += "wrong, set run.timeout higher\n"
         with contextlib.suppress(OSError):
@@ -246,9 +247,9 @@ class Watch:
 
 
 @contextlib.contextmanager
-def deadline(seconds: float = FLOOR) -> Iterator[None]:
-    """End the process if a call into MPI that lets no other thread run takes that long."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+def deadline() -> Iterator[None]:
+    """End the process if a call into MPI that lets no other thread run takes as long as FLOOR."""
+    faulthandler.dump_traceback_later(FLOOR, exit=True)
     try:
         yield
     finally:
@@ -257,11 +258,10 @@ def deadline(seconds: float = FLOOR) -> Iterator[None]:
 
 def addresses() -> list[str]:
     """Return the IPv4 addresses of this machine, of which some may be reached from others."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without one
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
+    found = [
+        address.address
+        for interface in psutil.net_if_addrs().values()
+        for address in interface
+        if address.family == socket.AF_INET
+    ]
     return found or ["127.0.0.1"]

@@ -385,6 +385,7 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
 
     monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
     monkeypatch.setattr("subprocess.Popen", Process)
+    monkeypatch.setattr(launch, "_kill_all", lambda: None)  # of the tests' own process
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
     try:
         assert launch.launch(2, []) == 0

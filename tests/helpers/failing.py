@@ -1,6 +1,7 @@
 """``myllm`` with a fault on one rank: FAULT="RANK WHERE HOW" python -m tests.helpers.failing ARGS.
 
-``FIRST``, in the environment, is how long the first piece of work of a kind may last.
+``FIRST``, in the environment, is how long the first piece of work of a kind, and the start of MPI,
+may last.
 """
 
 import ctypes
@@ -78,7 +79,8 @@ def command(*args: Any) -> list[str]:
 
 if __name__ == "__main__":
     launch.command = command
-    watchdog.FIRST = float(os.environ.get("FIRST", watchdog.FIRST))
+    if "FIRST" in os.environ:
+        watchdog.FIRST = watchdog.FLOOR = float(os.environ["FIRST"])
     if "FAULT" in os.environ:
         rank, *fault = os.environ["FAULT"].split()
         plant(int(rank), *fault)

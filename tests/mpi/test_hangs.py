@@ -74,11 +74,17 @@ def test_a_stopped_mpirun_is_ended_with_its_ranks(tmp_path: Path) -> None:
     assert err.count("mpirun (process") == 1 and "has been stopped for 2 s" in err
 
 
-@pytest.mark.parametrize("where", ["start", "step", "evaluation", "checkpoint", "prune"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["prune", *(pytest.param(w, marks=SLOW) for w in ("start", "evaluation", "checkpoint"))],
+)
 def test_a_slow_first_time_is_no_hang(tmp_path: Path, where: str) -> None:
     """It takes five seconds where two are allowed, as compiling kernels may."""
     config = prepare(tmp_path, run__timeout=2.0, run__eval_every=4, run__checkpoint_every=6)
-    status, _, err = start(config, 2, FAULT=f"0 {where if where != 'step' else 'start'} slow").end()
+    status, _, err = start(config, 2, FAULT=f"0 {where} slow").end()
     assert status == 0, err
 
 
@@ -87,7 +93,7 @@ def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
     run = start(config, 2, FIRST="2")
     wait_for(lambda: len(losses(config)) >= 3)
     ranks = [pid for name, pid in of_run(run_file(config)).items() if name.startswith("rank")]
-    for _ in range(3):
+    for _ in range(2):
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(4)

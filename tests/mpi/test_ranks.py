@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from dist.config import RunFile
 from tests.helpers import ROOT
-from tests.helpers.processes import start, wait_for
+from tests.helpers.processes import of_run, run_file, start, wait_for
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 pytestmark = pytest.mark.mpi
@@ -146,6 +147,15 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
     assert err.count("RuntimeError: a fault planted") == 1, err
     assert err.count(f"myllm train: rank {rank}: a fault planted on one rank") == 1
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("moment", [0.5, 1.5, 3.0])
+def test_an_mpirun_that_is_killed_leaves_no_ranks(tmp_path: Path, moment: float) -> None:
+    run = start(prepare(tmp_path, train__steps=100_000), 4)
+    wait_for(lambda: "rank 3" in of_run(run_file(run.config)))
+    time.sleep(moment)
+    run.ask("mpirun", signal.SIGKILL)
+    assert run.end()[0] != 0
 
 
 def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
