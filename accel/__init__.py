@@ -25,7 +25,8 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
     Raises
     ------
     ValueError
-        When there is no such backend, or it has no such mode.
+        When there is no such backend, or it has no such mode, or ``$MYLLM_THREADS`` is no number of
+        threads.
     ImportError
         When this machine or installation lacks what it needs; the message says what, and how to
         get it. Nothing else is taken in its place.
@@ -45,6 +46,9 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
                 "leave compute at 'float32'"
             )
         return cast(Ops, importlib.import_module("reference.ops"))
+    from accel.threads import threads
+
+    threads()  # refuses a wrong $MYLLM_THREADS here, where all ranks can say so once
     if compute == "bf16":
         from accel.cpu import bf16_tiles
 

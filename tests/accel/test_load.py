@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 import accel
+from accel import threads
 from reference.boundary import Rules, offer
 from reference.ops import OPS
 
@@ -29,6 +30,15 @@ def test_what_is_not_there_is_named(
 ) -> None:
     with pytest.raises(error, match=sentence):
         accel.load(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_wrong_number_of_threads_is_refused_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "_threads", None)
+    monkeypatch.setenv("MYLLM_THREADS", "abc")
+    with pytest.raises(ValueError, match="MYLLM_THREADS must be a number from 1 to"):
+        accel.load("cpu")
 
 
 def test_importing_the_backend_compiles_nothing_and_starts_no_thread() -> None:

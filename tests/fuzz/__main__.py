@@ -55,6 +55,8 @@ def fuzz(n: int, seed: int, workers: int, save: bool) -> int:
                 kinds[kind] += 1
                 slowest = max(slowest, (time.monotonic() - worker.since, kind))
                 for finding in findings:
+                    if finding.place not in found:
+                        print(f"found: {finding.place} {finding.detail[:200]}", flush=True)
                     found[finding.place].append((worker.tried, finding.detail))
                 if silent or not worker.process.is_alive():
                     worker.end()
