@@ -26,7 +26,8 @@ CUDA_R_32F, CUDA_R_16BF = 0, 14
 COMPUTE_32F, COMPUTE_32F_PEDANTIC = 68, 69
 GEMM_DEFAULT = -1
 POINTER_MODE_HOST = 0
-COMPUTE_CAPABILITY_MAJOR = 75  # cudaDeviceAttr
+# cudaDeviceAttr
+COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 97
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 
@@ -100,12 +101,16 @@ class CuPyDevice:
 
     def __init__(self, index: int):
         import cupy
+        from cupy_backends.cuda.api import runtime
         from cupy_backends.cuda.libs import cublas
 
         self._cupy: Any = cupy
         self._cublas: Any = cublas
         self._gpu = cupy.cuda.Device(index)
         self._gpu.use()
+        self.shared_limit = int(
+            runtime.deviceGetAttribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index)
+        )
         capability = self._gpu.compute_capability  # "90", say
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if capability == '90' else ''}"
