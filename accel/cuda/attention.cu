@@ -39,6 +39,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     const Rules rules = ATTENTION_RULES(b, h);
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
     float m[ROWS], l[ROWS];
+#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
         l[r] = 0.0f;
@@ -51,6 +52,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
         load_rows(tv, dv, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
         sync_block();
         const int u = u0 + lane;
+#pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int row = row0 + r, t = first + row;
             const bool may = rules.allows(t, u);
@@ -70,6 +72,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
             }
         }
     }
+#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int t = first + row0 + r;
         if (t >= T) break;

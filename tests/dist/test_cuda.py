@@ -141,6 +141,7 @@ def test_nccl_moves_slices_as_the_contract_of_ranks_says(
     device, wires = ShimDevice(), Wires()
     nccl = module(device, wires)
     ranks: list[Any] = [Nccl(Control(rank, size), device, nccl) for rank in range(size)]  # type: ignore[arg-type]
+    wires.deliver()  # of the start
     bounds = bounds_of_slices(n, block, size)
     values = np.random.default_rng(seed).standard_normal((size, n)).astype(np.float32)
     flats = [device.upload(row) for row in values]
@@ -167,6 +168,10 @@ def test_every_rank_sends_its_slice_in_one_group() -> None:
     control: Any = Control(1, 4)
     Control.kept = bytes(range(128))
     rank = Nccl(control, device, module(device, wires))
+    start = wires.groups.pop(1)  # a float from and to each, so that connections are there
+    assert [(c.kind, c.count, c.peer) for c in start] == [
+        (kind, 1, peer) for peer in (0, 2, 3) for kind in ("send", "recv")
+    ]
     flat, bounds = device.upload(np.zeros(35, np.float32)), [0, 16, 24, 32, 35]
     at = device.address(flat)
     parts = rank.exchange(flat, bounds)
@@ -245,6 +250,22 @@ def test_nccl_that_cannot_start_is_told_in_a_sentence(
     nccl.NcclCommunicator = fails
     with pytest.raises(ValueError, match=r"NCCL could not start \(NCCL_ERR.*run\.comm = 'mpi'"):
         two("auto")
+
+
+def test_nccl_that_has_no_memory_for_its_first_group_is_told_in_a_sentence(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = module(shim, Wires())
+
+    def full() -> None:
+        raise nccl.NcclError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
+
+    nccl.groupEnd = full
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: nccl)
+    with pytest.raises(
+        ValueError, match=r"move the arrays .*UNHANDLED_CUDA.*smaller train\.micro_"
+    ):
+        two("nccl")
 
 
 def test_cupy_s_binding_is_asked_whether_the_library_is_there(
