@@ -4,7 +4,7 @@ A checkpoint is a folder ``step-N``::
 
     master.bin, m.bin, v.bin   the flat float32 arrays, each rank writing its slice at its offset
     tokenizer.myllm            so that the folder can be evaluated and generated from by itself
-    manifest.json              written last: state, resolved run file, CRCs
+    manifest.json              written last: state, resolved run file, CRCs, checksum of itself
 
 It is written as ``step-N.tmp``: every file is fsynced, the manifest last, then the folder is
 renamed and the rename fsynced; only then does ``latest`` name it. A power cut at any moment leaves
@@ -12,17 +12,22 @@ the checkpoint before it, or this one. CRCs are of blocks of 65,536 elements, th
 slices are assigned, so any number of ranks can check exactly what it reads.
 """
 
-import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from dist import manifest
 from dist.comm import AllRanksError, Comm, together
+from dist.config import from_tables
 from dist.files import replace_durably, sync_folder, write_durably
+from dist.manifest import Count, Crc
+from dist.monitor import Memory
 from dist.shards import TOKENIZER
 from dist.step import Stepper
 from reference.config import Config
@@ -32,26 +37,49 @@ from reference.params import decoder_layout
 from reference.types import Array
 
 FORMAT = "myllm-checkpoint"
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 ARRAYS = ("master", "m", "v")
+ADVICE = "go on from an older one: --from step-N"
 
 
-class State(NamedTuple):
+class State(manifest.Record, kw_only=True, frozen=True):
     """What a run is, beside its arrays."""
 
-    step: int  # steps done, those skipped by a guard included
-    updates: int  # optimizer steps done
-    position: int  # windows taken: the data cursor
-    seed: int  # keys the data order and dropout, with step and position: there is no other RNG
+    format: str = FORMAT
+    step: Count  # steps done, those skipped by a guard included
+    updates: Count  # optimizer steps done
+    position: Count  # windows taken: the data cursor
+    # keys the data order and dropout, with step and position: there is no other RNG
+    seed: Annotated[int, msgspec.Meta(ge=0)]
     tokenizer_sha256: str | None
-    config: dict[str, Any]  # the resolved run file
-    monitor: dict[str, Any]  # best evaluation and what the guards remember
+    config: dict[str, dict[str, Any]]  # the resolved run file
+    monitor: Memory
+
+
+class Manifest(State, kw_only=True, frozen=True):
+    """A state, and how its arrays lie on disk."""
+
+    parameters: Count
+    block: int
+    crc32: dict[str, tuple[Crc, ...]]  # by array, of its blocks
 
 
 def folder_name(step: int) -> str:
     """Return the name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a folder that has the name and the manifest of a checkpoint of ours."""
+    if re.fullmatch(r"step-[0-9]{8,}", path.name) is None or not (path / MANIFEST).is_file():
+        return None
+    return int(path.name.removeprefix("step-"))
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of the whole checkpoints in a folder, the oldest first."""
+    found = (step_of(path) for path in folder.glob("step-*"))
+    return sorted(step for step in found if step is not None)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -94,17 +122,16 @@ def save(
         }
 
     def finish() -> None:
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "parameters": stepper.layout.size,
-            "block": SUM_BLOCK,
-            **state._asdict(),
-            "crc32": {name: [c for rank in crcs for c in rank[name]] for name in ARRAYS},
-        }
-        write_durably(part / MANIFEST, json.dumps(manifest).encode())
-        sync_folder(part)
         whole = folder / name
+        if whole.exists() and step_of(whole) is None:
+            raise ValueError(f"{whole} is in the way and is no checkpoint: move it")
+        described = Manifest(
+            **msgspec.structs.asdict(state),
+            parameters=stepper.layout.size,
+            block=SUM_BLOCK,
+            crc32={name: tuple(c for rank in crcs for c in rank[name]) for name in ARRAYS},
+        )
+        manifest.write(part / MANIFEST, described)
         if whole.exists():  # of a run that went this far, was set back, and came again
             _remove(whole)
         part.rename(whole)
@@ -148,6 +175,9 @@ def point(folder: Path, pointer: str, name: str) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint; it stops being one before the first of its files goes."""
+    if path.is_symlink():  # what it leads to is somebody else's
+        path.unlink()
+        return
     doomed = path.with_name(path.name + ".old")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -156,25 +186,72 @@ def _remove(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints and the best, and what was half written."""
-    kept = {pointed(folder, "best"), pointed(folder, "latest")}
-    checkpoints = sorted(path for path in folder.glob("step-*") if not path.suffix)
-    for path in checkpoints[:-keep]:
-        if path not in kept:
+    """Remove what is no longer needed.
+
+    Of the checkpoints up to ``latest`` the ``keep`` newest stay and the best; later ones are of a
+    run that was set back, and stay until it comes again. What was half written or half removed
+    goes. Nothing else is touched: no link, no folder with another name or without our manifest.
+    """
+    latest, best = pointed(folder, "latest"), pointed(folder, "best")
+    old = [s for s in steps(folder) if latest is None or folder_name(s) <= latest.name][:-keep]
+    for path in [folder / folder_name(step) for step in old]:
+        if path not in (latest, best) and not path.is_symlink():
             _remove(path)
-    for path in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
-        shutil.rmtree(path)
+    for path in folder.glob("step-*"):
+        half = re.fullmatch(r"step-[0-9]{8,}\.(tmp|old)", path.name)
+        if half and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
 def pointed(folder: Path, pointer: str = "latest") -> Path | None:
-    """Return the checkpoint that ``latest`` or ``best`` names, or None."""
+    """Return the checkpoint that ``latest`` or ``best`` names, or None where there is no such file.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it cannot be read, or does not name a checkpoint.
+    """
     path = folder / pointer
-    if not path.exists():
+    try:
+        name = path.read_bytes().decode("ascii", "replace").strip()
+    except FileNotFoundError:
         return None
-    return folder / path.read_text(encoding="utf-8").strip()
+    if re.fullmatch(r"step-[0-9]{8,}", name) is None:
+        raise ValueError(
+            f"{path} does not name a checkpoint but says {name[:40]!r}: write the name of one "
+            "there, such as step-00000100"
+        )
+    return folder / name
+
+
+def to_resume(folder: Path, chosen: str | None = None) -> Path | None:
+    """Return the checkpoint that a run goes on from; None when it has none yet.
+
+    Parameters
+    ----------
+    folder : Path
+    chosen : str, optional
+        ``step-N``, in place of the one that ``latest`` names.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is not there.
+    """
+    known = steps(folder)
+    if chosen is not None:
+        number = re.fullmatch(r"(?:step-)?0*([0-9]{1,18})", chosen)
+        if number is None or int(number[1]) not in known:
+            names = ", ".join(map(folder_name, known)) or "none"
+            raise ValueError(f"{folder} has no checkpoint {chosen!r}; there are: {names}")
+        return folder / folder_name(int(number[1]))
+    newest = pointed(folder)
+    if newest is None and known:  # a crash before the first was pointed at, or the file was lost
+        return folder / folder_name(known[-1])
+    return newest
 
 
 def find(path: str | Path) -> Path:
@@ -196,38 +273,32 @@ def find(path: str | Path) -> Path:
     raise FileNotFoundError(f"{path} is no checkpoint and no folder of a run that has one")
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """Return a checkpoint's manifest, checked to be one."""
     if not (path / MANIFEST).exists():
         raise FileNotFoundError(
             f"{path} is no whole checkpoint: it has no {MANIFEST}. If {path.parent / 'latest'} or "
             "'best' names it, write the name of another one there"
         )
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        good = manifest["format"] == FORMAT and manifest["format_version"] == FORMAT_VERSION
-        good = good and manifest["block"] == SUM_BLOCK
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use an older one") from error
-    if not good:
-        raise ValueError(f"{path} is not a checkpoint of this version of MyLLM")
-    return dict(manifest)
+    found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
+    blocks = -(-found.parameters // SUM_BLOCK)
+    if found.block != SUM_BLOCK or {
+        n: len(crcs) for n, crcs in found.crc32.items()
+    } != dict.fromkeys(ARRAYS, blocks):
+        raise ValueError(f"{path / MANIFEST} does not have a CRC for each block; {ADVICE}")
+    if step_of(path) not in (None, found.step):
+        raise ValueError(f"{path} holds the checkpoint of step {found.step}: it was renamed")
+    return found
 
 
-def read_state(path: Path) -> State:
-    """Return the state in a checkpoint."""
-    manifest = read_manifest(path)
-    return State(**{field: manifest[field] for field in State._fields})
-
-
-def _read_slice(path: Path, name: str, manifest: dict[str, Any], low: int, high: int) -> Array:
+def _read_slice(path: Path, name: str, described: Manifest, low: int, high: int) -> Array:
     """Return elements low .. high - 1 of an array, whole blocks, with their CRCs checked."""
     file_path = path / f"{name}.bin"
-    expected = 4 * int(manifest["parameters"])
+    expected = 4 * described.parameters
     size = file_path.stat().st_size
     if size != expected:
         raise ValueError(
-            f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged"
+            f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
     data = np.empty(high - low, "<f4")
     with file_path.open("rb", buffering=0) as file:
@@ -238,20 +309,20 @@ def _read_slice(path: Path, name: str, manifest: dict[str, Any], low: int, high:
             if not read:
                 raise ValueError(f"{file_path} was cut short while it was being read")
             left = left[read:]
-    crcs = manifest["crc32"][name][low // SUM_BLOCK :]
-    for i, crc in zip(range(0, len(data), SUM_BLOCK), crcs, strict=False):
+    crcs = described.crc32[name][low // SUM_BLOCK :]
+    for i, crc in zip(range(0, len(data), SUM_BLOCK), crcs, strict=False):  # to the end of a slice
         if zlib.crc32(data[i : i + SUM_BLOCK].data) != crc:
             raise ValueError(
                 f"{file_path} is damaged: elements {low + i} to {low + i + SUM_BLOCK} do not have "
-                "the CRC they were written with; resume from an older checkpoint"
+                f"the CRC they were written with; {ADVICE}"
             )
     return data.astype(np.float32, copy=False)
 
 
 def load_master(path: Path) -> Array:
     """Return the weights of a checkpoint: (parameters,) float32."""
-    manifest = read_manifest(path)
-    return _read_slice(path, "master", manifest, 0, int(manifest["parameters"]))
+    described = read_manifest(path)
+    return _read_slice(path, "master", described, 0, described.parameters)
 
 
 def load(path: Path, stepper: Stepper, comm: Comm) -> State:
@@ -264,18 +335,18 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
     """
 
     def read() -> tuple[State, list[Array]]:
-        manifest = read_manifest(path)
-        if manifest["parameters"] != stepper.layout.size:
+        described = read_manifest(path)
+        if described.parameters != stepper.layout.size:
             raise ValueError(
-                f"{path} holds {manifest['parameters']:,} parameters, the model has "
+                f"{path} holds {described.parameters:,} parameters, the model has "
                 f"{stepper.layout.size:,}"
             )
         whole, mine = (0, stepper.layout.size), (stepper.low, stepper.high)
         arrays = [
-            _read_slice(path, name, manifest, *(whole if name == "master" else mine))
+            _read_slice(path, name, described, *(whole if name == "master" else mine))
             for name in ARRAYS
         ]
-        return State(**{field: manifest[field] for field in State._fields}), arrays
+        return described, arrays
 
     loaded: list[tuple[State, list[Array]]] = []
     together(comm, lambda: loaded.append(read()))  # not its result: arrays are not to be sent
@@ -303,11 +374,12 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
     from accel import load as load_backend
 
     found = find(path)
-    state = read_state(found)
-    config = Config.from_dict(state.config["model"])
+    state = read_manifest(found)
+    config = from_tables(state.config).model
     layout = decoder_layout(config)
     master = load_master(found)
     ops = load_backend(backend, compute=compute)
     params = ops.parameters(layout.views(ops.from_numpy(master)))
-    beside = found / TOKENIZER
-    return Model(ops, config, params, found, state, beside if beside.exists() else None)
+    return Model(
+        ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None
+    )

@@ -73,6 +73,12 @@ def train(argv: Sequence[str]) -> int:
         "--ranks", type=int, default=1, help="MPI ranks to start on this machine (default 1)"
     )
     args.add_argument(
+        "--from",
+        dest="begin",
+        metavar="step-N",
+        help="go on from this checkpoint in run.out, not from the newest",
+    )
+    args.add_argument(
         "--changed",
         action="store_true",
         help="go on from a checkpoint although [model] [data] [train] or [optim] have changed",
@@ -85,13 +91,14 @@ def train(argv: Sequence[str]) -> int:
         from dist.launch import launch
 
         words = [given.config, *(["--changed"] if given.changed else [])]
+        words += ["--from", given.begin] if given.begin else []
         return launch(given.ranks, ["train", *words, *(f"--set={o}" for o in given.overrides)])
 
     from dist.train import StopRequest, Trainer
 
     def work(comm: Comm) -> int:
         config = together(comm, lambda: run_file.load(given.config, given.overrides))[comm.rank]
-        stopped = Trainer(config, comm, changed=given.changed).run(stop)
+        stopped = Trainer(config, comm, changed=given.changed, begin=given.begin).run(stop)
         # under MPI a status other than 0 would be taken for a failure of the rank
         return 128 + stopped if stopped is not None and comm.size == 1 else 0
 
@@ -102,8 +109,9 @@ def train(argv: Sequence[str]) -> int:
 def pack(argv: Sequence[str]) -> int:
     """``myllm pack``."""
     from dist import pack as packing
+    from dist.evaluate import load_tokenizer
     from dist.launch import cores
-    from dist.shards import check_crcs
+    from dist.shards import TOKENIZER, check_crcs, read_manifest
 
     args = parser(
         "pack",
@@ -142,7 +150,10 @@ def pack(argv: Sequence[str]) -> int:
     args.add_argument("--processes", type=int, default=cores())
     given = args.parse_args(argv)
     if given.check:
-        print(f"{check_crcs(Path(given.check))} files are as they were packed")
+        folder = Path(given.check)
+        files = check_crcs(folder)
+        load_tokenizer(folder / TOKENIZER, read_manifest(folder).tokenizer_sha256)
+        print(f"{files} files are as they were packed, and so is the tokenizer")
         return 0
     if not (given.inputs and given.tokenizer and given.out):
         args.error("INPUT, --tokenizer and -o are needed")

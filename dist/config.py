@@ -202,9 +202,12 @@ def check(config: RunFile) -> None:
             f"({train.global_batch}) / train.micro_batch ({train.micro_batch}) is "
             f"{config.micro_batches}"
         )
+    if not run.out:
+        raise ValueError("run.out must name a folder for the run, got an empty name")
     not_negative = {
         "train.steps": train.steps,
         "train.warmup_steps": train.warmup_steps,
+        "train.decay_steps": train.decay_steps,
         "train.seed": train.seed,
         "optim.weight_decay": config.optim.weight_decay,
         "optim.clip": config.optim.clip,
@@ -247,6 +250,11 @@ def check(config: RunFile) -> None:
         )
     if config.steps < 1:
         raise ValueError("train.steps must be at least 1")
+    if train.warmup_steps > config.steps:
+        raise ValueError(
+            f"train.warmup_steps ({train.warmup_steps:,}) must not exceed the {config.steps:,} "
+            "steps of the run"
+        )
     config.lr(1)  # refuses a schedule that contradicts itself
 
 
@@ -272,7 +280,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         )
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from error
     for override in overrides:
         apply_override(tables, override)
@@ -290,7 +298,7 @@ def apply_override(tables: dict[str, Any], override: str) -> None:
         raise ValueError(f"--set takes table.key=value, such as train.lr=3e-4; got {override!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()
     inner = tables.setdefault(table, {})
     if not isinstance(inner, dict):
@@ -362,6 +370,10 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int and not (isinstance(value, int) and is_number):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(
+            f"{name} must be a number of 64 bits, got one of {value.bit_length()} bits"
+        )
     if kind is float:
         if not is_number:
             raise ValueError(f"{name} must be a number, got {value!r}")

@@ -105,7 +105,7 @@ class TrainingData:
         ]
         sizes = [source.dataset.n_windows for source in self.sources]
         self.order = DataOrder(config.train.seed, sizes, mixtures)
-        tokenizers = {source.dataset.manifest.get("tokenizer_sha256") for source in self.sources}
+        tokenizers = {source.dataset.tokenizer_sha256 for source in self.sources}
         if len(tokenizers) > 1:
             raise ValueError(f"{', '.join(names)} were not all packed with the same tokenizer")
         self.tokenizer_sha256: str | None = tokenizers.pop()

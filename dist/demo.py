@@ -223,7 +223,7 @@ def train(run_file: Path, ranks: int) -> int:
 def show(paths: Paths, compute: str) -> None:
     """Evaluate, draw, verify and let the model write; say where everything is."""
     model = checkpoint.load_model(paths.run, "cpu", compute)
-    tokenizer = load_tokenizer(paths.tokenizer)
+    tokenizer = load_tokenizer(paths.tokenizer, model.state.tokenizer_sha256)
     windows = Windows(str(paths.data / "heldout"), config.from_tables(model.state.config))
     held = read_corpus(paths)[1]
 

@@ -44,11 +44,25 @@ class Evaluation(NamedTuple):
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{said}"
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
-    """Load a tokenizer file."""
+def load_tokenizer(path: Path, sha256: str | None) -> "Tokenizer":
+    """Load the tokenizer beside packed data or weights, held to the hash that these give.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is missing, damaged, or another one.
+    """
     from tokenizer import Tokenizer  # not before it is needed: it loads its Unicode tables
 
-    return Tokenizer.load(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: put the tokenizer with SHA-256 {sha256} there")
+    found = Tokenizer.load(path)
+    if found.sha256 != sha256:
+        raise ValueError(
+            f"{path} is another tokenizer than the one that the files beside it were made with: "
+            f"its SHA-256 is {found.sha256}, theirs {sha256}"
+        )
+    return found
 
 
 def token_lengths(tokenizer: "Tokenizer", vocab_size: int) -> Array:

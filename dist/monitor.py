@@ -6,15 +6,27 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from dist.comm import Comm
+from dist.manifest import Count
 from reference.ops import Ops
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
+
+
+class Memory(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint keeps of what was seen of a run."""
+
+    bad_in_a_row: Count = 0  # steps that were not finite
+    mean: float = 0.0  # running, of the loss
+    variance: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    seen: Count = 0  # losses
+    best: float | None = None  # held-out loss
 
 
 class Guards:
@@ -23,21 +35,20 @@ class Guards:
     It also compares each loss with those before it: the z-score, logged, shows spikes.
     """
 
-    def __init__(self, patience: int, remembered: dict[str, Any]) -> None:
+    def __init__(self, patience: int, memory: Memory = Memory()) -> None:  # noqa: B008  (frozen)
         self.patience = patience
-        self.bad_in_a_row = int(remembered.get("bad_in_a_row", 0))
-        self.mean = float(remembered.get("mean", 0.0))
-        self.variance = float(remembered.get("variance", 0.0))
-        self.seen = int(remembered.get("seen", 0))
+        self.bad_in_a_row, self.seen = memory.bad_in_a_row, memory.seen
+        self.mean, self.variance = memory.mean, memory.variance
 
-    def remember(self) -> dict[str, Any]:
+    def remember(self, best: float | None) -> Memory:
         """Return what a checkpoint keeps."""
-        return {
-            "bad_in_a_row": self.bad_in_a_row,
-            "mean": self.mean,
-            "variance": self.variance,
-            "seen": self.seen,
-        }
+        return Memory(
+            bad_in_a_row=self.bad_in_a_row,
+            mean=self.mean,
+            variance=self.variance,
+            seen=self.seen,
+            best=best,
+        )
 
     def look(self, loss: float, finite: bool) -> float | None:
         """Take note of a step and return its z-score, None while there is nothing to compare with.
@@ -147,18 +158,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            record = msgspec.json.decode(line, type=dict[str, float | bool | None])
+            step = record.get("step")
+            if step is None or step != int(step):
                 raise ValueError("it has no step")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"line {number} of {path} is damaged: {error}") from error
-        records.append(record)
+        records.append({**record, "step": int(step)})
     return records
 
 

@@ -4,8 +4,9 @@ Documents are read in one process, encoded in several and written in one, in the
 were read: so the packed bytes do not depend on the number of processes. Which documents are held
 out for evaluation is decided by a hash of their text, so equal texts fall on the same side.
 
-Every so often the writers' state is put into a journal, beside the number of documents done. A
-packing that was interrupted goes on from there.
+From the start and every so often the writers' state is put into a journal, beside the number of
+documents done. A packing that was interrupted goes on from there. The journal goes last, so a
+folder that has one is unfinished and ours.
 """
 
 import hashlib
@@ -17,25 +18,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
-from dist import shards
+from dist import manifest, shards
 from dist.documents import Document, read_documents
-from dist.files import replace_durably, write_durably
-from dist.writer import ShardWriter
+from dist.files import locked, write_durably
+from dist.manifest import Count
+from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
 from tokenizer.read import expand
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
-SPLITS = ("train", "heldout")
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
 JOURNAL = "journal.json"
+JOURNAL_FORMAT = "myllm-packing"
+LOCK = "lock"  # held while a packing writes to its folder
 JOURNAL_SECONDS = 20.0
 BATCH_BYTES = 1 << 20  # of text handed to a process at once
 BATCH_DOCUMENTS = 512
@@ -61,11 +68,29 @@ class Encoded(NamedTuple):
     n_bytes: int
 
 
+class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What became of the documents so far."""
+
+    read: Count = 0
+    packed: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    empty: Count = 0
+    n_bytes: Count = 0
+    bad_lines: Count = 0
+
+
+class Journal(manifest.Record, kw_only=True, frozen=True):
+    """How far a packing is."""
+
+    mark: str  # of what it packs, from ``fingerprint``
+    counts: Counts
+    writers: dict[Split, WriterState]
+
+
 class Summary(NamedTuple):
     """What was packed."""
 
-    documents: dict[str, int]
-    tokens: dict[str, int]
+    documents: dict[Split, int]
+    tokens: dict[Split, int]
     n_bytes: int
     bad_lines: int
     empty: int
@@ -239,23 +264,35 @@ def pack(
     """
     if not 0 <= settings.heldout < 1:
         raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
-    if settings.window < 0 or processes < 1:
-        raise ValueError("--window must not be negative, and --processes at least 1")
+    if not 0 <= settings.window <= settings.shard_tokens or processes < 1:
+        raise ValueError(
+            "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
+            "least 1"
+        )
+    with locked(out / LOCK, "packing"):
+        return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
+
+
+def _pack(
+    inputs: list[str],
+    out: Path,
+    settings: Settings,
+    processes: int,
+    skip_bad_lines: bool,
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Summary:
     files = expand(inputs)
     encoder = Encoder(settings)
     tokenizer = encoder.tokenizer
-    for split in SPLITS:
-        if (out / split / shards.MANIFEST).exists():
-            raise ValueError(f"{out / split} is packed already; remove {out} to pack it again")
-    mark = fingerprint(files, settings, tokenizer.sha256)
-    journal = _read_journal(out / JOURNAL, mark, report)
-    counts: dict[str, int] = journal["counts"]
+    journal = _begin(out, fingerprint(files, settings, tokenizer.sha256), report)
+    counts = journal.counts
     writers = {
-        split: ShardWriter(out / split, tokenizer.n_vocab, settings.shard_tokens, journal[split])
-        for split in SPLITS
+        split: ShardWriter(out / split, tokenizer.n_vocab, settings.shard_tokens, state)
+        for split, state in journal.writers.items()
     }
 
-    bad_lines, journal_bad_lines = 0, counts["bad_lines"]
+    bad_lines, journal_bad_lines = 0, counts.bad_lines
 
     def bad_line(said: str) -> None:
         nonlocal bad_lines
@@ -264,33 +301,38 @@ def pack(
             report(f"{said} (left out)")
 
     found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
-    documents = itertools.islice(found, counts["read"], None)
+    documents = itertools.islice(found, counts.read, None)
     saved = time.monotonic()
-    try:
+    with ExitStack() as stack:
+        for writer in writers.values():
+            stack.callback(writer.close)
         for batch in encode_all(documents, settings, processes):
             for encoded in batch:
-                counts["read"] += 1
+                counts.read += 1
                 if not encoded.n_bytes:
-                    counts["empty"] += 1
+                    counts.empty += 1
                     continue
                 split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
-                counts[split] += 1
-                counts["n_bytes"] += encoded.n_bytes
-            progress(counts["n_bytes"], sum(w.tokens for w in writers.values()))
+                counts.packed[split] += 1
+                counts.n_bytes += encoded.n_bytes
+            progress(counts.n_bytes, sum(w.tokens for w in writers.values()))
             if time.monotonic() - saved > JOURNAL_SECONDS and "-" not in files:
-                counts["bad_lines"] = bad_lines
-                _write_journal(out / JOURNAL, mark, counts, writers)
+                counts.bad_lines = bad_lines
+                states = {split: writer.state() for split, writer in writers.items()}
+                manifest.write(
+                    out / JOURNAL, msgspec.structs.replace(journal, counts=counts, writers=states)
+                )
                 saved = time.monotonic()
-        if not counts["train"] and not counts["heldout"]:
+        if not counts.packed["train"] and not counts.packed["heldout"]:
             left_out = f", and {bad_lines} bad lines were left out" if bad_lines else ""
             raise ValueError(
                 f"there is nothing to train on: all of the texts are empty{left_out}; give others"
             )
-        if not counts["train"]:
+        if not counts.packed["train"]:
             raise ValueError(
-                f"there is nothing to train on: {counts['heldout']} documents were held out and "
-                f"{counts['empty']} were empty; give more documents, or a smaller --heldout"
+                f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
+                f"and {counts.empty} were empty; give more documents, or a smaller --heldout"
             )
         facts = {
             "tokenizer_sha256": tokenizer.sha256,
@@ -300,41 +342,53 @@ def pack(
         }
         data = Path(settings.tokenizer).read_bytes()
         for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
-            if counts[split]:
+            if counts.packed[split]:
                 write_durably(out / split / shards.TOKENIZER, data)
-                writers[split].finish(documents=counts[split], **facts)
+                writers[split].finish(documents=counts.packed[split], **facts)
             else:
                 (out / split).rmdir()
-    finally:
-        for writer in writers.values():
-            writer.close()
     (out / JOURNAL).unlink(missing_ok=True)
     return Summary(
-        {split: counts[split] for split in SPLITS},
+        dict(counts.packed),
         {split: writers[split].tokens for split in SPLITS},
-        counts["n_bytes"],
+        counts.n_bytes,
         bad_lines,
-        counts["empty"],
+        counts.empty,
     )
 
 
-def _read_journal(path: Path, mark: str, report: Callable[[str], None]) -> dict[str, Any]:
-    fresh = {
-        "counts": dict.fromkeys(("read", "train", "heldout", "empty", "n_bytes", "bad_lines"), 0),
-        **dict.fromkeys(SPLITS),
-    }
+def _begin(out: Path, mark: str, report: Callable[[str], None]) -> Journal:
+    """Return the journal to go on from, which is on disk, in a folder that is ours to fill."""
+    path = out / JOURNAL
+    fresh = Journal(
+        format=JOURNAL_FORMAT,
+        mark=mark,
+        counts=Counts(),
+        writers={split: WriterState() for split in SPLITS},
+    )
     if not path.exists():
+        for split in SPLITS:
+            if (out / split / shards.MANIFEST).exists():
+                raise ValueError(f"{out / split} is packed already; remove {out} to pack it again")
+            for file in (out / split).glob("*"):
+                if is_shard_file(file.name):
+                    raise ValueError(
+                        f"{file} was not left by an unfinished packing: move it, or choose another "
+                        "folder to pack into"
+                    )
+        manifest.write(path, fresh)
         return fresh
-    journal: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if journal["mark"] != mark:
-        report(f"{path.parent} was begun with other inputs or settings: packing from the start")
-        return fresh
-    report(f"going on after {journal['counts']['read']:,} documents in {path.parent}")
+    for split in SPLITS:  # written, but the packing was interrupted before its end
+        (out / split / shards.MANIFEST).unlink(missing_ok=True)
+    try:
+        journal = manifest.read(path, Journal, JOURNAL_FORMAT, "packing from the start")
+    except ValueError as error:
+        report(str(error))
+        journal = fresh
+    if journal.mark != mark:
+        report(f"{out} was begun with other inputs or settings: packing from the start")
+        journal = fresh
+    if journal.counts.read:
+        report(f"going on after {journal.counts.read:,} documents in {out}")
+    manifest.write(path, journal)
     return journal
-
-
-def _write_journal(
-    path: Path, mark: str, counts: dict[str, int], writers: dict[str, ShardWriter]
-) -> None:
-    states = {split: writer.state() for split, writer in writers.items()}
-    replace_durably(path, json.dumps({"mark": mark, "counts": counts, **states}).encode())

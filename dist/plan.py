@@ -1,5 +1,6 @@
 """``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -195,8 +196,8 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("--ranks", type=int, default=1)
     args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
     given = args.parse_args(argv)
-    if given.speed is not None and not given.speed > 0:
-        args.error("--speed must be positive")
+    if given.speed is not None and not 1e-3 <= given.speed < math.inf:
+        args.error("--speed must be a number of tokens a second, at least 0.001")
     run = run_file.load(given.config, given.overrides)
     print("\n".join(lines(run, given.ranks, given.speed)))
     return 0

@@ -2,7 +2,8 @@
 
 A dataset is a folder::
 
-    manifest.json       format, vocabulary, layout, and of each shard its tokens and CRC
+    manifest.json       format, vocabulary, layout, of each shard its tokens and CRCs, and a
+                        checksum of itself
     00000.bin, ...      256 int32 (llm.c's header: magic, version, tokens), then the token ids,
                         uint16, or uint32 for a vocabulary beyond 65,536
     00000.mask, ...     only where some tokens are not to be predicted: the same header, then one
@@ -11,25 +12,27 @@ A dataset is a folder::
 
 Its tokens are the shards' one after the other, and window i is tokens[i·T : (i+1)·T]. Windows are
 read with plain reads: a shard cut short after it was opened is then an error with a name, where a
-memory map would kill the process with SIGBUS.
+memory map would kill the process with SIGBUS. What follows a header is divided into blocks of 1 MiB
+with a CRC-32 each; a process checks a block when it first reads from it.
 
 llm.c's own shards and nanoGPT's headerless uint16 files can be opened too, a file at a time.
 """
 
-import json
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist import manifest
+from dist.manifest import Count, Crc
 from reference.types import Array
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.myllm"
 FORMAT = "myllm-tokens"
-FORMAT_VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 # dtype of the ids -> (magic, version), as llm.c has them for GPT-2 and for Llama 3
@@ -38,6 +41,37 @@ HEADERS: dict[np.dtype[Any], tuple[int, int]] = {
     np.dtype(np.uint32): (20240801, 7),
 }
 MAX_SHARD_TOKENS = 2**31 - 1  # the header counts in int32
+BLOCK = 1 << 20  # bytes of a block that has a CRC
+
+
+class Entry(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of one shard."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{5,}\.bin\Z")]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_TOKENS)]
+    mask: bool
+    crcs: tuple[Crc, ...] = ()  # of the blocks
+    mask_crcs: tuple[Crc, ...] = ()
+    crc32: Crc | None = None  # of the whole file, in manifests of version 1
+    mask_crc32: Crc | None = None
+
+    @property
+    def mask_name(self) -> str:
+        """The name of the mask's file, where there is one."""
+        return str(Path(self.name).with_suffix(".mask"))
+
+
+class Manifest(manifest.Record, kw_only=True, frozen=True):
+    """What a packed folder says of itself."""
+
+    tokens: Count
+    documents: Count
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    eos: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    window: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None
+    tokenizer_sha256: str | None
+    dtype: Annotated[str, msgspec.Meta(pattern=r"\Auint(16|32)\Z")]
+    shards: tuple[Entry, ...]
 
 
 def header(dtype: npt.DTypeLike, n_tokens: int) -> bytes:
@@ -57,63 +91,110 @@ def count_windows(n_tokens: int, window: int) -> int:
     return n_tokens // window
 
 
+class Stream:
+    """One file behind its header: bytes that are checked, a block at a time, when first read."""
+
+    def __init__(self, path: Path, offset: int, size: int, crcs: tuple[int, ...] = ()) -> None:
+        self.path, self.offset, self.size = path, offset, size  # bytes
+        self.crcs = crcs  # of the blocks; empty: there are none
+        self._unchecked = set(range(len(crcs)))
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes start .. stop - 1."""
+        blocks = range(start // BLOCK, -(-stop // BLOCK))
+        if self._unchecked.isdisjoint(blocks):
+            return self._raw(start, stop)
+        first = blocks.start * BLOCK
+        raw = memoryview(self._raw(first, min(blocks.stop * BLOCK, self.size)))
+        for block in blocks:
+            at = block * BLOCK - first
+            if zlib.crc32(raw[at : at + BLOCK]) != self.crcs[block]:
+                raise ValueError(
+                    f"{self.path} has changed since it was packed: the bytes from "
+                    f"{self.offset + block * BLOCK:,} on do not have the CRC they were written "
+                    "with; pack it again"
+                )
+            self._unchecked.discard(block)
+        return bytes(raw[start - first : stop - first])
+
+    def _raw(self, start: int, stop: int) -> bytes:
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset + start)
+            raw = b""
+            while piece := file.read(stop - start - len(raw)):
+                raw += piece
+        if len(raw) < stop - start:
+            end = self.offset + start + len(raw)
+            raise ValueError(
+                f"{self.path} ends at byte {end}, {stop - start - len(raw)} bytes early: it was "
+                "cut short while in use; pack it again"
+            )
+        return raw
+
+    def check(self) -> None:
+        """Read all of it."""
+        for start in range(0, self.size, BLOCK):
+            self.read(start, min(start + BLOCK, self.size))
+
+
 class Shard(NamedTuple):
     """One file of ids, and its mask where it has one."""
 
-    path: Path
+    ids: Stream
     n_tokens: int
     dtype: np.dtype[Any]
-    offset: int  # bytes before the first id
-    mask: Path | None
+    mask: Stream | None
 
     def read(self, start: int, stop: int) -> Array:
         """Return the ids start .. stop - 1, int32."""
-        raw = _read(self.path, self.offset + start * self.dtype.itemsize,
-                    (stop - start) * self.dtype.itemsize)  # fmt: skip
+        size = self.dtype.itemsize
+        raw = self.ids.read(start * size, stop * size)
         return np.frombuffer(raw, self.dtype.newbyteorder("<")).astype(np.int32)
 
     def read_mask(self, start: int, stop: int) -> Array:
         """Return which of the tokens start .. stop - 1 are to be predicted, bool."""
         if self.mask is None:
             return np.ones(stop - start, np.bool_)
-        raw = _read(self.mask, HEADER_BYTES + start, stop - start)
-        return np.frombuffer(raw, np.uint8).astype(np.bool_)
+        return np.frombuffer(self.mask.read(start, stop), np.uint8).astype(np.bool_)
 
 
-def _read(path: Path, offset: int, size: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        raw = file.read(size)
-    if len(raw) < size:
-        raise ValueError(
-            f"{path} ends at byte {offset + len(raw)}, {size - len(raw)} bytes early: it was cut "
-            "short while in use; pack it again"
-        )
-    return raw
-
-
-def open_shard(path: Path, mask: bool = False) -> Shard:
-    """Open one file of ids and check that its header and its size agree.
-
-    A file without a header is nanoGPT's: bare uint16.
+def open_packed(folder: Path, entry: Entry) -> Shard:
+    """Open a shard of a packed folder and check that it is the one that its manifest lists.
 
     Raises
     ------
     ValueError, OSError
-        When it is missing, empty, cut short, or no such file.
+        When a file of it is missing, empty, cut short, or another's.
     """
-    shard = _open(path)
-    if not mask:
-        return shard
-    beside = path.with_suffix(".mask")
-    size, head = _head(beside)
-    tokens = int(head[2]) if len(head) == HEADER_INTS else -1
-    if tokens != shard.n_tokens or size != HEADER_BYTES + tokens:
+    shard = open_shard(folder / entry.name)
+    path = shard.ids.path
+    if shard.n_tokens != entry.tokens:
         raise ValueError(
-            f"{beside} does not fit {path.name} of {shard.n_tokens:,} tokens (it has {size:,} "
-            "bytes): it is cut short or another's; pack again"
+            f"{path} holds {shard.n_tokens:,} tokens, but its manifest says {entry.tokens:,}; "
+            "pack again"
         )
-    return shard._replace(mask=beside)
+    _hold_to_header(path, header(shard.dtype, entry.tokens))
+    mask = None
+    if entry.mask:
+        beside = folder / entry.mask_name
+        size = beside.stat().st_size
+        if size != HEADER_BYTES + entry.tokens:
+            raise ValueError(
+                f"{beside} does not fit {path.name} of {entry.tokens:,} tokens (it has {size:,} "
+                "bytes): it is cut short or another's; pack again"
+            )
+        _hold_to_header(beside, header(shard.dtype, entry.tokens))
+        mask = Stream(beside, HEADER_BYTES, entry.tokens, entry.mask_crcs)
+    ids = Stream(path, shard.ids.offset, shard.ids.size, entry.crcs)
+    return shard._replace(ids=ids, mask=mask)
+
+
+def _hold_to_header(path: Path, expected: bytes) -> None:
+    with path.open("rb") as file:
+        found = file.read(HEADER_BYTES)
+    if found != expected:
+        at = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        raise ValueError(f"{path} has a damaged header, at byte {at}; pack it again")
 
 
 def _head(path: Path) -> tuple[int, Array]:
@@ -124,7 +205,16 @@ def _head(path: Path) -> tuple[int, Array]:
     return size, np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
 
 
-def _open(path: Path) -> Shard:
+def open_shard(path: Path) -> Shard:
+    """Open one file of ids and check that its header and its size agree.
+
+    A file without a header is nanoGPT's: bare uint16.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is missing, empty, cut short, or no such file.
+    """
     size, head = _head(path)
     if size == 0:
         raise ValueError(f"{path} is empty; pack it again")
@@ -140,10 +230,10 @@ def _open(path: Path) -> Shard:
                 f"{path} should have {expected:,} bytes for its {tokens:,} tokens but has "
                 f"{size:,}: it is {'cut short' if size < expected else 'too long'}; pack it again"
             )
-        return Shard(path, tokens, dtype, HEADER_BYTES, None)
+        return Shard(Stream(path, HEADER_BYTES, size - HEADER_BYTES), tokens, dtype, None)
     if size % 2:
         raise ValueError(f"{path} is no token file: no header, and {size:,} bytes are not uint16")
-    return Shard(path, size // 2, np.dtype(np.uint16), 0, None)
+    return Shard(Stream(path, 0, size), size // 2, np.dtype(np.uint16), None)
 
 
 class Dataset:
@@ -163,18 +253,11 @@ class Dataset:
 
     def __init__(self, path: str | Path, window: int) -> None:
         self.path, self.window = Path(path), window
-        self.manifest: dict[str, Any] = {}
+        self.manifest: Manifest | None = None
         if self.path.is_dir():
             self.manifest = read_manifest(self.path)
-            entries = self.manifest["shards"]
-            self.shards = [open_shard(self.path / e["name"], e["mask"]) for e in entries]
-            for shard, entry in zip(self.shards, entries, strict=True):
-                if shard.n_tokens != entry["tokens"]:
-                    raise ValueError(
-                        f"{shard.path} holds {shard.n_tokens:,} tokens, but its manifest says "
-                        f"{entry['tokens']:,}; pack again"
-                    )
-            packed = self.manifest["window"]
+            self.shards = [open_packed(self.path, entry) for entry in self.manifest.shards]
+            packed = self.manifest.window
             if packed not in (None, window):
                 raise ValueError(
                     f"{self.path} was packed in windows of {packed} tokens, one a document, but "
@@ -196,18 +279,32 @@ class Dataset:
     @property
     def vocab_size(self) -> int | None:
         """Of the tokenizer that it was packed with; None for a bare file."""
-        return self.manifest.get("vocab_size")
+        return self.manifest.vocab_size if self.manifest else None
 
     @property
     def eos(self) -> int | None:
         """The id that ends a document."""
-        return self.manifest.get("eos")
+        return self.manifest.eos if self.manifest else None
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """The hash of the tokenizer that it was packed with."""
+        return self.manifest.tokenizer_sha256 if self.manifest else None
+
+    @property
+    def unchecked(self) -> str:
+        """What of it cannot be checked when it is read, in a sentence; empty: nothing."""
+        if self.manifest is None or self.manifest.sealed:
+            return ""
+        return (
+            f"{self.path} was packed by an older version: its tokens are not checked as they are "
+            "read, `myllm pack --check` reads them all, and nothing checks its manifest"
+        )
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer file beside the shards, when there is one."""
-        path = self.path / TOKENIZER
-        return path if path.is_file() else None
+        """The tokenizer file beside the shards; None where they do not name one."""
+        return self.path / TOKENIZER if self.tokenizer_sha256 is not None else None
 
     def read(self, index: int) -> tuple[Array, Array]:
         """Return window ``index`` and which of its tokens are to be predicted: (T,) each."""
@@ -225,55 +322,56 @@ class Dataset:
         return np.concatenate(ids), np.concatenate(masks)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a packed folder, checked to be one."""
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a packed folder, checked to be one.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is missing, damaged, or contradicts itself.
+    """
     path = folder / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
             f"{folder} has no {MANIFEST}: it is no packed folder, or packing did not finish"
         )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        good = manifest["format"] == FORMAT and manifest["format_version"] == FORMAT_VERSION
-        keys = {"shards", "window", "vocab_size", "eos", "documents", "tokens", "tokenizer_sha256"}
-        good = good and keys <= set(manifest)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); pack again") from error
-    if not good:
-        raise ValueError(f"{path} is not a manifest of this version of MyLLM; pack again")
-    return dict(manifest)
-
-
-def file_crc(path: Path) -> int:
-    """Return the CRC-32 of a whole file."""
-    crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            crc = zlib.crc32(piece, crc)
-    return crc
+    found = manifest.read(path, Manifest, FORMAT, "pack again")
+    item = np.dtype(found.dtype).itemsize
+    for entry in found.shards if found.sealed else ():
+        sizes = (entry.tokens * item, entry.tokens * entry.mask)
+        if (len(entry.crcs), len(entry.mask_crcs)) != tuple(-(-size // BLOCK) for size in sizes):
+            raise ValueError(f"{path} does not have a CRC for each block of {entry.name}")
+    if found.tokens != sum(entry.tokens for entry in found.shards):
+        raise ValueError(f"{path} is damaged: its shards do not add up to its tokens; pack again")
+    return found
 
 
 def check_crcs(folder: Path) -> int:
-    """Read every shard of a folder and compare its CRC; return how many files were read.
+    """Read every shard of a folder and compare its CRCs; return how many files were read.
 
     Raises
     ------
     ValueError
         For the first file whose bytes are not those that were packed.
     """
-    files = 0
-    for entry in read_manifest(folder)["shards"]:
-        open_shard(folder / entry["name"], entry["mask"])
-        for name, crc in ((entry["name"], entry["crc32"]), (_mask(entry), entry["mask_crc32"])):
-            if crc is None:
+    streams = 0
+    for entry in read_manifest(folder).shards:
+        shard = open_packed(folder, entry)
+        for stream, whole in ((shard.ids, entry.crc32), (shard.mask, entry.mask_crc32)):
+            if stream is None:
                 continue
-            files += 1
-            if file_crc(folder / name) != crc:
+            streams += 1
+            stream.check()
+            if whole is not None and _file_crc(stream.path) != whole:
                 raise ValueError(
-                    f"{folder / name} has changed since it was packed (its CRC differs)"
+                    f"{stream.path} has changed since it was packed (its CRC differs); pack again"
                 )
-    return files
+    return streams
 
 
-def _mask(entry: dict[str, Any]) -> str:
-    return str(Path(entry["name"]).with_suffix(".mask"))
+def _file_crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(BLOCK):
+            crc = zlib.crc32(piece, crc)
+    return crc

@@ -7,12 +7,11 @@
 All ranks run this same code; rank 0 also speaks and writes the metrics.
 """
 
-import fcntl
-import os
+import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +25,7 @@ from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.files import replace_durably
+from dist.files import locked, replace_durably
 from dist.step import Stepper
 from reference.flops import training_flops
 from reference.generate import generate
@@ -89,6 +88,8 @@ class Trainer:
     comm : Comm
     changed : bool
         Go on from a checkpoint although the settings that decide what is learned have changed.
+    begin : str, optional
+        The checkpoint to go on from, ``step-N``, in place of the newest.
 
     Raises
     ------
@@ -96,11 +97,15 @@ class Trainer:
         When it cannot start, whichever rank found out.
     """
 
-    def __init__(self, config: RunFile, comm: Comm, *, changed: bool = False) -> None:
+    def __init__(
+        self, config: RunFile, comm: Comm, *, changed: bool = False, begin: str | None = None
+    ) -> None:
         self.config, self.comm = config, comm
+        self._held = ExitStack()  # the lock of the run's folder, on rank 0
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
+        self.unchecked: list[str] = []  # sentences on what older versions left without checksums
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
@@ -115,12 +120,13 @@ class Trainer:
             config.run.recompute,
         )
         self.step = 0
-        remembered: dict[str, Any] = {}
-        newest = comm.broadcast(checkpoint.pointed(self.out / CHECKPOINTS))
+        memory = monitor.Memory()
+        folder = self.out / CHECKPOINTS
+        newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         if newest is not None:
-            remembered = self._resume(newest, changed)
-        self.guards = monitor.Guards(config.run.patience, remembered)
-        self.best: float | None = remembered.get("best")
+            memory = self._resume(newest, changed)
+        self.guards = monitor.Guards(config.run.patience, memory)
+        self.best = memory.best
         self.saved_step = self.step if newest is not None else -1
         together(comm, self._prepare_folder, only=0)
 
@@ -138,7 +144,7 @@ class Trainer:
         self.tokenizer = None
         self.lengths = None
         if self.tokenizer_path is not None:
-            self.tokenizer = load_tokenizer(self.tokenizer_path)
+            self.tokenizer = load_tokenizer(self.tokenizer_path, self.data.tokenizer_sha256)
             self.lengths = token_lengths(self.tokenizer, self.config.model.vocab_size)
         elif self.config.run.sample_every:
             raise ValueError(
@@ -153,8 +159,8 @@ class Trainer:
                     f"context of {self.config.window}: shorten it"
                 )
 
-    def _resume(self, newest: Path, changed: bool) -> dict[str, Any]:
-        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_state(newest))[0]
+    def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
+        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_manifest(newest))[0]
         differences = same_learning(state.config, self.config)
         if state.tokenizer_sha256 != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
@@ -165,18 +171,14 @@ class Trainer:
             )
         state = checkpoint.load(newest, self.stepper, self.comm)
         self.step = state.step
+        if not state.sealed:
+            self.unchecked.append(
+                f"{newest} was saved by an older version: nothing checks its {checkpoint.MANIFEST}"
+            )
         return state.monitor
 
     def _prepare_folder(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ValueError(
-                f"another run is writing to {self.out}: wait for it, or choose another run.out"
-            ) from error
+        self._held.enter_context(locked(self.out / LOCK, "run"))
         replace_durably(self.out / CONFIG, self.config.to_toml().encode())
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -200,8 +202,7 @@ class Trainer:
             together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:
-            if comm.rank == 0:
-                os.close(self._lock)
+            self._held.close()
             self.console.close()
             for sink in self.sinks:
                 sink.close()
@@ -324,6 +325,10 @@ class Trainer:
                 f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows; "
                 f"the last {rest} tokens, less than a window, are not used"
             )
+            if d.unchecked:
+                self.console.say(d.unchecked)
+        for said in self.unchecked:
+            self.console.say(said)
         if self.step:
             self.console.say(f"going on after step {self.step} in {self.out}")
 
@@ -343,7 +348,7 @@ class Trainer:
         )
         self.console.say(f"step {self.step}: held-out {result}")
         self._write(evaluation_record(self.step, result))
-        if self.best is None or result.loss < self.best:
+        if math.isfinite(result.loss) and (self.best is None or result.loss < self.best):
             self.best = result.loss
             self._save(best=True)
 
@@ -376,7 +381,7 @@ class Trainer:
             seed=self.config.train.seed,
             tokenizer_sha256=self.data.tokenizer_sha256,
             config=self.config.to_dict(),
-            monitor={**self.guards.remember(), "best": self.best},
+            monitor=self.guards.remember(self.best),
         )
         for sink in self.sinks:
             sink.flush()

@@ -83,7 +83,7 @@ def generate(argv: Sequence[str]) -> int:
         raise ValueError(
             f"{model.path} has no tokenizer beside it, so it cannot read or write text"
         )
-    tokenizer = load_tokenizer(model.tokenizer)
+    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
     stop = {special_id(tokenizer, *EOS_NAMES)}
     if given.chat:
         stop.add(special_id(tokenizer, END))
@@ -154,18 +154,22 @@ def eval_(argv: Sequence[str]) -> int:
     args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
     args.add_argument("--windows", type=int, help="windows, at most (default: all)")
     given = args.parse_intermixed_args(argv)
+    if given.windows is not None and given.windows < 1:
+        raise ValueError(f"--windows must be at least 1, got {given.windows}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
     config = from_tables(model.state.config)
     path = given.data or config.data.heldout
     if not path:
         raise ValueError("the run has no held-out data: name a packed folder")
     windows = Windows(path, config)
-    sha = windows.dataset.manifest.get("tokenizer_sha256")
+    sha = windows.dataset.tokenizer_sha256
     if sha is not None and sha != model.state.tokenizer_sha256:
         raise ValueError(f"{path} was packed with another tokenizer than the model's")
     lengths = None
     if model.tokenizer is not None:
-        lengths = token_lengths(load_tokenizer(model.tokenizer), config.model.vocab_size)
+        lengths = token_lengths(
+            load_tokenizer(model.tokenizer, model.state.tokenizer_sha256), config.model.vocab_size
+        )
     started = time.perf_counter()
     result = evaluate(
         model.ops,

@@ -1,15 +1,92 @@
 """Writes a packed folder, and can go on where an interrupted one stopped."""
 
-import json
 import os
+import re
+import zlib
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from dist import shards
-from dist.files import sync_folder, write_durably
+from dist import manifest, shards
+from dist.files import sync_folder
+from dist.manifest import Count, Crc
 from reference.types import Array
+
+
+def is_shard_file(name: str) -> bool:
+    """Tell whether a file of a packed folder has a name that a writer gives."""
+    return re.fullmatch(r"[0-9]{5,}\.(bin|mask)", name) is not None
+
+
+class StreamState(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Of a file that is being written: what has the CRCs of what was written into it."""
+
+    size: Count  # bytes behind the header
+    crcs: tuple[Crc, ...]  # of the blocks that have begun; the last may not be full
+
+
+class WriterState(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a writer needs to go on."""
+
+    finished: tuple[shards.Entry, ...] = ()
+    open: Annotated[int, msgspec.Meta(ge=0, le=shards.MAX_SHARD_TOKENS)] = 0  # tokens, unfinished
+    ids: StreamState | None = None
+    mask: StreamState | None = None
+
+
+class _Stream:
+    """A file behind its header, and the CRC of each block of what was written into it."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], state: StreamState | None = None) -> None:
+        self.path, self.dtype = path, dtype
+        self.size = state.size if state else 0
+        self.crcs = list(state.crcs) if state else []
+        self._file = path.open("r+b" if state else "xb")  # x: never through a link
+        end = shards.HEADER_BYTES + self.size
+        if state is None:
+            self._file.write(shards.header(dtype, 0))
+            return
+        if os.fstat(self._file.fileno()).st_size < end:
+            self._file.close()
+            raise ValueError(
+                f"{path} is shorter than this packing's journal says; remove {path.parent.parent} "
+                "and pack again"
+            )
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        left = memoryview(data)
+        while left:
+            at = self.size % shards.BLOCK
+            piece, left = left[: shards.BLOCK - at], left[shards.BLOCK - at :]
+            if not at:
+                self.crcs.append(0)
+            self.crcs[-1] = zlib.crc32(piece, self.crcs[-1])
+            self._file.write(piece)
+            self.size += len(piece)
+
+    def state(self) -> StreamState:
+        """Make what was written durable and return it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return StreamState(size=self.size, crcs=tuple(self.crcs))
+
+    def finish(self, n_tokens: int) -> tuple[int, ...]:
+        """Say in the header how many tokens there are, close, and return the CRCs."""
+        self._file.seek(0)
+        self._file.write(shards.header(self.dtype, n_tokens))
+        self.state()
+        self.close()
+        return tuple(self.crcs)
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        self._file.close()
 
 
 class ShardWriter:
@@ -24,12 +101,21 @@ class ShardWriter:
         Decides between uint16 and uint32.
     shard_tokens : int
         Tokens of a full shard.
-    state : dict, optional
+    state : WriterState, optional
         From ``state`` of an earlier writer: go on from there, dropping what came after.
+
+    Raises
+    ------
+    ValueError, OSError
+        When the folder holds no such state, or cannot be written.
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, shard_tokens: int, state: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        vocab_size: int,
+        shard_tokens: int,
+        state: WriterState = WriterState(),  # noqa: B008  (frozen)
     ) -> None:
         if not 1 <= shard_tokens <= shards.MAX_SHARD_TOKENS:
             raise ValueError(
@@ -37,37 +123,28 @@ class ShardWriter:
             )
         self.folder, self.shard_tokens = folder, shard_tokens
         self.dtype = shards.dtype_for(vocab_size)
-        self._ids: BinaryIO | None = None
-        self._mask: BinaryIO | None = None
+        self.finished = list(state.finished)
+        self._open = state.open
+        self._ids: _Stream | None = None
+        self._mask: _Stream | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        if state is None:  # what an earlier writer left unfinished
-            for path in [*folder.glob("[0-9]*.bin"), *folder.glob("[0-9]*.mask")]:
-                path.unlink()
-        state = state or {"finished": [], "open": 0, "masked": False}
-        self.finished: list[dict[str, Any]] = list(state["finished"])
-        self._open = int(state["open"])  # tokens in the unfinished shard
-        if self._open:
-            self._ids = self._reopen(".bin", self.dtype.itemsize)
-            if state["masked"]:
-                self._mask = self._reopen(".mask", 1)
+        for path in folder.iterdir():  # what an earlier writer wrote behind that state
+            if is_shard_file(path.name):
+                ours = [state.ids, state.mask][path.suffix == ".mask"]
+                if int(path.stem) > len(self.finished) - (ours is None):
+                    path.unlink()
+        if state.ids is not None:
+            self._ids = self._stream(".bin", state.ids)
+        if state.mask is not None:
+            self._mask = self._stream(".mask", state.mask)
 
-    def _path(self, suffix: str) -> Path:
-        return self.folder / f"{len(self.finished):05d}{suffix}"
-
-    def _reopen(self, suffix: str, item: int) -> BinaryIO:
-        file = self._path(suffix).open("r+b")
-        file.truncate(shards.HEADER_BYTES + self._open * item)
-        file.seek(0, os.SEEK_END)
-        if file.tell() != shards.HEADER_BYTES + self._open * item:
-            raise ValueError(
-                f"{file.name} is shorter than this packing's journal says; remove {self.folder}"
-            )
-        return file
+    def _stream(self, suffix: str, state: StreamState | None = None) -> _Stream:
+        return _Stream(self.folder / f"{len(self.finished):05d}{suffix}", self.dtype, state)
 
     @property
     def tokens(self) -> int:
         """Tokens written so far."""
-        return sum(int(entry["tokens"]) for entry in self.finished) + self._open
+        return sum(entry.tokens for entry in self.finished) + self._open
 
     def write(self, ids: Array, predict: Array | None = None) -> None:
         """Append ids and, unless all are to be predicted, which of them are: bool, as long."""
@@ -76,12 +153,10 @@ class ShardWriter:
             stop = min(len(ids), start + self.shard_tokens - self._open)
             part = slice(start, stop)
             if self._ids is None:
-                self._ids = self._path(".bin").open("wb")
-                self._ids.write(shards.header(self.dtype, 0))
+                self._ids = self._stream(".bin")
             if predict is not None and self._mask is None:
                 # the first masked token of this shard: all before it are to be predicted
-                self._mask = self._path(".mask").open("wb")
-                self._mask.write(shards.header(self.dtype, 0))
+                self._mask = self._stream(".mask")
                 self._mask.write(b"\1" * self._open)
             self._ids.write(ids[part].astype(self.dtype.newbyteorder("<")).tobytes())
             if self._mask is not None:
@@ -94,54 +169,47 @@ class ShardWriter:
             if self._open == self.shard_tokens:
                 self._finish_shard()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> WriterState:
         """Make what was written durable and return what ``__init__`` needs to go on from here."""
-        for file in (self._ids, self._mask):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
-        return {"finished": self.finished, "open": self._open, "masked": self._mask is not None}
+        return WriterState(
+            finished=tuple(self.finished),
+            open=self._open,
+            ids=self._ids.state() if self._ids else None,
+            mask=self._mask.state() if self._mask else None,
+        )
 
     def _finish_shard(self) -> None:
-        entry: dict[str, Any] = {"name": self._path(".bin").name, "tokens": self._open}
-        for key, file, suffix in (
-            ("crc32", self._ids, ".bin"),
-            ("mask_crc32", self._mask, ".mask"),
-        ):
-            entry[key] = None
-            if file is not None:
-                file.seek(0)
-                file.write(shards.header(self.dtype, self._open))
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                entry[key] = shards.file_crc(self._path(suffix))
-        entry["mask"] = self._mask is not None
-        self.finished.append(entry)
+        assert self._ids is not None
+        self.finished.append(
+            shards.Entry(
+                name=self._ids.path.name,
+                tokens=self._open,
+                mask=self._mask is not None,
+                crcs=self._ids.finish(self._open),
+                mask_crcs=self._mask.finish(self._open) if self._mask is not None else (),
+            )
+        )
         self._ids = self._mask = None
         self._open = 0
 
-    def finish(self, **facts: Any) -> dict[str, Any]:
+    def finish(self, **facts: Any) -> shards.Manifest:
         """Close the last shard and write the manifest, with ``facts`` in it; return it."""
         if self._open:
             self._finish_shard()
-        manifest = {
-            "format": shards.FORMAT,
-            "format_version": shards.FORMAT_VERSION,
+        packed = shards.Manifest(
+            format=shards.FORMAT,
+            tokens=self.tokens,
+            dtype=self.dtype.name,
+            shards=tuple(self.finished),
             **facts,
-            "tokens": self.tokens,
-            "dtype": self.dtype.name,
-            "shards": self.finished,
-        }
-        sync_folder(self.folder)
-        write_durably(
-            self.folder / shards.MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode()
         )
         sync_folder(self.folder)
-        return manifest
+        manifest.write(self.folder / shards.MANIFEST, packed)
+        return packed
 
     def close(self) -> None:
         """Close the files, finished or not."""
-        for file in (self._ids, self._mask):
-            if file is not None:
-                file.close()
+        with ExitStack() as stack:  # all, also where one cannot be: its disk is full
+            for stream in (self._ids, self._mask):
+                if stream is not None:
+                    stack.callback(stream.close)

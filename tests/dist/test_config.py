@@ -53,7 +53,12 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("train.global_batch=10", r"must be a multiple of train\.micro_batch"),
         ("train.global_batch=12", r"power of two micro-batches"),
         ("train.steps=0", r"train\.steps must be at least 1"),
-        ("train.warmup_steps=9999", r"warmup_steps <= total_steps"),
+        ("train.warmup_steps=9999", r"train\.warmup_steps \(9,999\) must not exceed the .* steps"),
+        ("train.decay_steps=-1", r"train\.decay_steps must not be negative"),
+        (f"train.steps={10**400}", r"train\.steps must be a number of 64 bits, got one of 1329"),
+        (f"train.lr={10**400}", r"train\.lr must be a number of 64 bits"),
+        ("train.lr=" + "[" * 50_000, r"train\.lr must be a number"),
+        ("run.out=", r"run\.out must name a folder"),
         ("optim.beta2=1.0", r"optim\.beta2 must lie in"),
         ("run.patience=0", r"run\.patience must be at least 1"),
         ("run.eval_every=-1", r"run\.eval_every must not be negative"),
@@ -77,6 +82,9 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(ValueError, match="is not a TOML file"):
         config.load(tmp_path / "bad.toml")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
+    with pytest.raises(ValueError, match="is not a TOML file"):
+        config.load(tmp_path / "deep.toml")
 
 
 def test_phases_and_steps_exclude_each_other(tmp_path: Path) -> None:

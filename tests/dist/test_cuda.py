@@ -95,7 +95,7 @@ def test_a_run_of_one_backend_goes_on_with_the_other(
     (Path(begun.run.out) / "checkpoints" / "latest").write_text("step-00000003\n")
     assert train(with_run(begun, backend=then)) == 0
     assert losses(begun) == pytest.approx(losses(alone), rel=1e-6)
-    state = checkpoint.read_state(checkpoint.find(begun.run.out))
+    state = checkpoint.read_manifest(checkpoint.find(begun.run.out))
     assert (state.step, state.updates) == (6, 6)
 
 

@@ -68,7 +68,7 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
         assert (tmp_path / "demo" / name).stat().st_size > 0
     run = tmp_path / "demo" / "run"
     assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert read_manifest(tmp_path / "demo" / "data" / "heldout")["documents"] >= 1
+    assert read_manifest(tmp_path / "demo" / "data" / "heldout").documents >= 1
 
     model = checkpoint.load_model(run, "cpu")
     windows = Windows(str(tmp_path / "demo" / "data" / "heldout"), config.load(run / "config.toml"))

@@ -67,11 +67,11 @@ def test_documents_come_back_whole_with_an_eos_behind_each(
     for split in ("train", "heldout"):
         manifest = read_manifest(tmp_path / "d" / split)
         ids = tokens_of(tmp_path / "d" / split)
-        assert manifest["eos"] == eos and manifest["tokenizer_sha256"] == tokenizer.sha256
-        assert manifest["tokens"] == len(ids) and ids[-1] == eos
+        assert manifest.eos == eos and manifest.tokenizer_sha256 == tokenizer.sha256
+        assert manifest.tokens == len(ids) and ids[-1] == eos
         pieces = np.split(ids, np.flatnonzero(ids == eos) + 1)[:-1]
         documents[split] = [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
-        assert manifest["documents"] == len(pieces)
+        assert manifest.documents == len(pieces)
         assert f"{split}: {len(pieces)} documents, {len(ids):,} tokens" in said
     expected = [text(i) for i in range(30)] + [text(100 + i) for i in range(300)]
     assert sorted(documents["train"] + documents["heldout"]) == sorted(expected)
@@ -125,7 +125,7 @@ def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path)
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, "--heldout", "0.3")
     for split in ("train", "heldout"):
-        assert read_manifest(tmp_path / "d" / split)["documents"] % 4 == 0
+        assert read_manifest(tmp_path / "d" / split).documents % 4 == 0
 
 
 def test_an_interrupted_packing_goes_on_with_identical_bytes(
@@ -229,7 +229,9 @@ def test_truncate_makes_one_window_a_document(
     assert run(corpus / "inner", tmp_path / "d", tokenizer_file, *more) == 0
     t = Tokenizer.load(tokenizer_file)
     dataset = Dataset(tmp_path / "d" / "train", 24)
-    assert dataset.n_windows == 30 and dataset.manifest["window"] == 24
+    assert (
+        dataset.n_windows == 30 and dataset.manifest is not None and dataset.manifest.window == 24
+    )
     lengths = set()
     for i in range(30):
         ids, predict = dataset.read(i)

@@ -16,7 +16,17 @@ from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.train import StopRequest, Trainer, same_learning
 from reference.params import decoder_layout
-from tests.helpers.runs import digest, losses, prepare, save_run_file, tables, train, with_run
+from tests.helpers.runs import (
+    digest,
+    losses,
+    prepare,
+    random_walk,
+    save_run_file,
+    tables,
+    train,
+    with_run,
+    write_dataset,
+)
 
 
 def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +106,8 @@ def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     for name in ("window", "qk_norm"):
         del manifest["config"]["model"][name]
-    path.write_text(json.dumps(manifest))
+    del manifest["checksum"]
+    path.write_text(json.dumps({**manifest, "format_version": 1}))
     assert train(config) == 0 and len(losses(config)) == 6
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, window=3))
     assert same_learning(manifest["config"], wider) == ["model.window: 0 -> 3"]
@@ -174,7 +185,7 @@ def test_a_step_that_is_not_finite_is_not_taken_and_many_end_the_run(
         said.err
     )
     assert said.out.count("SKIPPED") == 3
-    state = checkpoint.read_state(checkpoint.find(tmp_path / "run/checkpoints/step-00000004"))
+    state = checkpoint.read_manifest(checkpoint.find(tmp_path / "run/checkpoints/step-00000004"))
     assert (state.step, state.updates, state.position) == (4, 3, 32)
 
 
@@ -192,7 +203,7 @@ def test_no_checkpoint_of_a_bad_streak_takes_the_place_of_the_last_good_one(
     assert train(config) == 1
     assert "the last good checkpoint is" in (said := capsys.readouterr().err)
     assert "step-00000002" in said
-    assert checkpoint.read_state(tmp_path / "run/checkpoints/step-00000002").step == 2
+    assert checkpoint.read_manifest(tmp_path / "run/checkpoints/step-00000002").step == 2
 
 
 def test_a_record_that_could_not_be_written_is_told_though_a_signal_ends_the_run(
@@ -216,6 +227,7 @@ def test_a_prompt_for_samples_that_fills_the_context_is_refused_at_the_start(
     small = train_from_iterator(["some words"] * 3, 300)
     config = prepare(tmp_path, run__sample_every=2, run__sample_prompt="x " * 40)
     for name in ("train", "heldout"):
+        write_dataset(tmp_path / name, random_walk(200), tokenizer_sha256=small.sha256)
         small.save(tmp_path / name / "tokenizer.myllm")
     assert train(config) == 1
     assert "leaves no room to write in a context of 12" in capsys.readouterr().err

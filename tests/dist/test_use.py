@@ -12,9 +12,9 @@ import pytest
 
 from dist import checkpoint, cli, use
 from dist.config import from_tables
-from dist.evaluate import Evaluation, load_tokenizer, token_lengths
+from dist.evaluate import Evaluation, token_lengths
 from tests.helpers.runs import save_run_file, tables, text
-from tokenizer import train_from_iterator
+from tokenizer import Tokenizer, train_from_iterator
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:
 
 
 def test_special_tokens_stand_for_no_bytes(run: Path) -> None:
-    tokenizer = load_tokenizer(run.parent / "t.tok")
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
     lengths = token_lengths(tokenizer, 330)
     assert lengths.shape == (330,) and lengths[tokenizer.special_tokens["<|eos|>"]] == 0
     ids = tokenizer.encode_ordinary("the quick brown")

@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dist import checkpoint, cli, monitor
@@ -25,7 +26,7 @@ def write_dataset(
     writer = ShardWriter(folder, VOCAB, shard_tokens)
     writer.write(ids.astype(np.int32), predict)
     manifest = {"vocab_size": VOCAB, "eos": EOS, "window": None, "documents": 1}
-    writer.finish(**{**manifest, "tokenizer_sha256": "none", **facts})
+    writer.finish(**{**manifest, "tokenizer_sha256": None, **facts})
     return folder
 
 
@@ -91,10 +92,10 @@ def train(config: RunFile, *arguments: str) -> int:
 
 def digest(config: RunFile) -> str:
     """Return a hash of everything that the newest checkpoint of a run holds."""
-    path = checkpoint.pointed(Path(config.run.out) / "checkpoints")
+    path = checkpoint.to_resume(Path(config.run.out) / "checkpoints")
     assert path is not None
     arrays = b"".join((path / f"{name}.bin").read_bytes() for name in checkpoint.ARRAYS)
-    state = checkpoint.read_state(path)._replace(config={})
+    state = msgspec.structs.replace(checkpoint.read_manifest(path), config={}, checksum="")
     return hashlib.sha256(arrays + repr(state).encode()).hexdigest()
 
 
