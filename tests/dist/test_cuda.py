@@ -111,6 +111,28 @@ def test_a_step_leaves_alone_what_it_was_not_to_touch(tmp_path: Path, shim: Shim
     assert trainer.run(StopRequest()) is None
 
 
+def test_a_start_sends_the_device_one_parameter_at_a_time(
+    tmp_path: Path, shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host draws or holds of a model is its largest parameter; zeros take no memory."""
+    config = on("cuda", prepare(tmp_path, train__global_batch=8), "bf16")
+    layout = decoder_layout(config.model)
+    upload, sent = shim.upload, []
+
+    def noted(array: Any) -> Any:
+        if array.any():
+            sent.append(array.size)
+        return upload(array)
+
+    monkeypatch.setattr(shim, "upload", noted)
+    trainer = Trainer(config, Solo())
+    np.testing.assert_array_equal(trainer.stepper.master, layout.init(config.train.seed))
+    assert max(sent) == max(spec.size for _, spec in layout.offsets.values()) < layout.size
+    monkeypatch.setattr(shim, "upload", lambda array: pytest.fail("a leaf came from the host"))
+    for _ in range(3):
+        assert trainer.stepper._tree.leaf().shape == (layout.size,)
+
+
 # ---- how arrays travel ---------------------------------------------------------------------------
 
 
