@@ -290,9 +290,21 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "one token",
     ),
     "sums of only one round of rows": (
+        "norm:rmsnorm_backward",
+        "sum_of(dgain, i, D, k) += d[k] * n;",
+        "sum_of(dgain, i, D, k) = d[k] * n;",
+        "many rows",
+    ),
+    "sums of another column": (
         "norm",
-        "if (i + k < D) dgain[i + k] += d[k] * n;",
-        "if (i + k < D) dgain[i + k] = d[k] * n;",
+        "return sums[k * packs + (int)i / PACK];",
+        "return sums[k * (packs - 1) + (int)i / PACK];",
+        "D = 264",
+    ),
+    "a warp's sums left out": (
+        "reduce:sum_rows",
+        "w < warps;",
+        "w < warps - 1;",
         "many rows",
     ),
     "the target's logit overwritten before it is read": (
