@@ -16,8 +16,9 @@
 // Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
 // those whose range of documents does not meet the block's own: what they would add is exactly nothing.
 //
-// A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
-// 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
+// What bounds it is shared memory: a warp of 16 rows uses each fragment of the right operand once. A
+// product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4 of 512 bytes. The
+// README counts the cycles.
 #ifndef HEAD
 #define HEAD 128
 #endif

@@ -110,6 +110,25 @@ def test_a_warning_of_cupy_s_import_is_shown_and_no_error(tmp_path: Path) -> Non
     assert "ImportError: the backend 'cuda' needs a GPU of compute capability 8.0" in done.stderr
 
 
+def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(use=lambda: None, compute_capability="89")
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
+    # 97 is cudaDevAttrMaxSharedMemoryPerBlockOptin
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda what, index: {(97, 3): 101_376}[what, index]
+    )
+    for name, module in {
+        "cupy": cupy,
+        "cupy_backends": SimpleNamespace(),
+        "cupy_backends.cuda": SimpleNamespace(),
+        "cupy_backends.cuda.api": SimpleNamespace(runtime=runtime),
+        "cupy_backends.cuda.libs": SimpleNamespace(cublas=None),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    device = cupy_device.CuPyDevice(3)
+    assert (device.shared_limit, device.architecture) == (101_376, "sm_89")
+
+
 class Recorded:
     """Stands in for a library: keeps the calls."""
 
