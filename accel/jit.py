@@ -5,7 +5,7 @@ function being compiled and at nothing else: after a change of a helper, a const
 in another file, it still serves the old machine code. Here all compiled code of
 a folder of sources lives in one cache folder whose **name** is a hash of
 
-- the text of every ``*.py`` file in the folder of the kernel, and of this file;
+- the text of every ``*.py`` file in the folder of the kernel, of this file and ``cache_files.py``;
 - the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
 - the name and the features of the processor, and ``$MYLLM_BF16`` (``cpu/bf16_tiles.py``).
 
@@ -15,21 +15,18 @@ that calls a kernel of another folder is refused.
 
 The cache lies in ``kernels/`` under ``$MYLLM_CACHE_DIR``, else ``$NUMBA_CACHE_DIR``, else the
 user's cache folder. A folder that can be read but not written still serves what it holds. Nothing
-is looked up, created or compiled before a kernel is first called.
+is looked up, created or compiled before a kernel is first called. A folder that others can write is
+refused, and a damaged file is compiled again (``cache_files.py``).
 
 Several processes that start together on a cold cache take turns through a lock file: each kernel is
 compiled by one of them, and the others load what it wrote.
 """
 
-import atexit
 import contextlib
 import fcntl
 import hashlib
 import os
-import pickle
 import platform
-import shutil
-import stat
 import sys
 import tempfile
 import time
@@ -45,6 +42,17 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.np import numpy_support
 
+from accel import cache_files
+from accel.cache_files import (
+    CheckedFiles,
+    Damaged,
+    check_private,
+    default_root,
+    named_root,
+    private_folder,
+    say,
+    temporary_root,
+)
 from accel.threads import ready_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,7 +172,7 @@ class Store:
     def root(self) -> Path:
         """The folder that holds the caches and the lock file."""
         if self._root is None:
-            self._root = default_root() or _temporary_root("the user has no home folder")
+            self._root = default_root() or temporary_root("the user has no home folder")
             self._keep_apart_if_changed()
         return self._root
 
@@ -189,7 +197,7 @@ class Store:
             os.environ.get("MYLLM_BF16", ""),
         ]
         hashed = hashlib.sha256("\n".join(parts).encode())
-        for path in [*self._files(), Path(__file__)]:
+        for path in [*self._files(), Path(__file__), Path(cache_files.__file__)]:
             text = path.read_bytes()
             hashed.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
         return hashed.hexdigest()[:16]
@@ -221,14 +229,15 @@ class Store:
         try:
             self._lock = self._open_lock()
         except OSError as error:
-            if _named_root() is not None:
+            if named_root() is not None:
                 raise OSError(
                     error.errno,
                     f"compiled kernels cannot be kept in {self.folder} ({error.strerror}): "
-                    f"make it writable or point {_named_root()} elsewhere",
+                    f"make it writable or point {named_root()} elsewhere",
                 ) from error
-            self._root = _temporary_root(f"{self.root} cannot be written ({error.strerror})")
+            self._root = temporary_root(f"{self.root} cannot be written ({error.strerror})")
             self._lock = self._open_lock()
+        check_private(self.root, self.folder)  # what was made in the meantime, too
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -242,10 +251,12 @@ class Store:
             package = py_func.__module__.rpartition(".")[0]
             seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
             about = "" if seconds is None else f", ~{seconds} s if all are needed"
-            _say(f"compiling kernels of {package or py_func.__module__} once{about}")
+            say(f"compiling kernels of {package or py_func.__module__} once{about}")
 
     def _open_lock(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.root, self.folder):
+            folder.mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=self.folder).close()  # a folder of another user exists, too
         return os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -258,8 +269,8 @@ class Store:
         """If the sources have changed, keep the kernels of this process in a folder of its own."""
         if not self._apart and self._changed_since_import():
             self._apart = True
-            _say(f"{self.sources} changed while it was in use: kernels compiled now are not kept")
-            self._root = _private_folder()
+            say(f"{self.sources} changed while it was in use: kernels compiled now are not kept")
+            self._root = private_folder()
 
     def _files(self) -> list[Path]:
         return sorted(self.sources.glob("*.py"))
@@ -313,12 +324,10 @@ class _DiskImpl(CompileResultCacheImpl):  # type: ignore[misc]
 class _DiskCache(FunctionCache):  # type: ignore[misc]
     _impl_class = _DiskImpl
 
-
-# What reading a damaged file may raise: pickle says so, and LLVM raises RuntimeError.
-_DAMAGE = (
-    *(pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError),
-    *(TypeError, RuntimeError),
-)
+    def __init__(self, py_func: Callable[..., Any]):
+        super().__init__(py_func)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
 
 class _LazyCache(_Cache):  # type: ignore[misc]
@@ -351,7 +360,7 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         try:
             self._files().save_overload(sig, data)
         except OSError as error:
-            _say(f"a compiled kernel could not be kept in {self.cache_path}: {error}")
+            say(f"a compiled kernel could not be kept in {self.cache_path}: {error}")
 
     def reload(self, sig: Any, target_context: Any) -> Any:
         """Return the code just stored for ``sig``; None if it could not be stored."""
@@ -368,71 +377,26 @@ class _LazyCache(_Cache):  # type: ignore[misc]
 
     def _files(self) -> Any:
         if self._disk is None or self._disk.cache_path != self.cache_path:
+            check_private(self._store.root, self._store.folder)
             self._disk = _DiskCache(self._py_func)
         return self._disk
 
     def _read(self, sig: Any, target_context: Any) -> Any:
         # Each in its own engine: a common one would bind a kernel's calls to the first copy of
         # the callee that was loaded, which may have been optimised for another caller.
+        files = self._files()
         common = target_context._internal_codegen
         target_context._internal_codegen = codegen.JITCPUCodegen("myllm.stored")
         try:
-            return self._files().load_overload(sig, target_context)
+            return files.load_overload(sig, target_context)
         except OSError:
             return None  # no such folder, or not ours to read: taking the lock tells which, and why
-        except _DAMAGE as error:
+        except Damaged as error:
             # A full disk, a power cut, a bad block. Forget the file; it is written anew.
-            _say(f"a damaged kernel in {self.cache_path} is compiled again ({error})")
+            say(f"a damaged kernel is compiled again: {error}")
             self._store.lock()
-            self._files().flush()
+            with contextlib.suppress(OSError):
+                error.args[0].unlink()
             return None
         finally:
             target_context._internal_codegen = common
-
-
-# --- cache roots ---------------------------------------------------------------------------------
-
-
-def default_root() -> Path | None:
-    """Return the folder under which compiled kernels are kept; None where there is no home."""
-    named = _named_root()
-    if named is not None:
-        return Path(os.environ[named]).expanduser().absolute() / "kernels"
-    home = os.path.expanduser("~")
-    if not os.path.isabs(home):
-        return None
-    if sys.platform == "darwin":
-        return Path(home, "Library", "Caches", "myllm", "kernels")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "myllm" / "kernels"
-
-
-def _named_root() -> str | None:
-    """Return the environment variable by which the user chose a cache folder, if one did."""
-    return next((n for n in ("MYLLM_CACHE_DIR", "NUMBA_CACHE_DIR") if os.environ.get(n)), None)
-
-
-def _temporary_root(why: str) -> Path:
-    """Return a folder under the system's temporary one, which only this user can write.
-
-    Compiled code is loaded from it, so a folder that somebody else could fill is not used.
-    """
-    path = Path(tempfile.gettempdir(), f"myllm-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    info = path.lstat()
-    ours = stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid()
-    if not ours or stat.S_IMODE(info.st_mode) & 0o022 or not os.access(path, os.W_OK):
-        path = _private_folder()
-    _say(f"{why}: compiled kernels go to {path}; set MYLLM_CACHE_DIR to a folder that lasts")
-    return path / "kernels"
-
-
-def _private_folder() -> Path:
-    """Return a new folder that goes when this process ends."""
-    path = tempfile.mkdtemp(prefix="myllm-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return Path(path)
-
-
-def _say(message: str) -> None:
-    print(f"myllm: {message}", file=sys.stderr, flush=True)

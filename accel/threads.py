@@ -34,13 +34,23 @@ def threads() -> int:
     if _threads is not None:
         return _threads
     cores = available_cores()
-    text = os.environ.get("MYLLM_THREADS")
-    if text:
-        return _checked("MYLLM_THREADS", int(text) if text.isdecimal() else text)
+    if os.environ.get("MYLLM_THREADS"):
+        return _checked("MYLLM_THREADS", _number("MYLLM_THREADS"))
     if cores < (os.cpu_count() or 1):
         return cores  # the launcher has bound this rank to cores of its own
-    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    return max(1, cores // max(1, int(ranks)))
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if os.environ.get(name):
+            ranks = _number(name)
+            if not isinstance(ranks, int) or ranks < 1:
+                raise ValueError(f"{name} must be the number of ranks here, got {ranks!r}")
+            return max(1, cores // ranks)
+    return cores
+
+
+def _number(name: str) -> int | str:
+    """Return an environment variable as a number; as it is where it is none."""
+    text = os.environ[name]
+    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 def set_threads(n: int) -> None:

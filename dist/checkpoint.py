@@ -15,17 +15,21 @@ slices are assigned, so any number of ranks can check exactly what it reads.
 import os
 import re
 import shutil
+import threading
+import time
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from socket import gethostname
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
 from dist.config import from_tables
-from dist.files import replace_durably, sync_folder, write_durably
 from dist.manifest import Count, Crc
 from dist.monitor import Memory
 from dist.shards import TOKENIZER
@@ -35,6 +39,7 @@ from reference.global_norm import SUM_BLOCK
 from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array
+from tokenizer.files import replace_durably, sync_folder
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
@@ -85,80 +90,137 @@ def steps(folder: Path) -> list[int]:
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def save(
-    folder: Path, stepper: Stepper, state: State, comm: Comm, tokenizer: Path | None = None
-) -> Path:
-    """Write a checkpoint of all ranks into ``folder`` and point ``latest`` at it.
+class Saving:
+    """A checkpoint of all ranks that is being written.
 
-    Every rank calls it. Returns the checkpoint's path.
+    With ``aside`` each rank copies its slices, and a thread writes the copies while training goes
+    on; without, they are written at once. ``finish`` waits for the threads of all ranks, makes the
+    checkpoint whole and points ``latest`` at it. Every rank makes one, and calls ``finish``.
 
     Raises
     ------
     AllRanksError
         When any rank could not write: the disk is full, say. What was there before stays as it was.
     """
-    name = folder_name(state.step)
-    part = folder / f"{name}.tmp"
 
-    def prepare() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if part.exists():
-            shutil.rmtree(part)
-        part.mkdir()
-        for array in ARRAYS:
-            (part / f"{array}.bin").touch()
-        if tokenizer is not None:
-            write_durably(part / TOKENIZER, tokenizer.read_bytes())
+    def __init__(
+        self,
+        folder: Path,
+        stepper: Stepper,
+        state: State,
+        comm: Comm,
+        tokenizer: Path | None,
+        *,
+        aside: bool,
+    ) -> None:
+        self.folder, self.state, self.comm = folder, state, comm
+        self.path = folder / folder_name(state.step)
+        self._part = folder / f"{self.path.name}.tmp"
+        self._size, self._low = stepper.layout.size, stepper.low
+        self._crcs: dict[str, list[int]] = {}
+        self._failure: Exception | None = None
+        self.seconds = 0.0  # that writing took
 
-    def write_slices() -> dict[str, list[int]]:
-        slices = {
-            "master": stepper.master[stepper.low : stepper.high],
-            "m": stepper.m,
-            "v": stepper.v,
-        }
-        return {
-            name: _write_slice(part / f"{name}.bin", stepper.low, stepper.ops.to_numpy(array))
-            for name, array in slices.items()
-        }
+        def prepare() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._part.exists():
+                shutil.rmtree(self._part)
+            self._part.mkdir()
+            for array in ARRAYS:
+                (self._part / f"{array}.bin").touch()
+            if tokenizer is not None:
+                replace_durably(self._part / TOKENIZER, tokenizer.read_bytes())
 
-    def finish() -> None:
-        whole = folder / name
-        if whole.exists() and step_of(whole) is None:
-            raise ValueError(f"{whole} is in the way and is no checkpoint: move it")
+        self._together(prepare, only=0)
+        arrays = (stepper.master[stepper.low : stepper.high], stepper.m, stepper.v)
+        slices = (np.ascontiguousarray(stepper.ops.to_numpy(a), "<f4") for a in arrays)
+        self._thread: threading.Thread | None = None
+        if aside:
+            copies = [array.copy() for array in slices]
+            self._thread = threading.Thread(target=self._write, args=(copies,), daemon=True)
+            self._thread.start()
+        else:
+            self._write(slices)
+
+    def _write(self, slices: Iterable[Array]) -> None:
+        began = time.perf_counter()
+        try:
+            for name, array in zip(ARRAYS, slices, strict=True):
+                self._crcs[name] = _write_slice(self._part / f"{name}.bin", self._low, array)
+        except OSError as error:
+            self._failure = error
+        self.seconds = time.perf_counter() - began
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's slices are on the disk, or cannot be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> Path:
+        """Return the path of the checkpoint, whole."""
+        if self._thread is not None:
+            self._thread.join()
+
+        def slices() -> dict[str, list[int]]:
+            if self._failure is not None:
+                raise self._failure
+            return self._crcs
+
+        crcs = self._together(slices)
         described = Manifest(
-            **msgspec.structs.asdict(state),
-            parameters=stepper.layout.size,
+            **msgspec.structs.asdict(self.state),
+            parameters=self._size,
             block=SUM_BLOCK,
             crc32={name: tuple(c for rank in crcs for c in rank[name]) for name in ARRAYS},
         )
-        manifest.write(part / MANIFEST, described)
-        if whole.exists():  # of a run that went this far, was set back, and came again
-            _remove(whole)
-        part.rename(whole)
-        sync_folder(folder)
-        point(folder, "latest", name)
 
-    try:
-        together(comm, prepare, only=0)
-        crcs = together(comm, write_slices)
-        together(comm, finish, only=0)
-    except AllRanksError as error:
-        if comm.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise AllRanksError(
-            f"the checkpoint {folder / name} could not be written ({error}); what was saved before "
-            "is untouched: see to it (is the disk full?), then run the same command again"
-        ) from error
-    return folder / name
+        def make_whole() -> None:
+            if self.path.exists() and step_of(self.path) is None:
+                raise ValueError(f"{self.path} is in the way and is no checkpoint: move it")
+            manifest.write(self._part / MANIFEST, described)
+            if self.path.exists():  # of a run that went this far, was set back, and came again
+                _remove(self.path)
+            self._part.rename(self.path)
+            sync_folder(self.folder)
+            point(self.folder, "latest", self.path.name)
+
+        self._together(make_whole, only=0)
+        return self.path
+
+    def _together(self, work: Callable[[], Any], only: int | None = None) -> list[Any]:
+        try:
+            return together(self.comm, work, only)
+        except AllRanksError as error:
+            if self.comm.rank == 0:
+                shutil.rmtree(self._part, ignore_errors=True)
+            raise AllRanksError(
+                f"the checkpoint {self.path} could not be written ({error}); what was saved before "
+                "is untouched: see to it (is the disk full?), then run the same command again"
+            ) from error
+
+
+def room_for_copies(stepper: Stepper, comm: Comm) -> bool:
+    """Tell whether all ranks of each machine have memory for a copy of what they save."""
+    needed = 4 * len(ARRAYS) * (stepper.high - stepper.low)
+    everyone = comm.all_gather((gethostname(), needed, psutil.virtual_memory().available))
+    return all(
+        sum(n for other, n, _ in everyone if other == host) < free / 2 for host, _, free in everyone
+    )
+
+
+def save(
+    folder: Path, stepper: Stepper, state: State, comm: Comm, tokenizer: Path | None = None
+) -> Path:
+    """Write a checkpoint of all ranks and return its path, whole."""
+    return Saving(folder, stepper, state, comm, tokenizer, aside=False).finish()
 
 
 def _bytes_of(array: Array) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _write_slice(path: Path, offset: int, array: Array) -> list[int]:
+def _write_slice(path: Path, offset: int, data: Array) -> list[int]:
     """Write a slice at its element offset, durably, and return the CRC of each block."""
-    data = np.ascontiguousarray(array, "<f4")
     with path.open("r+b", buffering=0) as file:
         file.seek(4 * offset)
         left = _bytes_of(data)

@@ -23,7 +23,6 @@ from dist.commands import parser
 from dist.corpus import Text, near_duplicates, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.files import replace_durably
 from dist.launch import find_mpirun, launch
 from dist.use import draw, write_text
 from reference import ops as reference_ops
@@ -31,6 +30,7 @@ from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array
+from tokenizer.files import replace_durably
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from dist.files import replace_durably
+from tokenizer.files import replace_durably
 
 SEALED_SINCE = 2  # format_version; files of version 1 have no checksum and are read all the same
 

@@ -29,10 +29,11 @@ import numpy as np
 
 from dist import manifest, shards
 from dist.documents import Document, read_documents
-from dist.files import locked, write_durably
+from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
+from tokenizer.files import replace_durably
 from tokenizer.read import expand
 
 if TYPE_CHECKING:
@@ -343,7 +344,7 @@ def _pack(
         data = Path(settings.tokenizer).read_bytes()
         for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
             if counts.packed[split]:
-                write_durably(out / split / shards.TOKENIZER, data)
+                replace_durably(out / split / shards.TOKENIZER, data)
                 writers[split].finish(documents=counts.packed[split], **facts)
             else:
                 (out / split).rmdir()

@@ -25,11 +25,12 @@ from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.files import locked, replace_durably
+from dist.lock import locked
 from dist.step import Stepper, initial_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
+from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
 LEARNING_TABLES = ("model", "data", "train", "optim")
@@ -195,6 +196,7 @@ class Trainer:
         self.console = monitor.Console(comm.rank == 0, config.steps, bar=comm.size == 1)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
+        self.saving: checkpoint.Saving | None = None  # being written
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
@@ -217,19 +219,24 @@ class Trainer:
         started, first_step = time.perf_counter(), self.step
         while self.step < config.steps:
             record = self._one_step()
-            # one message a step: who was asked to stop, how much memory is in use, and whether
-            # rank 0 could write what there was to write since the last one
-            everyone = self.comm.all_gather((stop.signal, self.ops.memory(), self.unwritten))
+            # one message a step: who was asked to stop, how much memory is in use, whether rank 0
+            # could write what there was to write since the last one, and whether a checkpoint that
+            # is being written is
+            written = self.saving is None or self.saving.written
+            mine = (stop.signal, self.ops.memory(), self.unwritten, written)
+            everyone = self.comm.all_gather(mine)
             if everyone[0][2] is not None:
                 raise AllRanksError(everyone[0][2])
-            signals = [int(number) for number, _, _ in everyone if number is not None]
+            signals = [int(number) for number, *_ in everyone if number is not None]
             asked = signals[0] if signals else None
-            record["memory"] = sum(memory for _, memory, _ in everyone)
+            record["memory"] = sum(memory for _, memory, *_ in everyone)
             elapsed = time.perf_counter() - started
             eta = elapsed / (self.step - first_step) * (config.steps - self.step)
             self.console.say(monitor.step_line(record, config.steps, elapsed, eta))
             self.console.at(self.step)
             self._write(record)
+            if all(done for *_, done in everyone):
+                self._finish_saving()
             if self.guards.exhausted:
                 self._give_up()
             last = self.step == config.steps
@@ -241,6 +248,8 @@ class Trainer:
             healthy = not self.guards.bad_in_a_row
             if last or asked is not None or (healthy and _due(self.step, run.checkpoint_every)):
                 self._save()
+            if last or asked is not None:
+                self._finish_saving()
             if asked is not None and not last:
                 # SIGUSR1 is what our own launcher makes of the signal that it was sent
                 by = "" if asked == signal.SIGUSR1 else f" by {signal.Signals(asked).name}"
@@ -298,6 +307,7 @@ class Trainer:
             self.unwritten = sentence(error)
 
     def _give_up(self) -> None:
+        self._finish_saving()
         good = checkpoint.pointed(self.out / CHECKPOINTS)
         named = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
         raise AllRanksError(
@@ -371,9 +381,11 @@ class Trainer:
         self.console.say(f"step {self.step} writes: {text!r}")
 
     def _save(self, best: bool = False) -> None:
-        """Write a checkpoint, unless this step has one, and drop those no longer needed."""
+        """Begin a checkpoint, unless this step has one; it is whole some steps later."""
         if self.saved_step == self.step:
             return
+        self._finish_saving()
+        began = time.perf_counter()
         state = checkpoint.State(
             step=self.step,
             updates=self.stepper.updates,
@@ -385,14 +397,36 @@ class Trainer:
         )
         for sink in self.sinks:
             sink.flush()
-        folder = self.out / CHECKPOINTS
-        path = checkpoint.save(folder, self.stepper, state, self.comm, self.tokenizer_path)
+        folder, aside = self.out / CHECKPOINTS, checkpoint.room_for_copies(self.stepper, self.comm)
+        self.saving = checkpoint.Saving(
+            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=aside
+        )
+        self.saving_best = best
         self.saved_step = self.step
+        self.saving_seconds = time.perf_counter() - began
+        if not aside:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Make the checkpoint that is being written whole, and drop those no longer needed."""
+        saving, self.saving = self.saving, None
+        if saving is None:
+            return
+        began = time.perf_counter()
+        path = saving.finish()
         if self.comm.rank == 0:
-            if best:
-                checkpoint.point(folder, "best", path.name)
-            checkpoint.prune(folder, self.config.run.keep)
+            if self.saving_best:
+                checkpoint.point(path.parent, "best", path.name)
+            checkpoint.prune(path.parent, self.config.run.keep)
+        self.saving_seconds += time.perf_counter() - began
         self.console.say(f"saved {path}")
+        self._write(
+            {
+                "step": saving.state.step,
+                "save_ms": 1e3 * self.saving_seconds,
+                "write_ms": 1e3 * saving.seconds,
+            }
+        )
 
 
 def _due(step: int, every: int) -> bool:

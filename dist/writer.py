@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from dist import manifest, shards
-from dist.files import sync_folder
 from dist.manifest import Count, Crc
 from reference.types import Array
+from tokenizer.files import sync_folder
 
 
 def is_shard_file(name: str) -> bool:

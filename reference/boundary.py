@@ -407,7 +407,7 @@ def offer(
 
     Raises
     ------
-    NotImplementedError
+    ImportError
         When no source has a function of the contract; it is named.
     """
 
@@ -416,7 +416,7 @@ def offer(
             if name in source:
                 found: Callable[..., Any] = source[name]
                 return found
-        raise NotImplementedError(
+        raise ImportError(
             f"{backend} has no function {name}, which reference.ops declares: write it in one of "
             "the files that this backend is made of"
         )

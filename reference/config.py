@@ -4,19 +4,28 @@ The letters in the comments are those of ``reference/README.md``.
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+import sys
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post"]
 Position = Literal["rope", "learned", "sinusoidal", "alibi", "none"]
 FeedForward = Literal["swiglu", "gelu", "gelu_tanh", "relu"]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "norm": get_args(Norm),
-    "norm_placement": get_args(NormPlacement),
-    "position": get_args(Position),
-    "ffn": get_args(FeedForward),
-}
+
+class Range(NamedTuple):
+    """The values of a field, the greatest included, and how they are called."""
+
+    least: float
+    most: float
+    what: str
+
+
+Count = Annotated[int, Range(1, 2**31 - 1, "a positive integer below 2^31")]  # as int32 holds
+Width = Annotated[int, Range(1, 1 << 20, "a positive integer up to 2^20")]
+Depth = Annotated[int, Range(1, 10_000, "a positive integer up to 10,000")]
+Rate = Annotated[float, Range(0, 1 - 2**-53, "a probability in [0, 1)")]
+Positive = Annotated[float, Range(sys.float_info.min, sys.float_info.max, "a positive number")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,16 +38,16 @@ class Config:
         When a field is out of range or two fields contradict each other; the message names them.
     """
 
-    vocab_size: int  # V
-    d_model: int  # D, width of the residual stream
-    n_layers: int  # L
-    n_heads: int  # Hq, query heads
-    n_kv_heads: int  # Hkv, key and value heads: Hq is multi-head, 1 multi-query, between them GQA
-    d_head: int  # d, width of a head
-    d_ff: int  # F, hidden width of the feed-forward
-    context_length: int  # the longest T
-    rope_base: float = 500_000.0  # read when position is "rope"
-    norm_eps: float = 1e-5  # ε, inside the root
+    vocab_size: Count  # V
+    d_model: Width  # D, width of the residual stream
+    n_layers: Depth  # L
+    n_heads: Width  # Hq, query heads
+    n_kv_heads: Width  # Hkv, key and value heads: Hq is multi-head, 1 multi-query, between them GQA
+    d_head: Width  # d, width of a head
+    d_ff: Width  # F, hidden width of the feed-forward
+    context_length: Count  # the longest T
+    rope_base: Positive = 500_000.0  # read when position is "rope"
+    norm_eps: Positive = 1e-5  # ε, inside the root
     norm: Norm = "rmsnorm"
     norm_placement: NormPlacement = "pre"  # post has no final norm: the last block ends in one
     position: Position = "rope"
@@ -49,19 +58,15 @@ class Config:
     qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE (Qwen3)
     window: int | tuple[int, ...] = 0  # keys a query sees, itself too; 0: all; or one a layer
     tied: bool = True  # the head is the embedding table
-    dropout_embedding: float = 0.0  # rate p, after the embedding and its positions
-    dropout_attention: float = 0.0  # on attention probabilities
-    dropout_residual: float = 0.0  # on each branch before it joins the residual stream
+    dropout_embedding: Rate = 0.0  # p, after the embedding and its positions
+    dropout_attention: Rate = 0.0  # on attention probabilities
+    dropout_residual: Rate = 0.0  # on each branch before it joins the residual stream
 
     def __post_init__(self) -> None:
         if isinstance(self.window, list):  # as TOML and JSON write it
             object.__setattr__(self, "window", tuple(self.window))
         for field in dataclasses.fields(self):
-            self._check_type(field.name, field.type)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                given = getattr(self, name)
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {given!r}")
+            _check(field.name, field.type, getattr(self, field.name))
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}): "
@@ -78,33 +83,17 @@ class Config:
                 f"got {self.d_model}"
             )
         windows = self.window if isinstance(self.window, tuple) else (self.window,)
-        if not all(isinstance(w, int) and not isinstance(w, bool) and w >= 0 for w in windows):
-            raise ValueError(
-                f"window must be an integer >= 0 (0: no limit) or one for each layer, "
-                f"got {self.window!r}"
-            )
+        for w in windows:
+            if not isinstance(w, int) or isinstance(w, bool) or not 0 <= w < 2**31:
+                raise ValueError(
+                    f"window must be an integer >= 0 (0: no limit) and below 2^31, or one for each "
+                    f"layer, got {self.window!r}"
+                )
         if isinstance(self.window, tuple) and len(windows) != self.n_layers:
             raise ValueError(
                 f"window has {len(windows)} entries, but the model has n_layers = {self.n_layers}: "
                 "give one number for all layers, or one for each"
             )
-
-    def _check_type(self, name: str, annotation: Any) -> None:
-        value = getattr(self, name)
-        if annotation is int:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        elif annotation is bool:
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
-        elif annotation is float:
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise ValueError(f"{name} must be a number, got {value!r}")
-            if name.startswith("dropout"):
-                if not 0 <= value < 1:
-                    raise ValueError(f"{name} is a probability in [0, 1), got {value!r}")
-            elif not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: no limit."""
@@ -126,3 +115,19 @@ class Config:
         if missing:
             raise ValueError(f"the model needs {', '.join(missing)}")
         return cls(**fields)
+
+
+def _check(name: str, declared: Any, value: object) -> None:
+    """Raise unless a value is what its field declares; the message names the field."""
+    if get_origin(declared) is Literal:
+        if value not in get_args(declared):
+            known = ", ".join(get_args(declared))
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    elif declared is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+    elif get_origin(declared) is Annotated:
+        kind, allowed = get_args(declared)
+        right = not isinstance(value, bool) and isinstance(value, (int, kind))
+        if not right or not allowed.least <= value <= allowed.most:
+            raise ValueError(f"{name} must be {allowed.what}, got {value!r}")

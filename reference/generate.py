@@ -67,7 +67,11 @@ def sample(
         raise ValueError(f"sample: top_p is a probability in (0, 1], got {top_p}")
     if temperature == 0:
         return int(np.argmax(logits))
-    p = softmax(filter_logits(logits.astype(np.float64) / temperature, top_k, top_p))
+    # The best is subtracted first, so that a temperature near 0 makes -inf of the others, not NaN.
+    below = logits.astype(np.float64) - logits.max()
+    with np.errstate(over="ignore"):
+        scaled = below / temperature
+    p = softmax(filter_logits(scaled, top_k, top_p))
     # by the inverse of the distribution function: one uniform number, one token
     drawn = np.searchsorted(np.cumsum(p), rng.random() * np.sum(p), side="right")
     return int(min(drawn, np.flatnonzero(p)[-1]))

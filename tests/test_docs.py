@@ -79,7 +79,7 @@ def test_python_examples_run(
 
 def test_the_table_of_ops_is_the_declarations() -> None:
     page = (ROOT / "reference" / "README.md").read_text(encoding="utf-8")
-    assert table(OPS.values()) in page
+    assert table(OPS.values()) in page, "put what `python -m reference.ops` prints there"
 
 
 # ---- the first page ------------------------------------------------------------------------------

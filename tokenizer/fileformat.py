@@ -14,20 +14,42 @@ tokens that no merge makes, and ids out of order, both of imported vocabularies,
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tokenizer.arrays import Array
 from tokenizer.classes import UnicodeClasses
-from tokenizer.vocabulary import Vocabulary
+from tokenizer.files import read_json, replace_durably
+from tokenizer.vocabulary import Id, Vocabulary, check_size
 
 NAME = b"MyLLM tokenizer "
 VERSION = 1
 _DIGEST = 32
-_DTYPES = ("<u1", "<u2", "<u4")
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    has_merges: bool
+    n_vocab: int
+    pattern: str
+    sections: list[tuple[str, Literal["<u1", "<u2", "<u4"], Annotated[int, msgspec.Meta(ge=0)]]]
+    special_tokens: dict[str, Id]
+    whole_pieces: bool
+
+
+class _Sections(NamedTuple):
+    """The arrays that a file holds."""
+
+    byte_ids: Array  # (256,)
+    merges: Array  # (2M,) pairs of ids
+    results: Array  # (M,) what each makes; empty where that is in order
+    extra_ids: Array  # of the tokens that no merge makes
+    extra_lengths: Array
+    extra_bytes: Array
+    class_starts: Array
+    class_values: Array
 
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
@@ -39,53 +61,35 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
     extra = {i: token for i, token in vocabulary.tokens.items() if i not in made}
     if np.array_equal(results, vocabulary.byte_ids.max() + 1 + np.arange(results.size)):
         results = results[:0]  # in order, as the loader assumes where there are none
-    sections: list[tuple[str, str, Any]] = [
-        ("byte_ids", wide, vocabulary.byte_ids),
-        ("merges", wide, merges.reshape(-1)),
-        ("results", wide, results),
-        ("extra_ids", wide, list(extra)),
-        ("extra_lengths", "<u4", [len(token) for token in extra.values()]),
-        ("extra_bytes", "<u1", list(b"".join(extra.values()))),
-        ("class_starts", "<u4", vocabulary.classes.starts),
-        ("class_values", "<u1", vocabulary.classes.values),
-    ]
-    arrays = [(name, dtype, np.asarray(values).astype(dtype)) for name, dtype, values in sections]
+    sections = _Sections(
+        vocabulary.byte_ids.astype(wide),
+        merges.reshape(-1).astype(wide),
+        results.astype(wide),
+        np.array(list(extra), wide),
+        np.array([len(token) for token in extra.values()], "<u4"),
+        np.frombuffer(b"".join(extra.values()), np.uint8),
+        vocabulary.classes.starts.astype("<u4"),
+        vocabulary.classes.values,
+    )
     header = {
         "has_merges": vocabulary.merges is not None,
         "n_vocab": vocabulary.n_vocab,
         "pattern": vocabulary.pattern,
-        "sections": [[name, dtype, array.size] for name, dtype, array in arrays],
+        "sections": [
+            [name, f"<u{array.itemsize}", array.size] for name, array in sections._asdict().items()
+        ],
         "special_tokens": dict(vocabulary.special_tokens),
         "whole_pieces": vocabulary.whole_pieces,
     }
     data = NAME + str(VERSION).encode() + b"\n"
     data += json.dumps(header, sort_keys=True).encode() + b"\n"
-    data += b"".join(array.tobytes() for _, _, array in arrays)
+    data += b"".join(array.tobytes() for array in sections)
     return data + hashlib.sha256(data).digest()
 
 
 def save(vocabulary: Vocabulary, path: str | os.PathLike[str]) -> None:
-    """Write a file whole or not at all: beside its place first, then renamed."""
-    write_atomically(Path(path), to_bytes(vocabulary))
-
-
-def write_atomically(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_durably(Path(path), to_bytes(vocabulary))
 
 
 def load(path: str | os.PathLike[str]) -> Vocabulary:
@@ -102,68 +106,79 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
     end_of_name = data.find(b"\n", 0, 64)
     version = data[len(NAME) : end_of_name]
     if version != str(VERSION).encode():
-        shown = version.decode("ascii", "replace")
+        shown = version[:20].decode("ascii", "replace")
         raise ValueError(f"{path} has version {shown!r} of the format; known is {VERSION}")
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError(f"{path} is damaged: its bytes do not match the hash at its end")
+    begin = end_of_name + 1
+    end = body.find(b"\n", begin)
     try:
-        return _parse(body, end_of_name + 1)
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-    ) as error:
-        raise ValueError(f"{path} has a header that cannot be read: {error!r}") from None
+        header = read_json(body[begin:end], _Header)
+    except ValueError as error:
+        raise ValueError(f"{path} has a header that cannot be read: {error}") from None
+    try:
+        return _vocabulary_of(header, body[end + 1 :])
     except ValueError as error:
         raise ValueError(f"{path} holds no valid vocabulary: {error}") from None
 
 
-def _parse(body: bytes, begin: int) -> Vocabulary:
-    end = body.index(b"\n", begin)
-    header = json.loads(body[begin:end])
-    at = end + 1
-    arrays: dict[str, Array] = {}
-    for name, dtype, count in header["sections"]:
-        if dtype not in _DTYPES:
-            raise ValueError(f"section {name} has the type {dtype!r}")
+def _sections_of(header: _Header, data: bytes) -> _Sections:
+    if [name for name, _, _ in header.sections] != list(_Sections._fields):
+        raise ValueError(f"its sections are not {', '.join(_Sections._fields)}")
+    arrays = []
+    at = 0
+    for name, dtype, count in header.sections:
         size = np.dtype(dtype).itemsize * count
-        if count < 0 or at + size > len(body):
+        if at + size > len(data):
             raise ValueError(f"section {name} reaches past the end of the file")
-        arrays[name] = np.frombuffer(body[at : at + size], dtype)
+        arrays.append(np.frombuffer(data[at : at + size], dtype))
         at += size
-    if at != len(body):
-        raise ValueError(f"{len(body) - at} bytes belong to no section")
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes belong to no section")
+    return _Sections(*arrays)
 
-    byte_ids = arrays["byte_ids"].tolist()
+
+def _vocabulary_of(header: _Header, data: bytes) -> Vocabulary:
+    sections = _sections_of(header, data)
+    byte_ids = sections.byte_ids.tolist()
     if len(byte_ids) != 256:
         raise ValueError(f"{len(byte_ids)} ids of bytes, not 256")
     tokens = {i: bytes([byte]) for byte, i in enumerate(byte_ids)}
-    extra = arrays["extra_bytes"].tobytes()
-    ends = np.cumsum(arrays["extra_lengths"], dtype=np.int64).tolist()
-    if [0, *ends][-1] != len(extra) or len(ends) != arrays["extra_ids"].size:
+    extra = sections.extra_bytes.tobytes()
+    stops = np.cumsum(sections.extra_lengths, dtype=np.int64).tolist()
+    if [0, *stops][-1] != len(extra) or len(stops) != sections.extra_ids.size:
         raise ValueError("the extra tokens do not add up")
-    for i, start, stop in zip(arrays["extra_ids"].tolist(), [0, *ends], ends, strict=False):
+    for i, start, stop in zip(sections.extra_ids.tolist(), [0, *stops], stops, strict=False):
         tokens[i] = extra[start:stop]
-    merges = arrays["merges"].reshape(-1, 2).astype(np.int32)
-    results = arrays["results"].tolist()
+    if sections.merges.size % 2:
+        raise ValueError("the merges are no pairs")
+    merges = sections.merges.reshape(-1, 2).astype(np.int32)
+    results = sections.results.tolist()
     if not results:
         first = max(byte_ids) + 1
         results = list(range(first, first + len(merges)))
+    if len(results) != len(merges):
+        raise ValueError(f"{len(merges)} merges make {len(results)} tokens")
+    total = sum(map(len, tokens.values()))
     for (a, b), i in zip(merges.tolist(), results, strict=True):
         if a not in tokens or b not in tokens:
             raise ValueError(f"the merge that makes id {i} joins ids {a} and {b}, not both known")
+        size = len(tokens[a]) + len(tokens[b])
+        total += size
+        check_size(i, size, total)
         tokens[i] = tokens[a] + tokens[b]
-    return Vocabulary(
+    vocabulary = Vocabulary(
         dict(sorted(tokens.items())),
-        merges if header["has_merges"] is True else None,
-        {str(name): int(i) for name, i in header["special_tokens"].items()},
-        str(header["pattern"]),
-        UnicodeClasses(arrays["class_starts"], arrays["class_values"]),
-        header["whole_pieces"] is True,
+        merges if header.has_merges else None,
+        header.special_tokens,
+        header.pattern,
+        UnicodeClasses(sections.class_starts, sections.class_values),
+        header.whole_pieces,
     )
+    if vocabulary.n_vocab != header.n_vocab:
+        raise ValueError(f"it says n_vocab = {header.n_vocab}, but has {vocabulary.n_vocab}")
+    return vocabulary
 
 
 def _looks_like(data: bytes) -> str:

@@ -10,16 +10,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from tokenizer.classes import installed_classes
-from tokenizer.fileformat import write_atomically
+from tokenizer.files import read_json, replace_durably
 from tokenizer.patterns import GPT2
 from tokenizer.reference import encode_word
 from tokenizer.tokenizer import Tokenizer
-from tokenizer.vocabulary import Vocabulary
+from tokenizer.vocabulary import Id, Vocabulary
 
 # --- bytes as printable characters ---------------------------------------------------------------
 
@@ -40,12 +41,12 @@ def _spell(token: bytes, letters: list[str]) -> str:
     return "".join(letters[byte] for byte in token)
 
 
-def _unspell(text: str, values: Mapping[str, int], path: object) -> bytes:
+def _unspell(text: str, values: Mapping[str, int]) -> bytes:
     try:
         return bytes(values[letter] for letter in text)
     except KeyError as error:
         raise ValueError(
-            f"{path}: token {text!r} holds {error.args[0]!r}, which stands for no byte: only "
+            f"token {text!r} holds {error.args[0]!r}, which stands for no byte: only "
             "byte-level vocabularies can be imported"
         ) from None
 
@@ -111,7 +112,7 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
             "merges": [[spelled[a], spelled[b]] for a, b in pairs],
         },
     }
-    write_atomically(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
+    replace_durably(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
 def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
@@ -132,6 +133,42 @@ def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
     return out
 
 
+class _Cut(msgspec.Struct):
+    """A pre-tokenizer, or one of a sequence of them."""
+
+    type: str
+    pretokenizers: list["_Cut"] = []
+    add_prefix_space: bool = False
+    use_regex: bool = True
+    pattern: dict[Literal["Regex", "String"], str] = {}
+    behavior: str = ""
+    invert: bool = False
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, Id]
+    merges: list[tuple[str, str] | str]  # "a b" in older files
+    type: str = "BPE"
+    dropout: float | None = None
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
+    ignore_merges: bool = False
+
+
+class _Added(msgspec.Struct):
+    content: str
+    id: Id
+
+
+class _Huggingface(msgspec.Struct):
+    """What is read of a ``tokenizer.json``."""
+
+    model: _Model
+    pre_tokenizer: _Cut
+    added_tokens: list[_Added] = []
+    normalizer: Any = None
+
+
 def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
     """Read a byte-level BPE ``tokenizer.json``; its added tokens become special tokens.
 
@@ -144,56 +181,65 @@ def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
         prefix space).
     """
     try:
-        content = json.loads(Path(path).read_bytes())
-        model = content["model"]
-        if model.get("type", "BPE") != "BPE":
-            raise ValueError(f"{path}: a {model['type']} model; only byte-level BPE is known")
-        for field in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
-            if model.get(field):
-                raise ValueError(f"{path}: the model has {field} = {model[field]!r}; cannot import")
-        if content.get("normalizer"):
-            raise ValueError(f"{path}: its normalizer changes text; that is not lossless")
-        specials = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-        values = {letter: byte for byte, letter in enumerate(byte_letters())}
-        tokens = {
-            i: _unspell(text, values, path)
-            for text, i in model["vocab"].items()
-            if text not in specials
-        }
-        ids = {token: i for i, token in tokens.items()}
-        pairs = [entry.split(" ") if isinstance(entry, str) else entry for entry in model["merges"]]
-        merges = [[ids[_unspell(part, values, path)] for part in pair] for pair in pairs]
-        vocabulary = Vocabulary(
-            dict(sorted(tokens.items())),
-            np.array(merges, np.int32).reshape(-1, 2),
-            specials,
-            _pattern_of(content["pre_tokenizer"], path),
-            installed_classes(),
-            model.get("ignore_merges") is True,
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no tokenizer.json that can be read: {error!r}") from None
-    return Tokenizer(vocabulary)
+        content = read_json(Path(path).read_bytes(), _Huggingface)
+    except ValueError as error:
+        raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from None
+    try:
+        return Tokenizer(_vocabulary_of(content))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from None
 
 
-def _pattern_of(pre_tokenizer: Any, path: object) -> str:
+def _vocabulary_of(content: _Huggingface) -> Vocabulary:
+    model = content.model
+    if model.type != "BPE":
+        raise ValueError(f"it is a {model.type} model; only byte-level BPE is known")
+    for field in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if getattr(model, field):
+            raise ValueError(f"the model has {field} = {getattr(model, field)!r}")
+    if content.normalizer:
+        raise ValueError("its normalizer changes text; that is not lossless")
+    specials = {token.content: token.id for token in content.added_tokens}
+    if len(specials) < len(content.added_tokens):
+        raise ValueError("two added tokens have the same content")
+    values = {letter: byte for byte, letter in enumerate(byte_letters())}
+    ids = {_unspell(text, values): i for text, i in model.vocab.items() if text not in specials}
+    tokens = {i: token for token, i in sorted(ids.items(), key=lambda item: item[1])}
+    if len(tokens) < len(ids):
+        raise ValueError("two tokens have the same id")
+    merges = []
+    for k, entry in enumerate(model.merges):
+        pair = entry.split(" ") if isinstance(entry, str) else entry
+        parts = [ids.get(_unspell(part, values), -1) for part in pair]
+        if len(parts) != 2 or min(parts) < 0:
+            raise ValueError(f"merge {k}, {entry!r}, does not join two tokens of the vocabulary")
+        merges.append(parts)
+    return Vocabulary(
+        tokens,
+        np.array(merges, np.int32).reshape(-1, 2),
+        specials,
+        _pattern_of(content.pre_tokenizer),
+        installed_classes(),
+        model.ignore_merges,
+    )
+
+
+def _pattern_of(whole: _Cut) -> str:
     """Return the pattern of a ByteLevel pre-tokenizer, or of a Split before one."""
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kinds = [step["type"] for step in steps]
-    if kinds[-1:] != ["ByteLevel"] or kinds[:-1] not in ([], ["Split"]):
-        raise ValueError(f"{path}: it cuts text by {' + '.join(kinds)}; known is Split + ByteLevel")
+    steps = whole.pretokenizers or [whole]
+    kinds = [step.type for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise ValueError(f"it cuts text by {' + '.join(kinds)}; known is Split + ByteLevel")
     level = steps[-1]
-    if level.get("add_prefix_space"):
-        raise ValueError(f"{path}: it adds a space before the text, which is not lossless")
-    own = level.get("use_regex", True)
+    if level.add_prefix_space:
+        raise ValueError("it adds a space before the text, which is not lossless")
     if len(steps) == 1:
-        return GPT2 if own else r"(?s:.+)"
+        return GPT2 if level.use_regex else r"(?s:.+)"
     split = steps[0]
-    if own or split["behavior"] != "Isolated" or split.get("invert"):
-        raise ValueError(f"{path}: only an isolating Split by one pattern can be imported")
-    pattern = split["pattern"]
-    text = pattern["Regex"] if "Regex" in pattern else _escape(pattern["String"])
-    return str(text).replace(r"\s++\z", r"\s++$")
+    if level.use_regex or split.behavior != "Isolated" or split.invert or len(split.pattern) != 1:
+        raise ValueError("only an isolating Split by one pattern can be imported")
+    text = split.pattern.get("Regex") or _escape(split.pattern.get("String", ""))
+    return text.replace(r"\s++\z", r"\s++$")
 
 
 def _escape(text: str) -> str:
@@ -224,7 +270,7 @@ def to_tiktoken(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
         base64.b64encode(token) + b" " + str(i).encode() + b"\n"
         for i, token in sorted(vocabulary.tokens.items())
     ]
-    write_atomically(Path(path), b"".join(lines))
+    replace_durably(Path(path), b"".join(lines))
 
 
 def from_tiktoken(
@@ -263,7 +309,10 @@ def from_tiktoken(
         tokens[i] = token
     if not tokens:
         raise ValueError(f"{path} holds no token")
-    vocabulary = Vocabulary(
-        dict(sorted(tokens.items())), None, dict(special_tokens or {}), pattern, installed_classes()
-    )
-    return Tokenizer(vocabulary)
+    specials = dict(special_tokens or {})
+    try:
+        return Tokenizer(
+            Vocabulary(dict(sorted(tokens.items())), None, specials, pattern, installed_classes())
+        )
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from None

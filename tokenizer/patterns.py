@@ -5,9 +5,15 @@ one of them (with any number of digits per piece) has a state machine of its own
 ``tokenizer.kernels.split``; any other is matched by ``regex``, some ten times slower.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import regex
+
+# What a pattern may take before it is given up: `(a|aa)+$` takes twice as long with each letter.
+# Ordinary ones take about a microsecond a character.
+SECONDS = 10.0
+SECONDS_PER_CHARACTER = 1e-4
 
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT4 = (
@@ -79,5 +85,25 @@ def compiled(pattern: str) -> "regex.Pattern[str]":
     """
     try:
         return regex.compile(NAMED.get(pattern, pattern))
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def matches(pattern: "regex.Pattern[str]", text: str) -> Iterator["regex.Match[str]"]:
+    """Yield the matches of a pattern, one after the other, in bounded time.
+
+    Raises
+    ------
+    ValueError
+        If the pattern takes too long, or too much memory, on this text.
+    """
+    limit = SECONDS + SECONDS_PER_CHARACTER * len(text)
+    try:
+        yield from pattern.finditer(text, timeout=limit)
+    except (TimeoutError, MemoryError) as error:
+        took = f"{limit:.0f} s" if isinstance(error, TimeoutError) else "all memory it may have"
+        raise ValueError(
+            f"pattern {pattern.pattern!r} took {took} on a text of {len(text):,} characters that "
+            f"begins with {text[:20]!r}: do not repeat what repeats, or use possessive "
+            "quantifiers, such as ++"
+        ) from None

@@ -23,6 +23,9 @@ from typing import TypeVar
 import regex
 
 from tokenizer.classes import UnicodeClasses
+from tokenizer.patterns import matches
+
+MAX_TOKEN_BYTES = 4096  # every merge may double a token: some end must be set
 
 Pair = tuple[int, int]
 Word = TypeVar("Word", bound=Sequence[int])
@@ -61,7 +64,7 @@ def split_text(
     """Cut a text of whole characters by the pattern, under the frozen Unicode classes."""
     seen = text.translate(classes.substitutes) if classes.substitutes else text
     end = 0
-    for match in pattern.finditer(seen):
+    for match in matches(pattern, seen):
         for start, stop in ((end, match.start()), match.span()):
             if start < stop:
                 yield to_bytes(text[start:stop])
@@ -87,6 +90,7 @@ def train(
     first_id: int = 0,
     n_symbols: int = 256,
     min_count: int = 1,
+    max_length: int = MAX_TOKEN_BYTES,
 ) -> list[Pair]:
     """Learn merges from words and their counts.
 
@@ -105,6 +109,8 @@ def train(
         Byte b has the id ``first_id + b``; the k-th merge makes ``first_id + n_symbols + k``.
     min_count : int
         Pairs that occur less often are not merged.
+    max_length : int
+        Pairs that hold more symbols of the first kind, together, are not merged.
 
     Returns
     -------
@@ -123,6 +129,7 @@ def train(
     heap = [(-n, pair) for pair, n in counts.items()]
     heapq.heapify(heap)
     merges: list[Pair] = []
+    length = [1] * n_symbols  # of the symbol first_id + i
     while heap and len(merges) < n_merges:
         negative, pair = heapq.heappop(heap)
         if counts[pair] != -negative:
@@ -133,6 +140,7 @@ def train(
             break
         new = first_id + n_symbols + len(merges)
         merges.append(pair)
+        length.append(sum(length[symbol - first_id] for symbol in pair))
         born = set()
         for w in where.pop(pair):
             before = ids[w]
@@ -142,7 +150,7 @@ def train(
             for now in pairwise(after):
                 counts[now] += weights[w]
                 where[now].add(w)
-                if new in now:
+                if new in now and sum(length[i - first_id] for i in now) <= max_length:
                     born.add(now)
         for now in born:
             heapq.heappush(heap, (-counts[now], now))

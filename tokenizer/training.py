@@ -7,6 +7,7 @@ from tokenizer.classes import UnicodeClasses, installed_classes
 from tokenizer.counting import Words, count_words
 from tokenizer.kernels.train import learn_merges
 from tokenizer.patterns import NAMED
+from tokenizer.reference import MAX_TOKEN_BYTES
 from tokenizer.tokenizer import Tokenizer
 from tokenizer.vocabulary import FIRST_BYTE, MAX_VOCAB, MIN_VOCAB, Vocabulary
 
@@ -65,7 +66,7 @@ def _learn(
             f"the distinct words hold {words.flat.size:,} bytes, more than the 2^31 - 1 that can "
             "be numbered: train on a part of the texts"
         )
-    left, right, most = learn_merges(*words, FIRST_BYTE, n_merges, min_count)
+    left, right, most = learn_merges(*words, FIRST_BYTE, n_merges, min_count, MAX_TOKEN_BYTES)
     if most >= 1 << 32:
         raise ValueError(
             f"a pair of bytes occurs {most:,} times, more than the 2^32 - 1 that can be counted: "

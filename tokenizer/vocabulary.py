@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from tokenizer.arrays import Array
 from tokenizer.classes import UnicodeClasses
 from tokenizer.patterns import NAMED, compiled
+from tokenizer.reference import MAX_TOKEN_BYTES
 
 FIRST_SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|unk|>")  # ids 0 to 3
 CONTROLS = (  # the last 16 ids
@@ -18,6 +21,22 @@ CONTROLS = (  # the last 16 ids
 FIRST_BYTE = len(FIRST_SPECIALS)
 MIN_VOCAB = FIRST_BYTE + 256 + len(CONTROLS)
 MAX_VOCAB = 1 << 16
+MAX_ID = (1 << 24) - 1
+MAX_BYTES = MAX_VOCAB * MAX_TOKEN_BYTES  # of all tokens: no trained vocabulary has more
+
+
+Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+
+
+def check_size(i: int, size: int, total: int) -> None:
+    """Refuse the token ``i`` of ``size`` bytes if it, or the ``total`` with it, is too large.
+
+    A merge may double a token, so a file of 22 kB could ask for 17 GB.
+    """
+    if size > MAX_TOKEN_BYTES:
+        raise ValueError(f"token {i} has {size:,} bytes; {MAX_TOKEN_BYTES:,} are allowed")
+    if total > MAX_BYTES:
+        raise ValueError(f"the tokens have more than {MAX_BYTES:,} bytes, which are allowed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +46,8 @@ class Vocabulary:
     Parameters
     ----------
     tokens : mapping
-        Id -> bytes, special tokens left out. Every single byte has a token, no two are equal.
+        Id -> bytes, special tokens left out. Every single byte has a token, no two are equal, none
+        has more than ``MAX_TOKEN_BYTES``, and all have ``MAX_BYTES`` at most.
     merges : Array or None
         (M, 2) int32 pairs of ids in the order learned, each making the token of their bytes
         together. None: every pair whose bytes together are a token may merge, the lowest id first
@@ -58,7 +78,9 @@ class Vocabulary:
         object.__setattr__(self, "pattern", NAMED.get(self.pattern, self.pattern))
         compiled(self.pattern)
         ids = list(self.tokens) + list(self.special_tokens.values())
-        if min(ids) < 0 or max(ids) >= 1 << 24:
+        if not self.tokens:
+            raise ValueError("there are no tokens")
+        if min(ids) < 0 or max(ids) > MAX_ID:
             raise ValueError(
                 f"ids run from {min(ids)} to {max(ids)}; they must lie in 0 to 2^24 - 1"
             )
@@ -67,6 +89,9 @@ class Vocabulary:
             raise ValueError(f"special token {twice!r} has the id of another token")
         if "" in self.special_tokens:
             raise ValueError("a special token has no name")
+        for text in (self.pattern, *self.special_tokens):
+            if text != text.encode("utf-8", "replace").decode():
+                raise ValueError(f"{text!r} is no text that a file could hold")
         if len(self.ids) < len(self.tokens):
             first, second = next(
                 (self.ids[t], i) for i, t in self.tokens.items() if self.ids[t] != i
@@ -76,6 +101,10 @@ class Vocabulary:
             )
         if b"" in self.ids:
             raise ValueError(f"token {self.ids[b'']} has no bytes")
+        total = 0
+        for i, token in self.tokens.items():
+            total += len(token)
+            check_size(i, len(token), total)
         for byte in range(256):
             if bytes([byte]) not in self.ids:
                 raise ValueError(f"no token for byte 0x{byte:02x}: such a vocabulary loses text")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.cache_files import default_root
 from accel.cuda import sources
-from accel.jit import default_root
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-lineinfo")  # of every kernel file
 

@@ -186,15 +186,82 @@ def test_a_damaged_file_is_compiled_again(pack: Path) -> None:
     assert run(pack) == (["12.0 52.0", "0"], "")
 
 
-@pytest.mark.parametrize("where", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_an_index_with_a_wrong_byte_is_written_anew(pack: Path, where: float) -> None:
+def test_a_flipped_bit_anywhere_in_the_cache_is_noticed_and_mended(pack: Path) -> None:
+    """Damaged machine code would end the process by a signal, which no sentence explains."""
+    code = """
+import importlib, itertools, pathlib, sys
+import numpy as np
+from pack import kernels
+assert kernels.scaled(1.0) == 12.0
+files = sorted(pathlib.Path(sys.argv[1]).rglob("*scaled*.nb?"))
+assert [path.suffix for path in files] == [".nbc", ".nbi"]
+whole = {path: path.read_bytes() for path in files}
+for path, part in itertools.product(files, np.linspace(0, 1, 25)):
+    damaged = bytearray(whole[path])
+    at = int(part * (len(damaged) - 1))
+    damaged[at] ^= 1 << at % 8
+    path.write_bytes(damaged)
+    assert importlib.reload(kernels).scaled(1.0) == 12.0
+    assert kernels.scaled.stats.cache_misses, "the damage was not noticed"
+    assert importlib.reload(kernels).scaled(1.0) == 12.0
+    assert not kernels.scaled.stats.cache_misses, "the damage was not mended"
+print(len(files))
+"""
+    process = start(pack, code.replace("sys.argv[1]", repr(str(pack / "cache"))))
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (0, "2\n"), err
+    assert err.count("a damaged kernel is compiled again: ") == 50
+
+
+def test_files_that_changed_places_are_not_taken_for_one_another(pack: Path) -> None:
+    """Each has a right hash; so does the code that an index of before a crash may name."""
+    run(pack, "from pack import kernels\nkernels.scaled(1.0), kernels.scaled(1)")
+    first, second = sorted((pack / "cache").rglob("*scaled*.nbc"))
+    first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
+    first.write_bytes(second_bytes)
+    second.write_bytes(first_bytes)
+    code = "from pack import kernels\nprint(kernels.scaled(1.0), kernels.scaled(1))"
+    out, err = run(pack, code)
+    assert out == ["12.0 12.0"] and err.count("damaged") == 2
+
+    (index,) = (pack / "cache").rglob("*scaled*.nbi")
+    swap = """
+import pathlib
+from pack import kernels
+kernels.scaled(1.0)
+files = kernels.scaled._cache._files()._cache_file
+overloads = files._load_index()
+files._save_index(dict(zip(overloads, reversed(overloads.values()), strict=True)))
+"""
+    run(pack, swap)
+    assert run(pack, code)[0] == ["12.0 12.0"]
+    assert index.exists()
+
+
+def test_a_cache_that_others_can_write_is_refused_with_a_sentence(pack: Path) -> None:
+    """What lies there is unpickled and run."""
     run(pack)
-    for path in (pack / "cache").rglob("*.nbi"):
-        data = bytearray(path.read_bytes())
-        data[int(where * len(data))] ^= 0xFF
-        path.write_bytes(data)
-    assert run(pack)[0][0] == "12.0 52.0"
+    (folder,) = (pack / "cache/kernels").glob("pack-*")
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    for open_to_others in (folder, folder.parent):
+        open_to_others.chmod(0o720)
+        process = start(pack)
+        _, err = process.communicate(timeout=120)
+        last = err.splitlines()[-1]
+        assert process.returncode != 0 and f"chmod go-w {open_to_others} if it is yours" in last
+        assert "or point MYLLM_CACHE_DIR elsewhere" in last
+        open_to_others.chmod(0o755)
     assert run(pack) == (["12.0 52.0", "0"], "")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only the superuser can give a folder away")
+def test_a_cache_of_another_user_is_refused(pack: Path) -> None:
+    run(pack)
+    (folder,) = (pack / "cache/kernels").glob("pack-*")
+    os.chown(folder, 12345, -1)
+    process = start(pack)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and "other users can write" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -293,9 +360,13 @@ print(threads())
 """
     assert run(pack, code, MPI_LOCALNRANKS="4")[0] == ["2", "3"]
     assert run(pack, code, OMPI_COMM_WORLD_LOCAL_SIZE="16")[0] == ["1", "3"]
+    for text in ("x", "0", "9" * 5000):
+        process = start(pack, code, MPI_LOCALNRANKS=text)
+        _, err = process.communicate(timeout=120)
+        assert "MPI_LOCALNRANKS must be the number of ranks here" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("text", ["0", "two", "-1", "1000000"])
+@pytest.mark.parametrize("text", ["0", "two", "-1", "1000000", "٣٤", "9" * 5000])
 def test_a_wrong_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_threads", None)
     monkeypatch.setenv("MYLLM_THREADS", text)

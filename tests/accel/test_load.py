@@ -7,6 +7,8 @@ from types import ModuleType
 import pytest
 
 import accel
+from reference.boundary import Rules, offer
+from reference.ops import OPS
 
 
 def test_load_returns_modules() -> None:
@@ -39,3 +41,8 @@ def test_importing_the_backend_compiles_nothing_and_starts_no_thread() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_backend_that_lacks_a_function_is_named_as_a_broken_installation_is() -> None:
+    with pytest.raises(ImportError, match="mine has no function add_forward"):
+        offer("mine", OPS.values(), (), Rules({}), {})

@@ -18,7 +18,7 @@ from dist.carriers import Carried, Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo, bounds_of_slices
 from dist.config import RunFile
 from dist.train import StopRequest, Trainer
-from reference.params import decoder_layout
+from reference.params import Layout, decoder_layout
 from reference.types import Array
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
@@ -124,9 +124,11 @@ def test_a_start_sends_the_device_one_parameter_at_a_time(
             sent.append(array.size)
         return upload(array)
 
+    drawn = layout.init(config.train.seed)
     monkeypatch.setattr(shim, "upload", noted)
+    monkeypatch.setattr(Layout, "init", lambda *_: pytest.fail("all of it was drawn at once"))
     trainer = Trainer(config, Solo())
-    np.testing.assert_array_equal(trainer.stepper.master, layout.init(config.train.seed))
+    np.testing.assert_array_equal(trainer.stepper.master, drawn)
     assert max(sent) == max(spec.size for _, spec in layout.offsets.values()) < layout.size
     monkeypatch.setattr(shim, "upload", lambda array: pytest.fail("a leaf came from the host"))
     for _ in range(3):

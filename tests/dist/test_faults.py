@@ -15,7 +15,7 @@ import pytest
 from dist import checkpoint, cli, pack, shards
 from dist.comm import Solo
 from dist.config import RunFile
-from dist.files import locked
+from dist.lock import locked
 from dist.shards import Dataset, check_crcs
 from dist.train import StopRequest, Trainer
 from tests.helpers.runs import (
@@ -271,7 +271,7 @@ def test_a_packing_killed_at_its_end_goes_on(
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", killed)
-    monkeypatch.setattr(pack, "write_durably", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr(pack, "replace_durably", lambda path, data: path.write_bytes(data))
     if at == "journal.json":  # all is there but the end of the journal
 
         def unlink(self: Path, missing_ok: bool = False) -> None:
@@ -285,7 +285,7 @@ def test_a_packing_killed_at_its_end_goes_on(
         def stop(path: Path, data: bytes) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(pack, "write_durably", stop)
+        monkeypatch.setattr(pack, "replace_durably", stop)
     assert cli.main([*parts, "--processes", "1"]) == 130
     monkeypatch.undo()
     assert cli.main([*parts, "--processes", "1"]) == 0

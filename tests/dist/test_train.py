@@ -5,7 +5,10 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.train import StopRequest, Trainer, same_learning
 from reference.params import decoder_layout
+from reference.types import Array
 from tests.helpers.runs import (
     digest,
     losses,
@@ -135,6 +139,68 @@ def test_a_run_set_back_to_an_older_checkpoint_takes_the_same_way_again(tmp_path
     assert [r["step"] for r in monitor.read_metrics(Path(config.run.out)) if "loss" in r] == [
         1, 2, 3, 4, 5, 6,
     ]  # fmt: skip
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=1, run__keep=9)
+    assert train(config) == 0
+    whole = digest(config)
+    update, write = Stepper.update, checkpoint._write_slice
+    updates, waited = threading.Semaphore(0), []
+
+    def updated(self: Stepper, *arguments: Any) -> None:
+        update(self, *arguments)
+        updates.release()
+
+    def slow(path: Path, offset: int, array: Array) -> list[int]:
+        # after the step that is saved two more are taken while its weights are written
+        if path.name == "master.bin" and "00000003" in str(path):
+            waited.append([updates.acquire(timeout=60) for _ in range(5)])
+        return write(path, offset, array)
+
+    monkeypatch.setattr(Stepper, "update", updated)
+    monkeypatch.setattr(checkpoint, "_write_slice", slow)
+    meanwhile = with_run(config, out=str(tmp_path / "meanwhile"), checkpoint_every=3)
+    assert train(meanwhile) == 0
+    assert waited == [[True] * 5] and digest(meanwhile) == whole
+    for step in (3, 6):
+        name = f"checkpoints/{checkpoint.folder_name(step)}"
+        one, other = (checkpoint.load_master(Path(c.run.out) / name) for c in (config, meanwhile))
+        np.testing.assert_array_equal(one, other)
+    saves = [r for r in monitor.read_metrics(Path(meanwhile.run.out)) if "save_ms" in r]
+    assert [r["step"] for r in saves] == [3, 6] and saves[0]["write_ms"] > saves[0]["save_ms"]
+
+
+def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2)
+    monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: SimpleNamespace(available=999))
+    monkeypatch.setattr(checkpoint.threading, "Thread", None)  # none is started
+    assert train(config) == 0
+    assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [4, 6]
+
+
+def test_a_write_that_fails_meanwhile_is_told_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2)
+    write = checkpoint._write_slice
+
+    def full(path: Path, offset: int, array: Array) -> list[int]:
+        if "00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, offset, array)
+
+    monkeypatch.setattr(checkpoint, "_write_slice", full)
+    assert train(config) == 1
+    said = capsys.readouterr().err
+    assert "step-00000004 could not be written (No space left on device)" in said
+    monkeypatch.undo()
+    assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [2]
+    assert train(config) == 0 and len(losses(config)) == 6
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -67,6 +67,21 @@ def test_greedy_generation_follows_the_uncached_model() -> None:
         assert len(row) == 4
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-8])
+def test_a_temperature_near_zero_takes_the_most_likely(temperature: float) -> None:
+    logits = np.array([-700.0, 3.0, 2.0, -1e300, 80.0, 79.999])
+    for top_k, top_p in ((None, None), (3, None), (None, 0.9), (4, 1.0)):
+        rng = np.random.default_rng(0)
+        drawn = sample(logits, rng, temperature=temperature, top_k=top_k, top_p=top_p)
+        assert drawn == 4
+
+
+def test_an_infinite_temperature_draws_all_alike() -> None:
+    rng = np.random.default_rng(0)
+    logits = np.array([-700.0, 3.0, 80.0])
+    assert {sample(logits, rng, temperature=np.inf) for _ in range(100)} == {0, 1, 2}
+
+
 def test_a_row_s_draws_do_not_depend_on_the_batch() -> None:
     config, params = MODELS["gpt2"], parameters("gpt2")
     options: dict[str, Any] = {"max_new_tokens": 6, "seed": 5, "top_k": 20, "top_p": 0.95}

@@ -1,7 +1,11 @@
 """Files: ours, Hugging Face's, OpenAI's: what goes out comes back, what is damaged is refused."""
 
+import base64
 import hashlib
 import json
+import os
+import stat
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +20,12 @@ from tokenizer import (
     Tokenizer,
     Vocabulary,
     fileformat,
+    files,
     from_huggingface,
     from_tiktoken,
     to_huggingface,
     to_tiktoken,
+    vocabulary,
 )
 from tokenizer.classes import UnicodeClasses, installed_classes
 from tokenizer.counting import Words
@@ -32,7 +38,7 @@ from tokenizer.vocabulary import FIRST_BYTE
 def test_save_and_load_are_identities(
     tmp_path_factory: pytest.TempPathFactory, counts: dict[bytes, int], n: int, pattern: str
 ) -> None:
-    left, right, _ = learn_merges(*Words.of(counts), FIRST_BYTE, n, 1)
+    left, right, _ = learn_merges(*Words.of(counts), FIRST_BYTE, n, 1, 4096)
     vocabulary = Vocabulary.learned(left, right, pattern, installed_classes())
     folder = tmp_path_factory.mktemp("files")
     Tokenizer(vocabulary).save(folder / "t.tok")
@@ -136,11 +142,50 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fileformat.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         small().save(tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_file_is_replaced_by_way_of_a_name_that_nobody_can_foresee(tmp_path: Path) -> None:
+    """A link laid at a name that can be foreseen would have another file overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    target = tmp_path / "t"
+    for name in ("t.tmp", "t.part", ".t.tmp", ".t.part"):
+        (tmp_path / name).symlink_to(victim)
+    target.symlink_to(victim)
+    mask = os.umask(0o027)
+    try:
+        files.replace_durably(target, b"new")
+    finally:
+        os.umask(mask)
+    assert victim.read_text() == "mine" and target.read_bytes() == b"new"
+    assert not target.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        files.replace_durably(tmp_path / "nowhere" / "t", b"new")
+
+
+def test_a_replaced_file_is_on_the_disk_before_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def syncing(handle: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renaming(part: Path, target: Path) -> Path:
+        done.append("name")
+        return replace(part, target)
+
+    monkeypatch.setattr(files.os, "fsync", syncing)
+    monkeypatch.setattr(Path, "replace", renaming)
+    files.replace_durably(tmp_path / "t", b"new")
+    assert done == ["file", "name", "folder"]
 
 
 # --- damage
@@ -174,14 +219,21 @@ def resealed(change: Callable[[dict[str, object]], object]) -> bytes:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda h: h.pop("pattern"), "header that cannot be read"),
+        (lambda h: h.pop("pattern"), "header that cannot be read: .* missing .* `pattern`"),
         (lambda h: h.update(pattern="("), "not a regular expression"),
         (lambda h: h.update(special_tokens={"<|x|>": 7}), "'<|x|>' has the id of another"),
-        (lambda h: h.update(special_tokens=[1]), "header that cannot be read"),
+        (lambda h: h.update(special_tokens=[1]), r"Expected `object`.*`\$.special_tokens`"),
+        (lambda h: h.update(special_tokens={"x": 10**400}), "header that cannot be read"),
+        (lambda h: h.update(special_tokens={"": 2}), "a special token has no name"),
+        (lambda h: h.update(has_merges="yes"), r"`\$.has_merges`"),
+        (lambda h: h.update(n_vocab=5), "says n_vocab = 5"),
+        (lambda h: h.update(pattern="(" * 2000), "not a regular expression"),
         (lambda h: h["sections"][1].__setitem__(2, 10**9), "past the end"),
-        (lambda h: h["sections"][1].__setitem__(2, -2), "past the end"),
-        (lambda h: h["sections"][1].__setitem__(1, "O"), "has the type 'O'"),
-        (lambda h: h["sections"].pop(), "belong to no section"),
+        (lambda h: h["sections"][1].__setitem__(2, -2), r"`\$.sections\[1\]\[2\]`"),
+        (lambda h: h["sections"][1].__setitem__(2, 10**30), "past the end"),
+        (lambda h: h["sections"][1].__setitem__(1, "O"), "Invalid enum value 'O'"),
+        (lambda h: h["sections"].pop(), "its sections are not byte_ids, merges"),
+        (lambda h: h["sections"].append(h["sections"][0]), "its sections are not byte_ids"),
         (lambda h: h["sections"].__setitem__(0, ["byte_ids", "<u2", 250]), "."),
     ],
 )
@@ -191,6 +243,68 @@ def test_a_valid_hash_around_nonsense_is_refused_too(
     (tmp_path / "t").write_bytes(resealed(change))
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(tmp_path / "t")
+
+
+def test_a_header_nested_without_end_is_refused(tmp_path: Path) -> None:
+    name, _, rest = fileformat.to_bytes(small().vocabulary)[:-32].split(b"\n", 2)
+    for deep in (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[" * 100_000):
+        body = b"\n".join([name, deep, rest])
+        (tmp_path / "t").write_bytes(body + hashlib.sha256(body).digest())
+        with pytest.raises(ValueError, match="header that cannot be read"):
+            Tokenizer.load(tmp_path / "t")
+
+
+def bomb(n: int) -> Vocabulary:
+    """Return a vocabulary each of whose n merges doubles the last token: what no check has seen."""
+    plain = Vocabulary.learned(
+        np.zeros(0, np.int32), np.zeros(0, np.int32), "gpt4", installed_classes()
+    )
+    merges = np.array([[4, 4], *([259 + k, 259 + k] for k in range(1, n))], np.int32)
+    object.__setattr__(plain, "merges", merges)
+    object.__setattr__(plain, "results", np.arange(260, 260 + n, dtype=np.int32))
+    object.__setattr__(plain, "special_tokens", {"<|pad|>": 0})
+    return plain
+
+
+def test_merges_that_double_each_other_ask_for_no_more_memory_than_is_allowed(
+    tmp_path: Path,
+) -> None:
+    """34 of them, in 22 kB, would ask for 17 GB."""
+    (tmp_path / "t").write_bytes(fileformat.to_bytes(bomb(34)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="token 272 has 8,192 bytes; 4,096 are allowed"):
+        Tokenizer.load(tmp_path / "t")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_tokens_are_bounded_together_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").write_bytes(fileformat.to_bytes(bomb(12)))
+    monkeypatch.setattr(vocabulary, "MAX_BYTES", 256 + 2 * 4096 - 2)
+    with pytest.raises(ValueError, match=r"n_vocab"):  # made by hand: all else is right
+        Tokenizer.load(tmp_path / "t")
+    monkeypatch.setattr(vocabulary, "MAX_BYTES", 256 + 2 * 4096 - 3)
+    with pytest.raises(ValueError, match="the tokens have more than 8,445 bytes"):
+        Tokenizer.load(tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", ["t.tiktoken", "t.json"])
+def test_imported_tokens_are_bounded_too(tmp_path: Path, name: str) -> None:
+    long = b"a" * 4097
+    if name == "t.json":
+        to_huggingface(small(), tmp_path / name)
+        content = json.loads((tmp_path / name).read_text())
+        content["model"]["vocab"][long.decode()] = 100_000
+        (tmp_path / name).write_text(json.dumps(content))
+    else:
+        to_tiktoken(small(), tmp_path / name)
+        with (tmp_path / name).open("ab") as file:
+            file.write(base64.b64encode(long) + b" 100000\n")
+    load = from_huggingface if name == "t.json" else from_tiktoken
+    with pytest.raises(ValueError, match="token 100000 has 4,097 bytes; 4,096 are allowed"):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +363,20 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
         (lambda j: j["model"]["vocab"].update({"日": 9999}), "stands for no byte"),
         (lambda j: j["model"]["vocab"].pop("a"), "."),
         (lambda j: j["model"].pop("vocab"), "no tokenizer.json that can be read"),
+        (lambda j: j["model"]["vocab"].update(a=10**400), r"that can be read: .*`\$.model.vocab"),
+        (lambda j: j["model"]["vocab"].update(a=1 << 40), r"that can be read: .*`\$.model.vocab"),
+        (lambda j: j["model"]["vocab"].update(a=5, b=5), "two tokens have the same id"),
+        (
+            lambda j: j["model"]["merges"].__setitem__(0, ["a", "b", "c"]),
+            r"`\$.model.merges\[0",
+        ),
+        (lambda j: j["model"]["merges"].__setitem__(0, "a b c"), "merge 0, 'a b c', does not join"),
+        (lambda j: j["model"]["merges"].__setitem__(0, "a QQQQ"), "merge 0, 'a QQQQ', does not"),
+        (lambda j: j["added_tokens"].append(j["added_tokens"][0]), "have the same content"),
+        (lambda j: j["added_tokens"][0].update(content=7), r"`\$.added_tokens\[0\].content`"),
         (lambda j: j.update(pre_tokenizer={"type": "Whitespace"}), "cuts text by Whitespace"),
-        (lambda j: j.update(pre_tokenizer=None), "no tokenizer.json that can be read"),
+        (lambda j: j.update(pre_tokenizer=None), r"can be read: .*`\$.pre_tokenizer`"),
+        (lambda j: j.update(pre_tokenizer={"type": "Sequence"}), "cuts text by Sequence"),
         (
             lambda j: j["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
             "adds a space",
@@ -270,6 +396,13 @@ def test_foreign_tokenizers_that_would_lose_text_are_refused(
     (tmp_path / "t.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message):
         from_huggingface(tmp_path / "t.json")
+
+
+def test_a_foreign_tokenizer_nested_without_end_is_refused(tmp_path: Path) -> None:
+    for deep in ("[" * 100_000, '{"x":' + "[" * 100_000 + "]" * 100_000 + "}"):
+        (tmp_path / "t.json").write_text(deep)
+        with pytest.raises(ValueError, match="that can be read"):
+            from_huggingface(tmp_path / "t.json")
 
 
 def test_plain_byte_level_files_and_old_merges_are_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.tokenizer_texts import CHARACTERS, corpus, data
-from tokenizer import GPT2, GPT4, reference
+from tokenizer import GPT2, GPT4, patterns, reference, train_from_iterator
 from tokenizer.classes import CATEGORIES, SPACE, UnicodeClasses, installed_classes
 from tokenizer.kernels import split as kernels
 from tokenizer.kernels.words import PADDING
@@ -194,3 +194,21 @@ def test_a_table_that_classes_ascii_otherwise_is_refused() -> None:
     values[ord("_")] = CATEGORIES.index("Lo")
     with pytest.raises(ValueError, match="does not class ASCII as Unicode does"):
         _ = UnicodeClasses(np.arange(128), values).ascii
+
+
+@pytest.mark.parametrize("pattern", [r"(a|aa)+$", "(?R)"])
+def test_a_pattern_without_end_is_given_up_with_a_sentence(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.2)
+    text = b"a" * 200 + b"b"
+    with pytest.raises(ValueError, match="a text of 201 characters that begins with 'aaaa") as told:
+        reference.split(text, compiled(pattern), installed_classes())
+    assert f"pattern {pattern!r} took" in str(told.value)
+    with pytest.raises(ValueError, match="possessive"):
+        train_from_iterator([text], 300, pattern=pattern)
+
+
+def test_a_pattern_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        compiled("(" * 3000 + ")" * 3000)

@@ -69,7 +69,7 @@ def replay(tokenizer: Tokenizer, piece: bytes) -> list[int]:
 @given(words, st.integers(1, 40))
 def test_all_ways_to_encode_a_piece_agree(counts: dict[bytes, int], n_merges: int) -> None:
     """Scan, heap, cache, the reference and replaying merges; short, long and longer pieces."""
-    left, right, _ = learn_merges(*Words.of(counts), FIRST_BYTE, n_merges, 1)
+    left, right, _ = learn_merges(*Words.of(counts), FIRST_BYTE, n_merges, 1, 4096)
     pattern = r"(?s:.+)"  # no machine: the piece is the whole text
     tokenizer = Tokenizer(Vocabulary.learned(left, right, pattern, installed_classes()))
     for word in counts:

@@ -15,39 +15,54 @@ from tokenizer.classes import installed_classes
 from tokenizer.counting import WordCounter, Words, count_words
 from tokenizer.kernels.train import learn_merges
 from tokenizer.patterns import compiled
+from tokenizer.reference import MAX_TOKEN_BYTES
 
 
-def naive(counts: dict[bytes, int], n_merges: int, min_count: int) -> list[tuple[int, int]]:
+def naive(
+    counts: dict[bytes, int], n_merges: int, min_count: int, max_bytes: int
+) -> list[tuple[int, int]]:
     """Recount all pairs before every merge."""
+    size = [1] * 256
     ids = [(list(word), n) for word, n in counts.items()]
     merges: list[tuple[int, int]] = []
     for new in range(256, 256 + n_merges):
         pairs: Counter[tuple[int, int]] = Counter()
         for symbols, n in ids:
-            for pair in pairwise(symbols):
-                pairs[pair] += n
+            for a, b in pairwise(symbols):
+                if size[a] + size[b] <= max_bytes:
+                    pairs[a, b] += n
         if not pairs:
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         if pairs[best] < min_count:
             break
         merges.append(best)
+        size.append(size[best[0]] + size[best[1]])
         ids = [(reference.merge(symbols, best, new), n) for symbols, n in ids]
     return merges
 
 
-def fast(counts: dict[bytes, int], n_merges: int, min_count: int) -> list[tuple[int, int]]:
-    left, right, _ = learn_merges(*Words.of(counts), 0, n_merges, min_count)
+def fast(
+    counts: dict[bytes, int], n_merges: int, min_count: int, max_bytes: int = 4096
+) -> list[tuple[int, int]]:
+    left, right, _ = learn_merges(*Words.of(counts), 0, n_merges, min_count, max_bytes)
     return list(zip(left.tolist(), right.tolist(), strict=True))
 
 
-@given(words, st.integers(0, 40), st.integers(1, 3))
+@given(words, st.integers(0, 40), st.integers(1, 3), st.sampled_from([2, 3, 5, 8, 4096]))
 def test_both_trainers_learn_what_recounting_learns(
-    counts: dict[bytes, int], n_merges: int, min_count: int
+    counts: dict[bytes, int], n_merges: int, min_count: int, max_bytes: int
 ) -> None:
-    expected = naive(counts, n_merges, min_count)
-    assert reference.train(counts, n_merges, min_count=min_count) == expected
-    assert fast(counts, n_merges, min_count) == expected
+    expected = naive(counts, n_merges, min_count, max_bytes)
+    learned = reference.train(counts, n_merges, min_count=min_count, max_length=max_bytes)
+    assert learned == expected
+    assert fast(counts, n_merges, min_count, max_bytes) == expected
+
+
+def test_no_token_grows_beyond_what_a_file_may_hold() -> None:
+    tokenizer = train_from_iterator(["ab" * 20_000] * 2, 400)
+    longest = max(map(len, tokenizer.vocabulary.tokens.values()))
+    assert MAX_TOKEN_BYTES // 2 < longest <= MAX_TOKEN_BYTES
 
 
 @given(words, st.randoms(use_true_random=False))
@@ -70,14 +85,14 @@ def test_merges_do_not_depend_on_how_counts_are_split(
     rng.shuffle(pieces)
     ends = np.cumsum([0, *(len(word) for word, _ in pieces)])
     flat = np.frombuffer(b"".join(word for word, _ in pieces), np.uint8)
-    left, right, _ = learn_merges(flat, ends, np.array([n for _, n in pieces]), 0, 30, 1)
+    left, right, _ = learn_merges(flat, ends, np.array([n for _, n in pieces]), 0, 30, 1, 4096)
     assert list(zip(left.tolist(), right.tolist(), strict=True)) == fast(counts, 30, 1)
 
 
 def test_both_trainers_agree_on_real_text() -> None:
     counts = count_words(corpus()[::4], GPT4, installed_classes(), 1).to_dict()
     expected = reference.train(counts, 2000, first_id=4, min_count=2)
-    left, right, _ = learn_merges(*Words.of(counts), 4, 2000, 2)
+    left, right, _ = learn_merges(*Words.of(counts), 4, 2000, 2, 4096)
     assert list(zip(left.tolist(), right.tolist(), strict=True)) == expected
 
 
@@ -173,7 +188,7 @@ def test_what_is_no_text_is_refused() -> None:
 
 def test_counts_beyond_32_bits_are_refused_not_wrapped() -> None:
     flat, offsets, counts = Words.of({b"ab": 1 << 32})
-    left, _, most = learn_merges(flat, offsets, counts, 4, 10, 2)
+    left, _, most = learn_merges(flat, offsets, counts, 4, 10, 2, 4096)
     assert left.size == 0 and most == 1 << 32
-    left, _, _ = learn_merges(flat, offsets, counts - 1, 4, 10, 2)
+    left, _, _ = learn_merges(flat, offsets, counts - 1, 4, 10, 2, 4096)
     assert left.size == 1

@@ -76,7 +76,13 @@ def sift_down(keys: Array, pairs: Array, n: Int) -> None:
 
 @jit(nogil=True)
 def learn_merges(
-    flat: Array, offsets: Array, counts: Array, first_id: Int, n_merges: Int, min_count: Int
+    flat: Array,
+    offsets: Array,
+    counts: Array,
+    first_id: Int,
+    n_merges: Int,
+    min_count: Int,
+    max_bytes: Int,
 ) -> tuple[Array, Array, Int]:
     """Learn merges from distinct words.
 
@@ -94,6 +100,8 @@ def learn_merges(
         How many merges to learn, at most.
     min_count : int
         The least count of a pair that is merged; at least 1.
+    max_bytes : int
+        The most bytes that a merge may make; at least 2.
 
     Returns
     -------
@@ -169,6 +177,7 @@ def learn_merges(
     n_ids = first_id + 256 + n_merges
     born_left = np.full(n_ids, -1, np.int32)  # symbol x -> number of the newborn pair (x, new)
     born_right = np.full(n_ids, -1, np.int32)  # symbol y -> number of the newborn pair (new, y)
+    n_bytes = np.ones(n_ids, np.int64)  # of every symbol
     seen_pair = np.empty(1 << 12, np.int32)
     seen_at = np.empty(1 << 12, np.int32)
     done = 0
@@ -204,6 +213,7 @@ def learn_merges(
         new = np.int32(first_id + 256 + done)
         merged_left[done] = left[best]
         merged_right[done] = right[best]
+        n_bytes[new] = n_bytes[left[best]] + n_bytes[right[best]]
         done += 1
         n_seen = 0
         first_born = n_pairs
@@ -274,6 +284,8 @@ def learn_merges(
         for p in range(first_born, n_pairs):
             born_left[left[p]] = -1
             born_right[right[p]] = -1
+            if n_bytes[left[p]] + n_bytes[right[p]] > max_bytes:
+                count[p] = 0
             if count[p] >= min_count:
                 segment[p] = used
                 used += length[p]
@@ -287,7 +299,7 @@ def learn_merges(
                     sift_up(keys, heap, n_heap)
                     n_heap += 1
             else:
-                segment[p] = -1  # too rare, and counts only fall: never merged
+                segment[p] = -1  # too rare or too long, and counts only fall: never merged
         if used > arena.size:
             arena = grown(arena, used + used // 2)
         for k in range(n_seen):

@@ -1,0 +1,62 @@
+"""Files: written so that a power cut leaves the old one or the new one; JSON of a declared form."""
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Put content under a name in one step that cannot be half done, and is not undone.
+
+    It is written beside its place first, under a name that nobody can foresee and lay a link at.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    part = path.with_name(f".part-{secrets.token_hex(8)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what ``replace_durably`` left below a folder where it was killed half-way."""
+    for part in folder.rglob(".part-*"):
+        if re.fullmatch(r"\.part-[0-9a-f]{16}", part.name) and part.is_file():
+            part.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk before returning."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(data: bytes, form: type[T]) -> T:
+    """Return the value of a JSON text that has a declared form.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON, or has another form; the message says where.
+    """
+    try:
+        return msgspec.json.decode(data, type=form)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
