@@ -400,12 +400,12 @@ KERNEL __launch_bounds__(THREADS)
         sync_block();  // tile j has been read
     }
     copy_wait<0>();
-    sync_block();  // with no tiles: all of the keys and values have landed
     if (dk_parts) {
         store_floats(acc_k, dk_parts + ((i64)b * S * Hq + h0) * d, (i64)Hq * d, first + row, S, d);
         store_floats(acc_v, dv_parts + ((i64)b * S * Hq + h0) * dv, (i64)Hq * dv, first + row, S, dv);
         return;
     }
+    sync_block();  // with no tiles: all of the keys and values have landed
     const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
     store_rows(acc_k, factor, memory, row, dk + b * dk_b + hk * dk_h, dk_t, first, S, d);
     store_rows(acc_v, one, memory + OWN * PITCH, row, dvalue + b * dvalue_b + hk * dvalue_h,

@@ -77,7 +77,7 @@ def caught(
             continue
         op, what, arrays, options = case
         # blocks of dk and dv walk over a group of heads in these cases, over one in the others
-        whole = "long" in what or "everything" in what
+        whole = any(word in what for word in ("long", "everything", "more keys", "few"))
         attention.ENOUGH = attention.ENOUGH_EQUAL = 0 if whole else 1025
         results = []
         for shim in shims:
