@@ -141,9 +141,12 @@ def test_the_step_and_its_memory(tried: bench.Bench, monkeypatch: pytest.MonkeyP
         return 2e-3
 
     tried.wall = wall  # type: ignore[method-assign]
+    tried.queued(lambda: None, 1)
+    assert tried.ops.memory() == 2 * bench.FILL
     step, memory = tried.step(toy(MYLLM_1B), 2, 8)
     assert step.ours == 2e-3 and step.note.startswith("8,000 tokens/s")
     assert memory.ours > 0 and memory.unit == "B"
+    assert not tried._busy  # what kept the GPU busy is no part of it
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(
