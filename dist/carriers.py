@@ -99,6 +99,10 @@ class Nccl(Carried):
                 f"NCCL could not start ({error}): NCCL_DEBUG=INFO in the environment makes it say "
                 "why; run.comm = 'mpi' goes without it"
             ) from error
+        # NCCL opens its connections, and takes memory for them, when it first needs them: now,
+        # before this process has filled the GPU
+        one = device.upload(np.zeros(control.size, np.float32))
+        self.exchange(one, range(control.size + 1))
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Send each rank its slice, all to all; the own one stays where it is."""
@@ -117,6 +121,16 @@ class Nccl(Carried):
 
     def _group(self, sent: Sequence[Array], received: Sequence[Array]) -> None:
         """Exchange ``sent[peer]`` for ``received[peer]`` with every other rank, all at once."""
+        try:
+            self._all(sent, received)
+        except self._nccl.NcclError as error:
+            raise ValueError(
+                f"NCCL could not move the arrays between GPUs ({error}): the GPU's memory may be "
+                "full, then take a smaller train.micro_batch; NCCL_DEBUG=INFO in the environment "
+                "makes it say more; run.comm = 'mpi' goes without it"
+            ) from error
+
+    def _all(self, sent: Sequence[Array], received: Sequence[Array]) -> None:
         stream, kind = self.device.stream(), self._nccl.NCCL_FLOAT32
         self._nccl.groupStart()
         for peer in range(self.size):

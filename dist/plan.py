@@ -1,10 +1,12 @@
 """``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from dist import config as run_file
+from dist import gpu
 from dist.commands import add_set, parser
 from dist.config import RunFile
 from dist.monitor import bytes_text, duration
@@ -113,6 +115,55 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
     )
 
 
+def gpu_memory(run: RunFile, ranks: int, level: str) -> gpu.GpuMemory:
+    """Return what a rank takes of its GPU at a level of ``run.recompute``."""
+    p, item = make_plan(run, ranks), 2 if run.run.compute == "bf16" else 4
+    states = p.master + p.moments + p.gradients + p.weights
+    tokens = run.train.micro_batch * run.window
+    return gpu.gpu_memory(states, run.model, p.activations[level], tokens, item)
+
+
+def largest_micro_batch(run: RunFile, ranks: int, level: str, limit: float) -> int:
+    """Return the largest ``train.micro_batch`` that ``limit`` bytes hold; 0 when none does.
+
+    The batch of the optimizer stays as it is, so a smaller micro-batch means more of them.
+    """
+    size = run.train.global_batch // ranks
+    while size:
+        if run.train.global_batch % (size * ranks) == 0:
+            train = dataclasses.replace(run.train, micro_batch=size)
+            if gpu_memory(dataclasses.replace(run, train=train), ranks, level).total <= limit:
+                return size
+        size //= 2
+    return 0
+
+
+def gpu_lines(run: RunFile, ranks: int) -> list[str]:
+    """Return what a GPU has to hold, and what fits one."""
+    out = ["", "a rank's GPU, by run.recompute: by arithmetic, not measured"]
+    for level in make_plan(run, ranks).activations:
+        m = gpu_memory(run, ranks, level)
+        fits = [f"{size} GB" for size in gpu.SIZES if m.total <= size * 1e9]
+        set_so = "  (as set)" if level == run.run.recompute else ""
+        fitting = f"fits {' and '.join(fits)}" if fits else f"more than {gpu.SIZES[-1]} GB"
+        out.append(f"  {level:<18}{m.total:>22,} bytes = {m.total / 1e9:.1f} GB  {fitting}{set_so}")
+    m = gpu_memory(run, ranks, run.run.recompute)
+    out += [
+        f"    as set: the above {m.states / 1e9:.1f}, activations {m.activations / 1e9:.1f}, what "
+        f"comes and goes {m.scratch / 1e9:.1f},",
+        f"    gaps {m.gaps / 1e9:.1f}, cuBLAS's workspace and 1 GiB for CUDA and NCCL "
+        f"{m.libraries / 1e9:.1f} GB",
+    ]
+    for size in gpu.SIZES:
+        most = {
+            level: largest_micro_batch(run, ranks, level, size * 1e9)
+            for level in make_plan(run, ranks).activations
+        }
+        said = ", ".join(f"{n or 'none'} ({level})" for level, n in most.items())
+        out.append(f"  {f'{size} GB holds':<18}train.micro_batch up to {said}")
+    return out
+
+
 def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
     """Return the plan as people read it."""
     p, model = make_plan(run, ranks), run.model
@@ -140,6 +191,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
             f"  {level:<18}{size(n)}{'  (as set)' if level == run.run.recompute else ''}"
             for level, n in p.activations.items()
         ),
+        *(gpu_lines(run, ranks) if run.run.backend == "cuda" else []),
         "",
         "floating-point operations",
         f"  training, a token {p.flops[0]:>22,.0f}  (6N + attention, all scores counted)",

@@ -54,11 +54,11 @@ class Gradient(NamedTuple):
 class TreeSum:
     """Adds arrays as the leaves of a balanced binary tree, in as few buffers as that needs.
 
-    Used for log2(leaves) + 1 buffers of ``size`` float32 at once, made when first wanted.
+    Used for log2(leaves) + 1 buffers of the size of ``like`` (n,) float32, made when first wanted.
     """
 
-    def __init__(self, ops: Ops, size: int) -> None:
-        self._ops, self._size = ops, size
+    def __init__(self, ops: Ops, like: Array) -> None:
+        self._ops, self._like = ops, like
         self._free: list[Array] = []
         self._stack: list[tuple[int, Array]] = []  # (height, sum), heights falling
 
@@ -66,7 +66,8 @@ class TreeSum:
         """Return a buffer to write the next leaf into."""
         if self._free:
             return self._free.pop()
-        return self._ops.from_numpy(np.empty(self._size, np.float32))
+        # made by the backend, where it is to lie
+        return self._ops.scale_forward(self._like, factor=0.0)[0]
 
     def push(self, leaf: Array) -> None:
         """Add the next leaf: like carrying in a binary counter, equal heights merge."""
@@ -103,6 +104,18 @@ def add_in_tree_order(ops: Ops, parts: list[Array]) -> Array:
     return parts[0]
 
 
+def initial_weights(ops: Ops, layout: Layout, seed: int) -> Array:
+    """Return what ``layout.init`` draws, as the backend's array.
+
+    It is drawn a parameter at a time: where the backend has memory of its own, the host never holds
+    more of it than that, on any of the ranks that share the host.
+    """
+    flat = ops.from_numpy(np.zeros(layout.size, np.float32))
+    for name, view in layout.views(flat).items():
+        ops.accumulate(view, ops.from_numpy(layout.draw(name, seed)))
+    return flat
+
+
 class Clock:
     """Seconds spent in communication, and in the backend, since the last reading."""
 
@@ -129,7 +142,7 @@ class Stepper:
     layout : Layout
     comm : Comm
     flat : (n,) float32
-        The initial weights, the same on every rank.
+        The initial weights, an array of the backend's, the same on every rank.
     seed : int
         Of dropout.
     recompute : str
@@ -150,13 +163,13 @@ class Stepper:
         self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm
         self.bounds = bounds_of_slices(layout.size, SUM_BLOCK, comm.size)
         self.low, self.high = self.bounds[comm.rank], self.bounds[comm.rank + 1]
-        self.master = ops.from_numpy(flat)
+        self.master = flat
         self.m = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
         self.v = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
         self.updates = 0  # optimizer steps taken: AdamW's t
         self.seed, self.recompute = seed, recompute
         self.clock = Clock()
-        self._tree = TreeSum(ops, layout.size)
+        self._tree = TreeSum(ops, flat)
         self._drops = any(
             (model.dropout_embedding, model.dropout_attention, model.dropout_residual)
         )

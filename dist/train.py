@@ -29,7 +29,7 @@ from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.lock import locked
-from dist.step import Stepper
+from dist.step import Stepper, initial_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
@@ -154,7 +154,7 @@ class Trainer:
             config.optim,
             layout,
             self.comm,
-            layout.init(config.train.seed),
+            initial_weights(self.ops, layout, config.train.seed),
             config.train.seed,
             config.run.recompute,
         )

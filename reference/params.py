@@ -206,13 +206,18 @@ class Layout:
             raise ValueError(f"parameters are float32 or float64, not {np.dtype(dtype)}")
         flat = np.empty(self.size, dtype)
         for name, view in self.views(flat).items():
-            spec = self.offsets[name][1]
-            if spec.std:
-                rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-                view[...] = rng.standard_normal(spec.shape, dtype=np.float32) * np.float32(spec.std)
-            else:
-                view[...] = spec.mean
+            view[...] = self.draw(name, seed)
         return flat
+
+    def draw(self, name: str, seed: int) -> Array:
+        """Return the initial values of one parameter, float32."""
+        spec = self.offsets[name][1]
+        if not spec.std:
+            return np.full(spec.shape, spec.mean, np.float32)
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = rng.standard_normal(spec.shape, dtype=np.float32)
+        values *= np.float32(spec.std)
+        return values
 
 
 def decoder_layout(config: Config) -> Layout:

@@ -4,8 +4,13 @@ First two ceilings are measured: bytes a second of a large copy on the GPU, and 
 of one large bf16 product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or
 operations that its arithmetic asks for, and their share of the ceiling; then a training step of
 the model. Attention is checked against the reference at a small size in the process that is timed;
-with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's. Times are
-medians between events on the GPU, after a first call that compiles.
+with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's.
+
+Times of ops are medians between events on the GPU, after a first call that compiles. Many calls
+are queued behind copies that keep the GPU busy, so that it goes from one to the next without
+waiting for Python, which takes longer over a small op than the GPU does. Where it did wait, as for
+ops that read from the device, the row says so. Times of steps are a clock's, from an idle GPU to an
+idle GPU.
 """
 
 import dataclasses
@@ -22,8 +27,7 @@ from accel.bench.cases import OpCase
 from accel.bench.report import Row
 from accel.bench.timing import Function, check, medians, relative_error
 from accel.bench.training import SETTINGS, Training
-from accel.cuda.arrays import copy
-from accel.cuda.device import zeros
+from accel.cuda.device import current, zeros
 from accel.cuda.linear import matmul
 from reference import ops as reference
 from reference.blocks import Recompute
@@ -33,11 +37,21 @@ from reference.ops import Ops
 from reference.presets import MYLLM_1B
 from reference.types import Array, DropoutKey
 
+MANY, ROOM = 4, 80 * 10**9  # sequences, and bytes of a GPU that has room for them: myllm plan
+FILL = 1 << 28  # bytes that a copy moves to keep the GPU busy, about 0.2 ms
+MOST_CALLS, SAMPLE = 50, 0.02  # of an op, queued at once; seconds that they shall take
+DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
+
 
 def main(argv: list[str]) -> int:
     """Print the table; without a usable GPU, ``accel.load`` says what is missing."""
     p = report.parser("cuda", __doc__ or "", "cuda --batch 1 --layers 28")
-    p.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch (default 1)")
+    p.add_argument(
+        "--batch",
+        type=int,
+        help=f"sequences of a micro-batch (default {MANY}; 1 beside a peer, and on GPUs with less "
+        f"than {ROOM // 10**9} GB)",
+    )
     p.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default 8192)")
     p.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
     p.add_argument("--repeats", type=int, default=10, help="timed calls of an op (default 10)")
@@ -49,7 +63,8 @@ def main(argv: list[str]) -> int:
     )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     given = report.parse(p, argv)
-    if min(given.batch, given.length, given.layers, given.repeats) < 1:
+    asked = 1 if given.batch is None else given.batch
+    if min(asked, given.length, given.layers, given.repeats) < 1:
         p.error("all numbers must be positive")
     import accel
 
@@ -61,7 +76,8 @@ def main(argv: list[str]) -> int:
     bench.check()
     bench.measure_ceilings()
     config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
-    shape = given.batch, given.length
+    room = cupy.cuda.runtime.memGetInfo()[1]
+    shape = given.batch or default_batch(room, peer is not None), given.length
     parts = {
         "ops": lambda: bench.op_rows(bench.cases(MYLLM_1B, *shape, 1 << 28)),
         "step": lambda: bench.step(config, *shape, given.recompute),
@@ -72,10 +88,16 @@ def main(argv: list[str]) -> int:
         parts["peer"] = lambda: bench.compare(peer, config, *shape, given.recompute)
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     about = (
-        f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}\n\n"
+        f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
+        f"{shape[0]} sequences of {shape[1]:,}\n\n"
         f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s"
     )
     return report.run(p, given, about, parts)
+
+
+def default_batch(room: int, peer: bool) -> int:
+    """Return the sequences of a micro-batch on a GPU with ``room`` bytes of memory."""
+    return MANY if room >= ROOM and not peer else 1
 
 
 def load_peer() -> Any:
@@ -111,23 +133,45 @@ class Bench:
     """The backend, and CuPy for its events and memory pool."""
 
     copied = product = float("inf")  # the ceilings, a second
+    waited = False  # whether the GPU had to wait for Python in the last sample
 
     def __init__(self, ops: Any, cupy: Any, repeats: int):
         self.ops, self.cupy, self.repeats = ops, cupy, repeats
+        self._busy: list[Array] = []  # what is copied to keep the GPU busy
 
     def time(self, call: Function) -> float:
         """Return the median seconds of a call on the GPU, after one that compiles."""
         call()
-        return medians({"call": call}, self.repeats, self.between_events)["call"]
+        n = max(1, min(MOST_CALLS, int(SAMPLE / self.wall(call))))
+        return medians({"call": call}, self.repeats, partial(self.queued, n=n))["call"]
 
-    def between_events(self, call: Function) -> float:
-        """Return the seconds that the GPU spends on a call."""
-        begin, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return 1e-3 * float(self.cupy.cuda.get_elapsed_time(begin, end))
+    def queued(self, call: Function, n: int) -> float:
+        """Return the seconds that the GPU spends on each of n calls that it finds in its queue."""
+        self._busy = self._busy or [zeros((FILL,), np.uint8) for _ in range(2)]
+        for copies in (4, 32, 256):
+            begin, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            for _ in range(copies):
+                self.device_copy(*self._busy)
+            begin.record()
+            for _ in range(n):
+                call()
+            self.waited = bool(begin.done)  # the copies are over, and all calls were not yet queued
+            end.record()
+            end.synchronize()
+            if not self.waited:
+                break
+        return 1e-3 * float(self.cupy.cuda.get_elapsed_time(begin, end)) / n
+
+    def device_copy(self, to: Array, array: Array) -> None:
+        """Copy an array to another by CUDA's own copy."""
+        device = current()
+        self.cupy.cuda.runtime.memcpyAsync(
+            device.address(to),
+            device.address(array),
+            array.nbytes,
+            DEVICE_TO_DEVICE,
+            device.stream(),
+        )
 
     def wall(self, call: Function) -> float:
         """Return the seconds until the GPU is done with a call, whichever library made it."""
@@ -169,19 +213,25 @@ class Bench:
     def measure_ceilings(self, n: int = 1 << 29, m: int = 8192) -> None:
         """Measure copying n floats and an m × m product."""
         a, b = (zeros((n,), np.float32) for _ in range(2))
-        self.copied = 8 * n / self.time(lambda: copy(b, a))
+        self.copied = 8 * n / self.time(lambda: self.device_copy(b, a))
         x, y, out = (self.random(m, m) for _ in range(3))
         self.product = 2 * m**3 / self.time(lambda: matmul(x, y, out))
 
     def row(self, what: str, call: Function, moved: float, operations: float) -> Row:
         """Time a call and hold it against the ceiling it has."""
-        seconds = self.time(call)
+        return self.said(what, self.time(call), moved, operations, waited=self.waited)
+
+    def said(
+        self, what: str, seconds: float, moved: float, operations: float, *, waited: bool = False
+    ) -> Row:
+        """Return a row that holds a time against the ceiling it has."""
         if operations:
             speed, least = f"{operations / seconds / 1e12:.0f} TFLOP/s", operations / self.product
         else:
             rate = moved / seconds / 1e12
             speed, least = f"{moved / 1e9:.2f} GB, {rate:.2f} TB/s", moved / self.copied
-        return Row(what, seconds, note=f"{speed}, {least / seconds:.0%} of the ceiling")
+        note = f"{speed}, {least / seconds:.0%} of the ceiling"
+        return Row(what, seconds, note=note + (", the GPU waits for Python" if waited else ""))
 
     def op_rows(self, cases: Iterable[OpCase]) -> Iterator[Row]:
         """Time ops, forward and backward each."""
@@ -264,11 +314,14 @@ class Bench:
 
     def step(self, config: Config, B: int, T: int, recompute: Recompute = "none") -> Iterator[Row]:
         """Time a training step, and look at the memory it needed."""
+        self._busy = []  # no part of a step's memory
         self.cupy.get_default_memory_pool().free_all_blocks()
         ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
         ours.step()  # shows how large the arena must be
         work = B * T * training_flops(config, T, causal=True)
-        row = self.row(f"training step, {config.n_layers} layers", ours.step, 0, work)
+        ours.step()
+        seconds = medians({"step": ours.step}, self.repeats, self.wall)["step"]
+        row = self.said(f"training step, {config.n_layers} layers", seconds, 0, work)
         yield row._replace(note=f"{B * T / row.ours:,.0f} tokens/s, {row.note}")
         yield Row("its peak memory", self.ops.memory(), unit="B")
 
@@ -276,6 +329,7 @@ class Bench:
         self, peer: Any, config: Config, B: int, T: int, recompute: Recompute, **how: Any
     ) -> Iterator[Row]:
         """Time our training step and a peer's in turn: ours first, then last, and so on."""
+        self._busy = []  # no part of a step's memory
         self.cupy.get_default_memory_pool().free_all_blocks()
         ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
         for _ in range(2):

@@ -24,7 +24,7 @@ DEVICE float dot(const float* a, const float* b, int n) {
     return total;
 }
 
-// Grid: (query tiles, Hq, B), longest rows first. Shared memory: QUERIES (d + dv + KEYS + 1) +
+// Grid: (Hq, B, query tiles). Shared memory: QUERIES (d + dv + KEYS + 1) +
 // KEYS (d + 1 + dv) floats.
 KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     SHARED(memory);
@@ -33,12 +33,13 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     float* tv = tk + KEYS * (d + 1);           // (KEYS, dv)
     float* to = tv + KEYS * dv;                // (QUERIES, dv), each element one lane's
     float* tp = to + QUERIES * dv;             // (QUERIES, KEYS + 1)
-    const int h = blockIdx.y, b = blockIdx.z, group = Hq / Hkv;
-    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int h = blockIdx.x, b = blockIdx.y, group = Hq / Hkv;
+    const int first = query_tile() * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
     float m[ROWS], l[ROWS];
+#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         m[r] = -INFINITY;
         l[r] = 0.0f;
@@ -51,6 +52,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
         load_rows(tv, dv, v + b * v_b + h / group * v_h, v_t, u0, KEYS, S, dv);
         sync_block();
         const int u = u0 + lane;
+#pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int row = row0 + r, t = first + row;
             const bool may = rules.allows(t, u);
@@ -70,6 +72,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
             }
         }
     }
+#pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         const int t = first + row0 + r;
         if (t >= T) break;
@@ -112,6 +115,24 @@ KERNEL attention_delta(const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h, con
         delta[(row / Hq / T * Hq + row % Hq) * T + row / Hq % T] = total;
 }
 
+// to = factor · Σ of part over the query heads of a group, in their order: part (B, S, Hq, width), a
+// thread a pack of a row of `to` (B, S, Hkv, width), of which there are B·S·Hkv; width % PACK == 0.
+KERNEL sum_heads(const float* part, elem* to, i64 to_b, i64 to_t, i64 to_h, i64 rows, int S, int Hkv,
+                 int group, int width, float factor) {
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * PACK, row = i / width;
+    if (row >= rows) return;
+    const int c = (int)(i % width);
+    float total[PACK] = {};
+    for (int g = 0; g < group; ++g)
+        for (int k = 0; k < PACK; k += 4) {
+            const Pack16 four = load16(part + (row * group + g) * width + c + k);
+            for (int j = 0; j < 4; ++j) total[k + j] += bits_to_float(four.w[j]);
+        }
+    for (int k = 0; k < PACK; ++k) total[k] *= factor;
+    const i64 u = row / Hkv % S, b = row / Hkv / S;
+    store_pack(to + b * to_b + u * to_t + row % Hkv * to_h, c, width, true, total);
+}
+
 // One query against one key: what it adds to dv (p·κ) and to dq, dk (ds).
 struct Slopes {
     float p, ds;
@@ -126,7 +147,7 @@ DEVICE Slopes slopes(const Rules& rules, int t, int u, const float* qr, const fl
     return {p * kept, p * (kept * dot(dor, vr, dv) - delta)};
 }
 
-// Grid: (query tiles, Hq, B). Shared memory: QUERIES (2 d + dv + KEYS + 1) +
+// Grid: (Hq, B, query tiles). Shared memory: QUERIES (2 d + dv + KEYS + 1) +
 // KEYS (d + 1 + dv + 1) floats.
 KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
                     const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
@@ -137,8 +158,8 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout
     float* tk = tdo + QUERIES * dv;      // (KEYS, d + 1)
     float* tv = tk + KEYS * (d + 1);     // (KEYS, dv + 1)
     float* tds = tv + KEYS * (dv + 1);   // (QUERIES, KEYS + 1)
-    const int h = blockIdx.y, b = blockIdx.z, group = Hq / Hkv;
-    const int first = (gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int h = blockIdx.x, b = blockIdx.y, group = Hq / Hkv;
+    const int first = query_tile() * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
@@ -176,7 +197,7 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout
     }
 }
 
-// Grid: (key tiles, Hkv, B). The block loops over the query heads of its group, so the gradients of
+// Grid: (Hkv, B, key tiles). The block loops over the query heads of its group, so the gradients of
 // a shared key are summed in one place and in one order. Shared memory: KEYS (2 d + 2 dv + 2) +
 // QUERIES (d + dv + 2 (KEYS + 1)) floats.
 KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
@@ -191,7 +212,7 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dou
     float* tdo = tq + QUERIES * d;             // (QUERIES, dv)
     float* tp = tdo + QUERIES * dv;            // (QUERIES, KEYS + 1)
     float* tds = tp + QUERIES * (KEYS + 1);    // (QUERIES, KEYS + 1)
-    const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * KEYS;
+    const int hk = blockIdx.x, b = blockIdx.y, group = Hq / Hkv, first = key_tile() * KEYS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = warp * ROWS;
     const int key0 = warp * (KEYS / WARPS);
     load_rows(tk, d + 1, k + b * k_b + hk * k_h, k_t, first, KEYS, S, d);

@@ -5,6 +5,12 @@
 // the natural logarithm of Σ exp of a row's scores, +inf for a row that sees nothing, which makes all
 // its probabilities exp(s - lse) zero. delta is (B, Hq, T) float: Σ dout·out.
 
+// A grid is (heads, B, tiles). The hardware hands blocks out in the order x, y, z, so those of one
+// tile, all about equally long, come one after the other; of causal attention the longest come first,
+// the last tile of queries and the first of keys, and the shortest fill the gaps at the end.
+DEVICE int query_tile() { return gridDim.z - 1 - blockIdx.z; }
+DEVICE int key_tile() { return blockIdx.z; }
+
 // What a variant is compiled for; what is off costs nothing.
 #ifndef MASKED
 #define MASKED 1  // there may be a key mask or documents

@@ -4,7 +4,8 @@ Kernels: ``attention_mma.cu`` on tensor cores, for bf16 with widths up to 128 th
 8; ``attention.cu`` for float32 and any other widths. Forward keeps the output and one float a row,
 log Σ exp of its scores; backward makes the probabilities again from it, in two kernels, so that no
 atomics are needed: one whose blocks own queries (dq), one whose blocks own keys and loop over all
-query heads that read them (dk, dv).
+query heads that read them (dk, dv). Where the blocks of keys would be too few to share out evenly,
+each takes one query head of the group, and the sums over the heads are a kernel of their own.
 
 A causal T × T head of width d takes 2·T²·d operations forward and 5·T²·d backward (half the full
 square), of which the two kernels do 7·T²·d, since both make the scores again. Tiles that causality
@@ -15,14 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import contiguous, strides, to_dtype
+from accel.cuda.arrays import contiguous, packs, strides, to_dtype
 from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
-OWN, MMA_KEYS, MMA_QUERIES = 128, 64, 32  # rows of attention_mma.cu: of a block, of its tiles
+OWN = 128  # rows of a block of attention_mma.cu
+MMA_KEYS, MMA_QUERIES = (64, 32), 32  # of its tiles; KEYS is the first that fits
+
+# As many blocks of keys share out well, a whole group of query heads each: over 132 multiprocessors
+# to 97 % or better. The triangle's shortest blocks fill gaps; those of a window are all equal.
+ENOUGH, ENOUGH_EQUAL = 256, 1025
 
 RANGE = 32  # positions whose documents are summed up: RANGE in attention.cuh
 
@@ -50,10 +56,10 @@ def attention_forward(
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
     given = _strided(q=q, k=k, v=v) | rules | {"out": out, "lse": lse}
     if fast:
-        _launch_fast("attention_forward", T, Hq, OWN + 4 * MMA_KEYS, given)
+        _launch_fast("attention_forward", T, Hq, given, own=1)
     else:
         floats = QUERIES * (d + dv + KEYS + 1) + KEYS * (d + 1 + dv)
-        _launch("attention_forward", ceil_div(T, QUERIES), Hq, floats, given)
+        _launch("attention_forward", Hq, ceil_div(T, QUERIES), floats, given)
     return out, AttentionCache(q, k, v, out, lse, rules)
 
 
@@ -82,14 +88,13 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     common |= _strided(q=q, k=k, v=v) | rules | {"lse": lse}
     for_queries, for_keys = common | _strided(dq=dq), common | _strided(dk=dk, dvalue=dvalue)
     if _tensor_cores(q, k, v, dout):
-        _launch_fast("attention_dq", T, Hq, 2 * OWN + 4 * MMA_KEYS, for_queries)
-        rows, more = 2 * OWN + 4 * MMA_QUERIES, 4 * 4 * MMA_QUERIES
-        _launch_fast("attention_dkv", S, Hkv, rows, for_keys, more)
+        _launch_fast("attention_dq", T, Hq, for_queries, own=2)
+        _launch_dkv(dk, dvalue, for_keys)
     else:
         floats = QUERIES * (2 * d + dv + KEYS + 1) + KEYS * (d + 1 + dv + 1)
-        _launch("attention_dq", ceil_div(T, QUERIES), Hq, floats, for_queries)
+        _launch("attention_dq", Hq, ceil_div(T, QUERIES), floats, for_queries)
         floats = KEYS * (2 * d + 2 * dv + 2) + QUERIES * (d + dv + 2 * (KEYS + 1))
-        _launch("attention_dkv", ceil_div(S, KEYS), Hkv, floats, for_keys)
+        _launch("attention_dkv", Hkv, ceil_div(S, KEYS), floats, for_keys)
     return dq, dk, dvalue
 
 
@@ -105,24 +110,55 @@ def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
     return {"T": T, "S": S, "behind": behind, "ahead": 0 if who.causal else behind, **given}
 
 
-def _launch(kernel: str, blocks: int, heads: int, floats: int, given: dict[str, Any]) -> None:
+def _launch_dkv(dk: Array, dvalue: Array, given: dict[str, Any]) -> None:
+    """Run attention_mma.cu's attention_dkv, on a group of query heads a block or on one of them."""
+    B, S, Hkv, _ = dk.shape
+    Hq, group = given["Hq"], given["Hq"] // Hkv
+    equal = given["behind"] < S - 1  # a window
+    split = group > 1 and ceil_div(S, OWN) * Hkv * B < (ENOUGH_EQUAL if equal else ENOUGH)
+    parts = [empty((B, S, Hq, x.shape[3]), F32) if split else None for x in (dk, dvalue)]
+    given |= {"heads": 1 if split else group, "dk_parts": parts[0], "dv_parts": parts[1]}
+    _launch_fast("attention_dkv", S, Hq if split else Hkv, given, own=2, tiles=(MMA_QUERIES,))
+    for part, to, factor in zip(parts, (dk, dvalue), (given["scale"], 1.0), strict=True):
+        if part is not None:
+            sizes = {"rows": B * S * Hkv, "S": S, "Hkv": Hkv, "group": group, "factor": factor}
+            sizes["width"] = to.shape[3]
+            blocks = packs(to, to.size)
+            launch("attention", "sum_heads", blocks, part=part, **_strided(to=to), **sizes)
+
+
+def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention.cu with ``floats`` floats of shared memory."""
-    launch("attention", kernel, (blocks, heads, len(given["q"])), 128, 4 * floats, **given)
+    launch("attention", kernel, (heads, len(given["q"]), tiles), 128, 4 * floats, **given)
 
 
 def _launch_fast(
-    kernel: str, n: int, heads: int, rows: int, given: dict[str, Any], more: int = 0
+    kernel: str,
+    n: int,
+    heads: int,
+    given: dict[str, Any],
+    *,
+    own: int,
+    tiles: tuple[int, ...] = MMA_KEYS,
 ) -> None:
-    """Run a kernel of attention_mma.cu on n rows, with shared memory for ``rows`` and more."""
+    """Run a kernel of attention_mma.cu, whose blocks hold OWN rows of ``own`` of the n-row arrays.
+
+    Of two arrays they walk over tiles of as many rows as the first of ``tiles`` that fits the
+    device's shared memory, two tiles of each at a time; dk/dv also keeps two floats of each row.
+    """
     head = 64 if max(given["d"], given["dv"]) <= 64 else 128
-    grid, shared = (ceil_div(n, OWN), heads, len(given["q"])), 2 * head * rows + more
+    floats = 4 * 4 * MMA_QUERIES if kernel == "attention_dkv" else 0
+    needs = {rows: 2 * head * (own * OWN + 4 * rows) + floats for rows in tiles}
+    rows = next((r for r in tiles if needs[r] <= current().shared_limit), tiles[-1])
     macros = {
         "HEAD": head,
+        "KEYS": rows if tiles is MMA_KEYS else MMA_KEYS[0],
         "ALIBI": int(given["alibi"] is not None),
         "MASKED": int(given["key_mask"] is not None or given["documents"] is not None),
         "DROPOUT": int(given["dropping"]),
     }
-    launch("attention_mma", kernel, grid, 256, shared, **given, **macros)
+    grid = heads, len(given["q"]), ceil_div(n, OWN)
+    launch("attention_mma", kernel, grid, 256, needs[rows], **given, **macros)
 
 
 def _tensor_cores(*arrays: Array) -> bool:

@@ -3,7 +3,7 @@
 // algorithm is attention.cu's (Dao et al. 2022; Dao 2023 for the loop order).
 //
 // Eight warps. Forward and dq: a block owns 128 queries of one head, a warp 16 of them, and walks
-// over the keys 64 at a time. dk, dv: a block owns 128 keys of one key/value head, a warp 16, and
+// over the keys KEYS at a time. dk, dv: a block owns 128 keys of one key/value head, a warp 16, and
 // walks over the queries of all heads of the group 32 at a time; scores are made transposed, so that
 // here too a warp's own rows are the rows of its products. Scores and probabilities stay in
 // registers: the accumulators of one product are, packed to bf16, the left operand of the next.
@@ -11,19 +11,23 @@
 // Tiles lie in shared memory as rows of HEAD bf16, the 16-byte chunk c of row r at chunk c ^ (r & 7):
 // eight rows that ldmatrix reads together then lie in eight different bank groups. The tiles that
 // are walked over come by cp.async into two stages, one filling while the other is used. Shared
-// memory at HEAD = 128: forward 96 KiB, dq 128 KiB, dk/dv 97 KiB.
+// memory at HEAD = 128: forward 96 KiB, dq 128 KiB (96 with 32 keys at a time), dk/dv 97 KiB.
 //
 // Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
 // those whose range of documents does not meet the block's own: what they would add is exactly nothing.
 //
-// A warp's product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4, so
-// 1.6 mma a load; the peak of mma.sync on sm_90 is about 62 % of wgmma's.
+// What bounds it is shared memory: a warp of 16 rows uses each fragment of the right operand once. A
+// product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4 of 512 bytes. The
+// README counts the cycles.
 #ifndef HEAD
 #define HEAD 128
 #endif
+#ifndef KEYS
+#define KEYS 64  // rows of a tile that forward and dq walk over
+#endif
 
 constexpr int THREADS = 256, OWN = 128;    // rows of a block, 16 a warp
-constexpr int KEYS = 64, QUERIES = 32;     // rows of a tile that is walked over
+constexpr int QUERIES = 32;                // rows of a tile that dk, dv walk over
 constexpr int CHUNKS = HEAD / 8;           // 16-byte chunks of a row
 constexpr int PITCH = HEAD * 2;            // bytes of a row
 constexpr int GROUPS = HEAD / 8;           // accumulators of a 16 × HEAD result
@@ -111,6 +115,21 @@ DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], 
     }
 }
 
+// Write a warp's 16 rows from `first` on as they are, to rows of floats: 32 bytes of each of eight
+// rows at a time.
+DEVICE void store_floats(const float (&acc)[GROUPS][4], float* to, i64 stride, int first, int n,
+                         int width) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first + g + 8 * half;
+        if (row >= n) continue;
+#pragma unroll
+        for (int c = 0; c < GROUPS; ++c)
+            if (c * 8 < width) store8(to + row * stride + c * 8 + 2 * t, acc[c] + 2 * half);
+    }
+}
+
 // The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
 // forbid. `inside`: positions forbid nothing in this tile.
 DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool inside) {
@@ -120,13 +139,13 @@ DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool
     return x;
 }
 
-// Grid: (query tiles, Hq, B), the longest rows of a causal head first.
+// Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     SHARED(memory);
     const u32 tq = shared_address(memory), stages = tq + OWN * PITCH;
     const u32 stage_bytes = 2 * KEYS * PITCH;  // keys, then values
-    const int h = blockIdx.y, b = blockIdx.z, hk = h / (Hq / Hkv);
-    const int first = (gridDim.x - 1 - blockIdx.x) * OWN;
+    const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
+    const int first = query_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
@@ -216,15 +235,15 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
     store_rows(o, share, memory, row, out + ((i64)b * T * Hq + h) * dv, (i64)Hq * dv, first, T, dv);
 }
 
-// Grid: (query tiles, Hq, B).
+// Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS)
     attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
                  const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, stages = tdo + OWN * PITCH;
     const u32 stage_bytes = 2 * KEYS * PITCH;
-    const int h = blockIdx.y, b = blockIdx.z, hk = h / (Hq / Hkv);
-    const int first = (gridDim.x - 1 - blockIdx.x) * OWN;
+    const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
+    const int first = query_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
@@ -290,25 +309,29 @@ KERNEL __launch_bounds__(THREADS)
     store_rows(acc, factor, memory, row, dq + b * dq_b + h * dq_h, dq_t, first, T, d);
 }
 
-// Grid: (key tiles, Hkv, B). The queries of all heads of the group are walked over one after the
-// other, so a gradient is summed in one place and in one order.
+// Grid: (Hkv, B, key tiles). The queries of all `heads` of the group are walked over one after the
+// other, so a gradient is summed in one place and in one order. With heads = 1 the grid is (Hq, B, key
+// tiles), and what the block's one query head gives goes to dk_parts (B, S, Hq, d) and dv_parts.
 KERNEL __launch_bounds__(THREADS)
     attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
                   const float* lse, const float* delta, elem* dk, i64 dk_b, i64 dk_t, i64 dk_h,
-                  elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h) {
+                  elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h, int heads,
+                  float* dk_parts, float* dv_parts) {
     SHARED(memory);
     const u32 tk = shared_address(memory), tv = tk + OWN * PITCH, stages = tv + OWN * PITCH;
     const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs
-    float* rows = (float*)(memory + 2 * OWN * PITCH + 2 * stage_bytes);  // (2 stages, 2, QUERIES)
-    const int hk = blockIdx.y, b = blockIdx.z, group = Hq / Hkv, first = blockIdx.x * OWN;
+    const u32 rows = 2 * OWN * PITCH + 2 * stage_bytes;  // where (2 stages, 2, QUERIES) floats are:
+                                                         // lse, then delta
+    const int h0 = blockIdx.x * heads, hk = h0 / (Hq / Hkv), b = blockIdx.y;
+    const int first = key_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < S ? first + OWN - 1 : S - 1;
-    const Rules shared_rules = ATTENTION_RULES(b, hk * group);
+    const Rules shared_rules = ATTENTION_RULES(b, h0);
     const int begin = shared_rules.query_begin(first) / QUERIES * QUERIES;
     const int end = shared_rules.query_end(last + 1);
     const int each = begin < end ? (end - begin + QUERIES - 1) / QUERIES : 0;  // tiles of a head
-    const int tiles = group * each;
+    const int tiles = heads * each;
 
     int least = 0, greatest = 0;  // documents of the block's keys
     if (MASKED && ranges) shared_rules.span(first, last, least, greatest);
@@ -321,18 +344,18 @@ KERNEL __launch_bounds__(THREADS)
         return j;
     };
 
-    // Start on tile j: its rows of q and dout, and their lse (in units of log 2) and delta.
+    // Start on tile j: its rows of q and dout, and their lse and delta; rows beyond T are hidden by
+    // the rules.
     auto fetch_queries = [&](int j, int turn) {
-        const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
+        const int h = h0 + j / each, t0 = begin + j % each * QUERIES;
         const u32 stage = stages + turn * stage_bytes;
         fetch<QUERIES>(stage, q + b * q_b + h * q_h, q_t, t0, T, d);
         fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * dout_b + h * dout_h, dout_t, t0, T, dv);
-        if (threadIdx.x < QUERIES) {
-            const int t = t0 + threadIdx.x;
-            const i64 at = ((i64)b * Hq + h) * T + t;
-            float* to = rows + turn * 2 * QUERIES + threadIdx.x;
-            to[0] = t < T ? lse[at] * LOG2E : INFINITY;
-            to[QUERIES] = t < T ? delta[at] : 0.0f;
+        if (threadIdx.x < 2 * QUERIES) {  // whole warps: first lse, then delta
+            const int t = t0 + threadIdx.x % QUERIES;
+            const float* from = threadIdx.x < QUERIES ? lse : delta;
+            copy_async4(tk + rows + (turn * 2 * QUERIES + threadIdx.x) * 4,
+                        t < T ? from + ((i64)b * Hq + h) * T + t : from, t < T);
         }
     };
 
@@ -351,8 +374,8 @@ KERNEL __launch_bounds__(THREADS)
         copy_wait<1>();
         sync_block();  // tile j has landed
         const u32 tq = stages + turn * stage_bytes, tdo = tq + QUERIES * PITCH;
-        const float* row_lse = rows + turn * 2 * QUERIES;
-        const int h = hk * group + j / each, t0 = begin + j % each * QUERIES;
+        const float* row_lse = (const float*)(memory + rows) + turn * 2 * QUERIES;
+        const int h = h0 + j / each, t0 = begin + j % each * QUERIES;
         const Rules rules = ATTENTION_RULES(b, h);
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];  // transposed: rows are keys
         clear(s);
@@ -367,7 +390,7 @@ KERNEL __launch_bounds__(THREADS)
                 const int column = n * 8 + c + i % 2, t = t0 + column;
                 const int u = first + row + g + 8 * (i / 2);
                 const float x = score(rules, s[n][i], scale2, t, u, inside);
-                const float p = exp2_fast(x - row_lse[column]);
+                const float p = exp2_fast(x - row_lse[column] * LOG2E);
                 const float kept = DROPOUT ? rules.kept(t, u) : 1.0f;
                 s[n][i] = p * kept;
                 dp[n][i] = p * (kept * dp[n][i] - row_lse[QUERIES + column]);
@@ -377,6 +400,11 @@ KERNEL __launch_bounds__(THREADS)
         sync_block();  // tile j has been read
     }
     copy_wait<0>();
+    if (dk_parts) {
+        store_floats(acc_k, dk_parts + ((i64)b * S * Hq + h0) * d, (i64)Hq * d, first + row, S, d);
+        store_floats(acc_v, dv_parts + ((i64)b * S * Hq + h0) * dv, (i64)Hq * dv, first + row, S, dv);
+        return;
+    }
     sync_block();  // with no tiles: all of the keys and values have landed
     const float factor[2] = {scale, scale}, one[2] = {1.0f, 1.0f};
     store_rows(acc_k, factor, memory, row, dk + b * dk_b + hk * dk_h, dk_t, first, S, d);

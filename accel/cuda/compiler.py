@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from accel.cache_files import default_root
 from accel.cuda import sources
 
-ARCHITECTURES = ("sm_80", "sm_90a")  # what the tests compile for
+OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-lineinfo")  # of every kernel file
 
 
 class Usage(NamedTuple):
@@ -93,11 +93,9 @@ def compile_kernels(
         One for each kernel, in the order of the assembler's report.
     """
     nvrtc = _nvrtc()
-    options = [f"-arch={architecture}", "-std=c++17", "--ptxas-options=-v", "-lineinfo"]
-    options += [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
     program = nvrtc.createProgram(text, f"{name}.cu", [], [])
     try:
-        nvrtc.compileProgram(program, tuple(options))
+        nvrtc.compileProgram(program, options_of(architecture, defines))
         log = nvrtc.getProgramLog(program)
         return bytes(nvrtc.getCUBIN(program)), read_usage(log)
     except nvrtc.NVRTCError as error:
@@ -105,6 +103,12 @@ def compile_kernels(
         raise CompileError(f"NVRTC refuses {name}.cu for {architecture}:\n{log}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def options_of(architecture: str, defines: Mapping[str, int]) -> tuple[str, ...]:
+    """Return all that NVRTC is told beside the text."""
+    macros = (f"-D{macro}={value}" for macro, value in sorted(defines.items()))
+    return (f"-arch={architecture}", *OPTIONS, *macros)
 
 
 def read_usage(log: str) -> list[Usage]:
@@ -130,7 +134,7 @@ def read_usage(log: str) -> list[Usage]:
 def cubin_file(source: str, architecture: str, defines: Mapping[str, int]) -> Path:
     """Return a file with the machine code of a kernel file, compiled now or earlier."""
     text = sources.join(sources.parts(source))
-    parts = [text, architecture, repr(sorted(defines.items())), repr(nvrtc_version())]
+    parts = [text, *options_of(architecture, defines), repr(nvrtc_version())]
     name = f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.cubin"
     folder = (default_root() or Path(tempfile.mkdtemp(prefix="myllm-"))) / "cuda"
     path = folder / name

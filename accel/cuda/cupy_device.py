@@ -8,6 +8,7 @@ import errno
 import importlib
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -26,7 +27,11 @@ CUDA_R_32F, CUDA_R_16BF = 0, 14
 COMPUTE_32F, COMPUTE_32F_PEDANTIC = 68, 69
 GEMM_DEFAULT = -1
 POINTER_MODE_HOST = 0
-COMPUTE_CAPABILITY_MAJOR = 75  # cudaDeviceAttr
+# partial sums of a product keep the type that it is computed in, float32, where cuBLAS would
+# otherwise be free to add them up in the type of the result, bf16
+DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t
+# cudaDeviceAttr
+COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 97
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 
@@ -47,6 +52,14 @@ def backend(compute: str) -> Ops:
 
 def find_gpu() -> int:
     """Return the index of this process's GPU: by its rank on this machine, in turn."""
+    # what CuPy and NumPy warn of at import is shown even where warnings are made errors: it is no
+    # reason not to start
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        return _find_gpu()
+
+
+def _find_gpu() -> int:
     nvrtc_version()  # says so when CuPy or NVRTC is missing
     from cupy_backends.cuda.api import runtime
 
@@ -100,12 +113,16 @@ class CuPyDevice:
 
     def __init__(self, index: int):
         import cupy
+        from cupy_backends.cuda.api import runtime
         from cupy_backends.cuda.libs import cublas
 
         self._cupy: Any = cupy
         self._cublas: Any = cublas
         self._gpu = cupy.cuda.Device(index)
         self._gpu.use()
+        self.shared_limit = int(
+            runtime.deviceGetAttribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index)
+        )
         capability = self._gpu.compute_capability  # "90", say
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if capability == '90' else ''}"
@@ -203,7 +220,9 @@ class CuPyDevice:
     ) -> None:
         """C ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
         handle = self._cupy.cuda.device.get_cublas_handle()
+        # CuPy's own handle, which whoever else uses CuPy here may have set otherwise
         self._cublas.setPointerMode(handle, POINTER_MODE_HOST)
+        self._cublas.setMathMode(handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
         bf16 = a.dtype == BF16
         kind = CUDA_R_16BF if bf16 else CUDA_R_32F
         self._cublas.gemmEx(

@@ -42,6 +42,7 @@ DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
 DEVICE Pack16 load16(const void* p) { return *(const Pack16*)p; }
 DEVICE void store16(void* p, Pack16 pack) { *(Pack16*)p = pack; }
+DEVICE void store8(float* p, const float* v) { *(float2*)p = make_float2(v[0], v[1]); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE u16 to_bf16(float x) {
@@ -90,6 +91,13 @@ template <bool TRANSPOSED> DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// The same of 4 bytes, which need no wider alignment.
+DEVICE void copy_async4(u32 to, const float* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 4 : 0)
                  : "memory");
 }
 

@@ -29,6 +29,7 @@ class Device(Protocol):
     """A machine that kernels run on."""
 
     arena: Arena  # of its steps
+    shared_limit: int  # bytes of shared memory that a block can have
 
     def __hash__(self) -> int:
         """Tell one device from another."""
@@ -181,7 +182,13 @@ def launch(
         surplus = given.keys() - defines.keys() - {name for name, _ in parameters}
         if surplus:
             raise TypeError(f"{source}.cu: {kernel} has no parameter or macro {sorted(surplus)}")
-    current().launch(source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines)
+    device = current()
+    if shared > device.shared_limit:
+        raise ValueError(
+            f"{kernel} needs {shared:,} bytes of shared memory a block at these widths, and this "
+            f"GPU has {device.shared_limit:,}: take narrower heads or rows, or another GPU"
+        )
+    device.launch(source, kernel, (x, y, z), threads, arguments, shared=shared, defines=defines)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -4,15 +4,45 @@
 // Forward reads x twice, the second time from the L1 cache, and writes y: 2·D·sizeof(elem) bytes a
 // row from and to memory. Backward reads x and dy and writes dx. Its blocks stay for many rows and
 // keep Σ dy·n (and Σ dy) of their rows in shared memory; each column there belongs to one thread.
-// The partial sums leave as one row per block, for reduce.cu. How rows are dealt out depends on
-// their number alone.
+// Element k of pack j lies at k·packs + j, so that the lanes of a warp, on neighbouring packs, are on
+// neighbouring banks. The partial sums leave as one row per block, for reduce.cu. How rows are dealt
+// out depends on their number alone.
 
 template <class F> DEVICE void columns(i64 D, F f) {
     for (i64 i = (i64)threadIdx.x * PACK; i < D; i += (i64)blockDim.x * PACK) f(i);
 }
 
-DEVICE void load_gain(const float* gain, i64 i, i64 D, float (&g)[PACK]) {
-    for (int k = 0; k < PACK; ++k) g[k] = i + k < D ? gain[i + k] : 0.0f;
+// Elements i … i + PACK - 1 of an array of D floats, zeros from D on. `wide`: D % PACK == 0, and the
+// array is aligned.
+DEVICE void load_floats(const float* from, i64 i, i64 D, bool wide, float (&v)[PACK]) {
+    if (wide) {
+        for (int k = 0; k < PACK; k += 4) {
+            const Pack16 four = load16(from + i + k);
+            for (int j = 0; j < 4; ++j) v[k + j] = bits_to_float(four.w[j]);
+        }
+    } else {
+        for (int k = 0; k < PACK; ++k) v[k] = i + k < D ? from[i + k] : 0.0f;
+    }
+}
+
+// The block's sums of the columns of pack i / PACK: the element k of `sums`, laid out as said above.
+DEVICE float& sum_of(float* sums, i64 i, i64 D, int k) {
+    const int packs = (int)((D + PACK - 1) / PACK);
+    return sums[k * packs + (int)i / PACK];
+}
+
+// Write the block's sums of D columns to a row of floats.
+DEVICE void store_sums(float* to, float* sums, i64 i, i64 D, bool wide) {
+    if (wide) {
+        for (int k = 0; k < PACK; k += 4) {
+            Pack16 four;
+            for (int j = 0; j < 4; ++j) four.w[j] = float_to_bits(sum_of(sums, i, D, k + j));
+            store16(to + i + k, four);
+        }
+    } else {
+        for (int k = 0; k < PACK; ++k)
+            if (i + k < D) to[i + k] = sum_of(sums, i, D, k);
+    }
 }
 
 // Grid: one block a row. stats (N): the reciprocal root mean square.
@@ -21,6 +51,7 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
     float* scratch = (float*)memory;
     const i64 row = blockIdx.x;
     const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
+    const bool floats = D % PACK == 0 && aligned(gain);
     float squares = 0.0f;
     columns(D, [&](i64 i) {
         float v[PACK];
@@ -31,7 +62,7 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
     columns(D, [&](i64 i) {
         float v[PACK], g[PACK];
         load_pack(x + row * D, i, D, wide, v);
-        load_gain(gain, i, D, g);
+        load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) v[k] = v[k] * r * g[k];
         store_pack(y + row * D, i, D, wide, v);
     });
@@ -39,16 +70,16 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
 }
 
 // dx = r (dn - n mean(dn n)), dn = dy g, n = x r. partial (gridDim.x, D) receives Σ dy n of the
-// block's rows. Shared memory: 32 + D floats.
+// block's rows. Shared memory: 32 floats, and D rounded up to whole packs.
 KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const float* rstd,
                         elem* dx, float* partial, i64 N, i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
     float* dgain = scratch + 32;
     const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     columns(D, [&](i64 i) {
-        for (int k = 0; k < PACK; ++k)
-            if (i + k < D) dgain[i + k] = 0.0f;
+        for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
     });
     for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
         const float r = rstd[row];
@@ -57,11 +88,11 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
             float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_gain(gain, i, D, g);
+            load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = v[k] * r;
                 along += d[k] * g[k] * n;
-                if (i + k < D) dgain[i + k] += d[k] * n;
+                sum_of(dgain, i, D, k) += d[k] * n;
             }
         });
         const float mean = block_sum(along, scratch) / (float)D;
@@ -69,15 +100,12 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
             float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_gain(gain, i, D, g);
+            load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) d[k] = r * (d[k] * g[k] - v[k] * r * mean);
             store_pack(dx + row * D, i, D, wide, d);
         });
     }
-    columns(D, [&](i64 i) {
-        for (int k = 0; k < PACK; ++k)
-            if (i + k < D) partial[blockIdx.x * D + i + k] = dgain[i + k];
-    });
+    columns(D, [&](i64 i) { store_sums(partial + blockIdx.x * D, dgain, i, D, floats); });
 }
 
 // Grid: one block a row. The variance is that of the centred row, so that a large mean costs no
@@ -88,6 +116,7 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     float* scratch = (float*)memory;
     const i64 row = blockIdx.x;
     const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
+    const bool floats = D % PACK == 0 && aligned(gain) && aligned(bias);
     float total = 0.0f, squares = 0.0f;
     columns(D, [&](i64 i) {
         float v[PACK];
@@ -105,8 +134,8 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     columns(D, [&](i64 i) {
         float v[PACK], g[PACK], b[PACK];
         load_pack(x + row * D, i, D, wide, v);
-        load_gain(gain, i, D, g);
-        load_gain(bias, i, D, b);
+        load_floats(gain, i, D, floats, g);
+        load_floats(bias, i, D, floats, b);
         for (int k = 0; k < PACK; ++k) v[k] = (v[k] - m) * r * g[k] + b[k];
         store_pack(y + row * D, i, D, wide, v);
     });
@@ -117,17 +146,18 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
 }
 
 // dx = r (dn - mean(dn) - n mean(dn n)). partial (gridDim.x, 2, D) receives Σ dy n and Σ dy.
-// Shared memory: 32 + 2 D floats.
+// Shared memory: 32 floats, and twice D rounded up to whole packs.
 KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, const float* mean,
                           const float* rstd, elem* dx, float* partial, i64 N, i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
     float* dgain = scratch + 32;
-    float* dbias = dgain + D;
+    float* dbias = dgain + (D + PACK - 1) / PACK * PACK;
     const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     columns(D, [&](i64 i) {
         for (int k = 0; k < PACK; ++k)
-            if (i + k < D) dgain[i + k] = dbias[i + k] = 0.0f;
+            sum_of(dgain, i, D, k) = sum_of(dbias, i, D, k) = 0.0f;
     });
     for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
         const float m = mean[row], r = rstd[row];
@@ -136,15 +166,13 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
             float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_gain(gain, i, D, g);
+            load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = (v[k] - m) * r;
                 along += d[k] * g[k] * n;
                 sum += d[k] * g[k];
-                if (i + k < D) {
-                    dgain[i + k] += d[k] * n;
-                    dbias[i + k] += d[k];
-                }
+                sum_of(dgain, i, D, k) += d[k] * n;
+                sum_of(dbias, i, D, k) += d[k];
             }
         });
         const float mean_along = block_sum(along, scratch) / (float)D;
@@ -153,17 +181,14 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
             float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_gain(gain, i, D, g);
+            load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k)
                 d[k] = r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
             store_pack(dx + row * D, i, D, wide, d);
         });
     }
     columns(D, [&](i64 i) {
-        for (int k = 0; k < PACK; ++k)
-            if (i + k < D) {
-                partial[blockIdx.x * 2 * D + i + k] = dgain[i + k];
-                partial[(blockIdx.x * 2 + 1) * D + i + k] = dbias[i + k];
-            }
+        store_sums(partial + blockIdx.x * 2 * D, dgain, i, D, floats);
+        store_sums(partial + (blockIdx.x * 2 + 1) * D, dbias, i, D, floats);
     });
 }

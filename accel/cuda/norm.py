@@ -40,6 +40,11 @@ def _threads(x: Array) -> int:
     return min(256, 32 * ceil_div(x.shape[-1], 32 * pack(x)))
 
 
+def _sums(x: Array) -> int:
+    """Return the bytes of a float for each column, in whole packs."""
+    return 4 * pack(x) * ceil_div(x.shape[-1], pack(x))
+
+
 def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
     """Return x / √(mean(x²) + eps) · gain, shape (..., D)."""
     x, gain = contiguous(x), to_dtype(gain, F32)
@@ -63,7 +68,7 @@ def rmsnorm_backward(
     dx, partial = empty(x.shape, x.dtype), empty((blocks, D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "rstd": rstd, "N": rows, "D": D}
     given |= {"dx": dx, "partial": partial}
-    launch("norm", "rmsnorm_backward", blocks, _threads(x), SCRATCH + 4 * D, **given)
+    launch("norm", "rmsnorm_backward", blocks, _threads(x), SCRATCH + _sums(x), **given)
     sum_rows(partial, dgain)
     return dx, dgain
 
@@ -95,7 +100,7 @@ def layernorm_backward(
     dx, partial = empty(x.shape, x.dtype), empty((blocks, 2 * D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "mean": mean, "rstd": rstd}
     given |= {"dx": dx, "partial": partial, "N": rows, "D": D}
-    launch("norm", "layernorm_backward", blocks, _threads(x), SCRATCH + 8 * D, **given)
+    launch("norm", "layernorm_backward", blocks, _threads(x), SCRATCH + 2 * _sums(x), **given)
     both = empty((2 * D,), F32)
     sum_rows(partial, both)
     sum_rows(both[:D].reshape(1, D), dgain)

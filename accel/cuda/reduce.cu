@@ -19,11 +19,21 @@ KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) 
         if (i + k < D) partial[blockIdx.y * D + i + k] = total[k];
 }
 
-// out (D) = Σ of partial (P, D) over its rows, onto what is there when `accumulate`.
+// out (D) = Σ of partial (P, D) over its rows, onto what is there when `accumulate`. A block owns 32
+// columns, a lane each; its warps take every 8th row, and their sums are added in the order of warps.
+// Shared memory: 8·32 floats.
 KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) {
-    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= D) return;
-    float total = accumulate ? out[i] : 0.0f;
-    for (i64 p = 0; p < P; ++p) total += partial[p * D + i];
+    SHARED(memory);
+    float* sums = (float*)memory;  // (warps, 32)
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const i64 i = (i64)blockIdx.x * 32 + lane;
+    float total = 0.0f;
+    if (i < D)
+        for (i64 p = warp; p < P; p += warps) total += partial[p * D + i];
+    sums[threadIdx.x] = total;
+    sync_block();
+    if (warp > 0 || i >= D) return;
+    total = accumulate ? out[i] : 0.0f;
+    for (int w = 0; w < warps; ++w) total += sums[w * 32 + lane];
     out[i] = total;
 }

@@ -1,8 +1,10 @@
 """The benchmark of the cuda backend does what it says: tried on the shim, with another clock."""
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel.bench import cuda as bench
@@ -16,24 +18,51 @@ from tests.helpers.models import toy
 require.shim()
 
 
-class Event:
-    """A CUDA event on which every call takes two milliseconds."""
+class Events:
+    """CUDA's events and copies: between two events are two milliseconds; what happens is kept."""
 
-    def record(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.done = [False]  # of the next events, whether they are over when asked; the last stays
 
-    def synchronize(self) -> None:
-        pass
+    def event(self) -> Any:
+        def note(what: str) -> Any:
+            return lambda: self.order.append(what)
+
+        owner = self
+
+        class Event:
+            record = staticmethod(note("record"))
+            synchronize = staticmethod(note("synchronize"))
+
+            @property
+            def done(self) -> bool:
+                return owner.done.pop(0) if len(owner.done) > 1 else owner.done[0]
+
+        return Event()
+
+    def copy(self, to: int, array: int, nbytes: int, kind: int, stream: int) -> None:
+        assert kind == 3 and stream == devices.current().stream()
+        ctypes.memmove(to, array, nbytes)
+        self.order.append("copy")
 
 
-def fake_cupy() -> Any:
+def fake_cupy(events: Events | None = None) -> Any:
+    events = events or Events()
     pool = SimpleNamespace(free_all_blocks=lambda: None)
-    cuda = SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: 2.0)
+    cuda = SimpleNamespace(
+        Event=events.event,
+        get_elapsed_time=lambda begin, end: 2.0,
+        Device=lambda: SimpleNamespace(synchronize=lambda: None),
+        runtime=SimpleNamespace(memcpyAsync=events.copy),
+    )
     return SimpleNamespace(cuda=cuda, get_default_memory_pool=lambda: pool)
 
 
 @pytest.fixture
-def tried() -> Any:
+def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(bench, "FILL", 64)
+    monkeypatch.setattr(bench, "MOST_CALLS", 1)
     before = devices.use(ShimDevice())
     yield bench.Bench(ops_bf16, fake_cupy(), 1)
     devices.use(before)
@@ -69,10 +98,55 @@ def test_a_row_says_how_near_its_ceiling_it_is(tried: bench.Bench) -> None:
     assert tried.row("", lambda: None, 0, 2 * 16**3).note.endswith("100% of the ceiling")
 
 
-def test_the_step_and_its_memory(tried: bench.Bench) -> None:
+def test_calls_are_queued_behind_work_that_keeps_the_gpu_busy(
+    tried: bench.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    tried.cupy = fake_cupy(events)
+    assert tried.queued(lambda: events.order.append("call"), 3) == 2e-3 / 3
+    calls = ["record", "call", "call", "call", "record", "synchronize"]
+    assert events.order == ["copy"] * 4 + calls and not tried.waited
+    # the copies were over before the last call was queued: more of them
+    events.order.clear()
+    events.done = [True, False]
+    tried.queued(lambda: events.order.append("call"), 3)
+    assert events.order == ["copy"] * 4 + calls + ["copy"] * 32 + calls and not tried.waited
+    events.done = [True]
+    row = tried.row("", lambda: None, 4, 0)
+    assert tried.waited and row.note.endswith("the GPU waits for Python")
+    monkeypatch.setattr(bench, "MOST_CALLS", 50)
+    events.order.clear()
+    tried.wall = lambda call: 1e-3  # type: ignore[method-assign]
+    assert tried.time(lambda: None) == 2e-3 / 20  # as many as 20 ms hold
+
+
+def test_the_copy_that_others_are_held_against_is_cuda_s_own(tried: bench.Bench) -> None:
+    device = devices.current()
+    a, b = (device.upload(np.full(8, x, np.float32)) for x in (1, 2))
+    tried.device_copy(b, a)
+    np.testing.assert_array_equal(b, a)
+    device.launches.clear()  # type: ignore[attr-defined]
+    tried.measure_ceilings(1000, 16)
+    assert set(device.launches) <= {"gemm", "to_bf16_array"}  # type: ignore[attr-defined]
+
+
+def test_as_many_sequences_as_the_gpu_has_room_for() -> None:
+    assert [bench.default_batch(gb * 10**9, False) for gb in (24, 79, 85, 150)] == [1, 1, 4, 4]
+    assert bench.default_batch(150 * 10**9, True) == 1
+
+
+def test_the_step_and_its_memory(tried: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wall(call: Any) -> float:
+        call()
+        return 2e-3
+
+    tried.wall = wall  # type: ignore[method-assign]
+    tried.queued(lambda: None, 1)
+    assert tried.ops.memory() == 2 * bench.FILL
     step, memory = tried.step(toy(MYLLM_1B), 2, 8)
     assert step.ours == 2e-3 and step.note.startswith("8,000 tokens/s")
     assert memory.ours > 0 and memory.unit == "B"
+    assert not tried._busy  # what kept the GPU busy is no part of it
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(

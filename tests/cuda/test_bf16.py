@@ -25,6 +25,8 @@ require.shim()
 
 MMA_WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
 MMA_CASES = [*attention_cases(MMA_WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
+WHOLE_CASES = [*attention_cases(((128, 72),)), *long_attention_cases(((64, 64),))]
+SMALL_CASES = [*long_attention_cases(((128, 128),))]
 CASES = [*cases(), *attention_cases(((5, 7),))]
 
 
@@ -48,6 +50,22 @@ def test_bf16_keeps_to_the_rule(case: Any) -> None:
         assert closeness.ok, (name, closeness)
 
 
+def whole_groups(patch: pytest.MonkeyPatch) -> None:
+    """Let each block of dk and dv walk over a group of query heads, as where blocks are many."""
+    patch.setattr(attention, "ENOUGH", 0)
+    patch.setattr(attention, "ENOUGH_EQUAL", 0)
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES, ids=[what for _, what, _, _ in WHOLE_CASES])
+def test_so_do_blocks_that_walk_over_a_group_of_heads(
+    case: Any, shims: dict[str, ShimDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_groups(monkeypatch)
+    shims["forward"].launches.clear()
+    test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(case, shims)
+    assert "sum_heads" not in shims["forward"].launches
+
+
 @pytest.mark.parametrize("case", MMA_CASES, ids=[what for _, what, _, _ in MMA_CASES])
 def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
     case: Any, shims: dict[str, ShimDevice]
@@ -63,6 +81,45 @@ def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=[what for _, what, _, _ in SMALL_CASES])
+def test_attention_keeps_to_the_rule_where_a_block_has_99_kib(case: Any) -> None:
+    small = ShimDevice("shuffled", shared_limit=99 * 1024)
+    devices.use(small)
+    op, _, arrays, options = case
+    got = run_backend(ops_bf16, op, rounded(arrays), options)
+    for name, closeness in attention_by_the_rule(case, got).items():
+        assert closeness.ok, (name, closeness)
+    assert {"attention_forward", "attention_dq", "attention_dkv"} <= set(small.launches)
+
+
+def test_tiles_are_as_large_as_the_device_s_shared_memory_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = {}
+
+    def record(source: str, kernel: str, grid: Any, threads: int, shared: int, **more: Any) -> None:
+        launched[kernel] = (more.get("HEAD"), more.get("KEYS"), shared)
+
+    for kib, keys in ((99, 32), (163, 64), (227, 64)):
+        devices.use(ShimDevice(shared_limit=kib * 1024))
+        x = ops_bf16.from_numpy(np.zeros((1, 2, 1, 128), np.float32), activation=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "launch", lambda *a, **k: record(*a, *[0] * (5 - len(a)), **k))
+            out, cache = ops_bf16.attention_forward(x, x, x)
+            ops_bf16.attention_backward(out, cache)
+        assert launched["attention_forward"][:2] == (128, 64)
+        assert launched["attention_dq"] == (128, keys, 1024 * (96 if keys == 32 else 128))
+        assert launched["attention_dkv"] == (128, 64, 96 * 1024 + 512)
+        assert max(shared for _, _, shared in launched.values()) <= kib * 1024
+
+
+def test_heads_too_wide_for_the_device_are_refused_in_a_sentence() -> None:
+    devices.use(ShimDevice(shared_limit=99 * 1024))
+    x = ops.from_numpy(np.zeros((1, 2, 1, 512), np.float32))
+    with pytest.raises(ValueError, match=r"attention_forward needs 198,848 bytes of shared mem"):
+        ops.attention_forward(x, x, x)
 
 
 def test_widths_decide_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

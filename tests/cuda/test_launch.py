@@ -18,6 +18,8 @@ X = np.zeros((3,), np.float32)
 class Recorder:
     """A device that keeps what it was asked to launch."""
 
+    shared_limit = 99 * 1024
+
     def launch(
         self, source: str, kernel: str, grid: Any, threads: int, arguments: Any, **how: Any
     ) -> None:
@@ -89,6 +91,13 @@ def test_a_number_that_its_type_cannot_hold_is_an_error(device: Recorder) -> Non
     with pytest.raises(OverflowError):
         launch("rope", "rope", 1, x=X, table=X, y=X, T=2**31, H=1, d=1, turning=1, table_stride=0,
             sign=1)  # fmt: skip
+
+
+def test_more_shared_memory_than_the_gpu_has_is_an_error(device: Recorder) -> None:
+    launch("elementwise", "scale", 1, 64, 99 * 1024, x=X, y=X, n=3, factor=1)
+    said = r"scale needs 101,377 bytes of shared memory .* this GPU has 101,376: take narrower"
+    with pytest.raises(ValueError, match=said):
+        launch("elementwise", "scale", 1, 64, 99 * 1024 + 1, x=X, y=X, n=3, factor=1)
 
 
 def test_a_grid_without_blocks_launches_nothing() -> None:

@@ -1,9 +1,11 @@
 """Asking for the backend cuda where something is missing: one sentence that says what."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +79,79 @@ def test_on_a_gpu_that_is_too_old_or_without_cublas(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError, match=r"compute capability 8\.0 .* this one has 7\.x"):
         accel.load("cuda")
     assert asked == [0]  # the fourth rank on a machine with one GPU
+
+
+def test_a_warning_of_cupy_s_import_is_shown_and_no_error(tmp_path: Path) -> None:
+    """Also where warnings are made errors, as the tests of a GPU are run."""
+    warns = "import warnings\nwarnings.warn('several CuPy packages are installed')\n"
+    for path, text in {
+        "cupy/__init__.py": warns,
+        "cupy_backends/__init__.py": warns,
+        "cupy_backends/cuda/__init__.py": "",
+        "cupy_backends/cuda/libs/__init__.py": "",
+        "cupy_backends/cuda/libs/nvrtc.py": "getVersion = lambda: (13, 0)",
+        "cupy_backends/cuda/libs/cublas.py": "",
+        "cupy_backends/cuda/api/__init__.py": "",
+        "cupy_backends/cuda/api/runtime.py": "class CUDARuntimeError(Exception): pass\n"
+        "getDeviceCount = lambda: 1\ndeviceGetAttribute = lambda *_: 7",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    code = "import accel\naccel.load('cuda')"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        check=False,
+    )
+    assert done.stderr.count("UserWarning: several CuPy packages are installed") == 2
+    assert "ImportError: the backend 'cuda' needs a GPU of compute capability 8.0" in done.stderr
+
+
+def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(use=lambda: None, compute_capability="89")
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
+    # 97 is cudaDevAttrMaxSharedMemoryPerBlockOptin
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda what, index: {(97, 3): 101_376}[what, index]
+    )
+    for name, module in {
+        "cupy": cupy,
+        "cupy_backends": SimpleNamespace(),
+        "cupy_backends.cuda": SimpleNamespace(),
+        "cupy_backends.cuda.api": SimpleNamespace(runtime=runtime),
+        "cupy_backends.cuda.libs": SimpleNamespace(cublas=None),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    device = cupy_device.CuPyDevice(3)
+    assert (device.shared_limit, device.architecture) == (101_376, "sm_89")
+
+
+class Recorded:
+    """Stands in for a library: keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+def test_cublas_is_forbidden_to_add_up_in_bf16() -> None:
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    handles = SimpleNamespace(get_cublas_handle=lambda: 77)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=handles))
+    device._cublas = cublas = Recorded()
+    device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
+    device.address = lambda array: array.ctypes.data
+    a, out = np.zeros((4, 4), np.uint16), np.zeros((4, 4), np.uint16)
+    device.gemm_ex(False, True, 4, 4, 4, a, 4, a, 4, 0.0, out, 4)
+    names = [name for name, *_ in cublas.calls]
+    assert names == ["setPointerMode", "setMathMode", "gemmEx"]
+    assert cublas.calls[1][1:] == (77, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+    assert cublas.calls[2][-2:] == (68, -1)  # CUBLAS_COMPUTE_32F
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")

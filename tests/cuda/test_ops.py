@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from accel.cuda import device as devices
-from accel.cuda import loss, ops, ops_bf16
+from accel.cuda import loss, ops, ops_bf16, sources
 from accel.cuda.linear import matmul
 from reference import ops as reference
 from reference.presets import TINY
@@ -368,3 +368,31 @@ def test_without_a_device_the_ops_say_how_to_get_one() -> None:
     devices.use(None)
     with pytest.raises(RuntimeError, match=r"accel\.load"):
         ops.from_numpy(np.zeros(3, np.float32))
+
+
+# ---- where norms keep the sums of columns --------------------------------------------------------
+
+BANKS = """
+KERNEL places(int* to, i64 D) {
+    SHARED(memory);
+    float* sums = (float*)memory;
+    columns(D, [&](i64 i) {
+        for (int k = 0; k < PACK; ++k)
+            to[k * blockDim.x + threadIdx.x] = (int)(&sum_of(sums, i, D, k) - sums);
+    });
+}
+"""
+
+
+@pytest.mark.parametrize("bf16", [0, 1])
+def test_lanes_of_a_warp_add_up_columns_on_different_banks(bf16: int) -> None:
+    pack = 8 if bf16 else 4
+    threads = 224
+    shim = ShimDevice(extra={"places": sources.text_of("norm.cu") + BANKS})
+    to = shim.empty((pack, threads), np.int32)
+    arguments = (to, np.int64(pack * threads))
+    shim.launch("places", "places", (1, 1, 1), threads, arguments, shared=0, defines={"BF16": bf16})
+    assert sorted(to.ravel()) == list(range(pack * threads))
+    for warp in to.reshape(pack, -1, 32) % 32:
+        for banks in warp:
+            assert len(set(banks)) == 32

@@ -61,6 +61,8 @@ class ShimDevice:
         File name -> changes (old text, new text); each old text must occur exactly once.
     extra : mapping
         More kernel sources, name -> text.
+    shared_limit : int
+        Bytes of shared memory that a block can have: 227 KiB on Hopper, 99 KiB on RTX 30, 40, 50.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class ShimDevice:
         early: bool = False,
         edits: Edits | None = None,
         extra: Mapping[str, str] | None = None,
+        shared_limit: int = 227 * 1024,
     ):
         self.order = order
+        self.shared_limit = shared_limit
         self.early = early
         self.edits = dict(edits or {})
         self.extra = dict(extra or {})
@@ -151,6 +155,8 @@ class ShimDevice:
         shared: int,
         defines: Mapping[str, int],
     ) -> None:
+        if shared > self.shared_limit:
+            raise ShimError(f"{kernel}: a block can have {self.shared_limit} bytes, not {shared}")
         library = self._library(source, defines)
         types = getattr(library, f"shim_types_{kernel}")
         types.restype = ctypes.c_char_p

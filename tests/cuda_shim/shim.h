@@ -46,7 +46,7 @@ struct Dim {
 enum Order { FORWARD, REVERSE, SHUFFLED };
 
 struct Copy {
-    uint32_t to;
+    uint32_t to, bytes;
     const void* from;
     bool valid;
 };
@@ -194,16 +194,17 @@ __attribute__((noinline)) void collective(int op, const void* in, void* out, F c
     }
 }
 
-inline void in_shared(uint32_t address, size_t bytes, const char* what) {
-    if (address & 15) fail("%s: shared address %u is not a multiple of 16", what, address);
+inline void in_shared(uint32_t address, uint32_t bytes, const char* what) {
+    if (address % bytes)
+        fail("%s: shared address %u is not a multiple of %u", what, address, bytes);
     if (address + bytes > shared_bytes)
         fail("%s: shared address %u lies outside the %zu bytes of the launch", what, address,
              shared_bytes);
 }
 
 inline void land(const Copy& copy) {
-    if (copy.valid) memcpy(shared + copy.to, copy.from, 16);
-    else memset(shared + copy.to, 0, 16);
+    if (copy.valid) memcpy(shared + copy.to, copy.from, copy.bytes);
+    else memset(shared + copy.to, 0, copy.bytes);
 }
 
 inline void land_groups(size_t still_flying) {
@@ -307,7 +308,6 @@ inline const char* launch(Dim grid, unsigned threads, size_t bytes, int order, u
     static size_t n_stacks = 0;
     failure.clear();
     if (threads == 0 || threads % 32 || threads > 1024) return "threads must be 32, 64, … 1024";
-    if (bytes > 227 * 1024) return "a block can have 227 KiB of shared memory at most";
     if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
         return "a grid must have 1 to 65,535 blocks along y and z, and one at least along x";
     if (n_stacks < threads) {
@@ -467,6 +467,10 @@ inline void store16(void* p, Pack16 pack) {
     if ((uintptr_t)p & 15) shim::fail("a 16-byte store to an address that is no multiple of 16");
     memcpy(p, &pack, 16);
 }
+inline void store8(float* p, const float* v) {
+    if ((uintptr_t)p & 7) shim::fail("an 8-byte store to an address that is no multiple of 8");
+    memcpy(p, v, 8);
+}
 
 struct MmaOperands {
     uint32_t a[4], b[2];
@@ -525,11 +529,21 @@ template <bool TRANSPOSED> inline void ldmatrix(uint32_t (&r)[4], uint32_t addre
     });
 }
 
+namespace shim {
+inline void copy_async(uint32_t to, uint32_t bytes, const void* from, bool valid) {
+    in_shared(to, bytes, "cp.async");
+    if ((uintptr_t)from % bytes) fail("cp.async: the source is not a multiple of %u", bytes);
+    current->open.push_back({to, bytes, from, valid});
+    if (early_copies) land(current->open.back());
+}
+}  // namespace shim
+
 inline void copy_async(uint32_t to, const void* from, bool valid) {
-    shim::in_shared(to, 16, "cp.async");
-    if ((uintptr_t)from & 15) shim::fail("cp.async: the source is not a multiple of 16");
-    shim::current->open.push_back({to, from, valid});
-    if (shim::early_copies) shim::land(shim::current->open.back());
+    shim::copy_async(to, 16, from, valid);
+}
+
+inline void copy_async4(uint32_t to, const float* from, bool valid) {
+    shim::copy_async(to, 4, from, valid);
 }
 
 inline void copy_commit() {

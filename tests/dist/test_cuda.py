@@ -18,7 +18,7 @@ from dist.carriers import Carried, Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo, bounds_of_slices
 from dist.config import RunFile
 from dist.train import StopRequest, Trainer
-from reference.params import decoder_layout
+from reference.params import Layout, decoder_layout
 from reference.types import Array
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
@@ -111,6 +111,30 @@ def test_a_step_leaves_alone_what_it_was_not_to_touch(tmp_path: Path, shim: Shim
     assert trainer.run(StopRequest()) is None
 
 
+def test_a_start_sends_the_device_one_parameter_at_a_time(
+    tmp_path: Path, shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host draws or holds of a model is its largest parameter; zeros take no memory."""
+    config = on("cuda", prepare(tmp_path, train__global_batch=8), "bf16")
+    layout = decoder_layout(config.model)
+    upload, sent = shim.upload, []
+
+    def noted(array: Any) -> Any:
+        if array.any():
+            sent.append(array.size)
+        return upload(array)
+
+    drawn = layout.init(config.train.seed)
+    monkeypatch.setattr(shim, "upload", noted)
+    monkeypatch.setattr(Layout, "init", lambda *_: pytest.fail("all of it was drawn at once"))
+    trainer = Trainer(config, Solo())
+    np.testing.assert_array_equal(trainer.stepper.master, drawn)
+    assert max(sent) == max(spec.size for _, spec in layout.offsets.values()) < layout.size
+    monkeypatch.setattr(shim, "upload", lambda array: pytest.fail("a leaf came from the host"))
+    for _ in range(3):
+        assert trainer.stepper._tree.leaf().shape == (layout.size,)
+
+
 # ---- how arrays travel ---------------------------------------------------------------------------
 
 
@@ -141,6 +165,7 @@ def test_nccl_moves_slices_as_the_contract_of_ranks_says(
     device, wires = ShimDevice(), Wires()
     nccl = module(device, wires)
     ranks: list[Any] = [Nccl(Control(rank, size), device, nccl) for rank in range(size)]  # type: ignore[arg-type]
+    wires.deliver()  # of the start
     bounds = bounds_of_slices(n, block, size)
     values = np.random.default_rng(seed).standard_normal((size, n)).astype(np.float32)
     flats = [device.upload(row) for row in values]
@@ -167,6 +192,10 @@ def test_every_rank_sends_its_slice_in_one_group() -> None:
     control: Any = Control(1, 4)
     Control.kept = bytes(range(128))
     rank = Nccl(control, device, module(device, wires))
+    start = wires.groups.pop(1)  # a float from and to each, so that connections are there
+    assert [(c.kind, c.count, c.peer) for c in start] == [
+        (kind, 1, peer) for peer in (0, 2, 3) for kind in ("send", "recv")
+    ]
     flat, bounds = device.upload(np.zeros(35, np.float32)), [0, 16, 24, 32, 35]
     at = device.address(flat)
     parts = rank.exchange(flat, bounds)
@@ -245,6 +274,22 @@ def test_nccl_that_cannot_start_is_told_in_a_sentence(
     nccl.NcclCommunicator = fails
     with pytest.raises(ValueError, match=r"NCCL could not start \(NCCL_ERR.*run\.comm = 'mpi'"):
         two("auto")
+
+
+def test_nccl_that_has_no_memory_for_its_first_group_is_told_in_a_sentence(
+    two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = module(shim, Wires())
+
+    def full() -> None:
+        raise nccl.NcclError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
+
+    nccl.groupEnd = full
+    monkeypatch.setattr(carriers, "_nccl_module", lambda: nccl)
+    with pytest.raises(
+        ValueError, match=r"move the arrays .*UNHANDLED_CUDA.*smaller train\.micro_"
+    ):
+        two("nccl")
 
 
 def test_cupy_s_binding_is_asked_whether_the_library_is_there(

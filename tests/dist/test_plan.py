@@ -20,11 +20,11 @@ def test_the_headline_figures() -> None:
     assert 2 * plan.scores == 3.5 * 2**30
     assert plan.sent == 2 * n * 7 // 8 * 4
     assert plan.master == 4 * n and plan.moments == n and plan.weights == 2 * n
-    assert plan.gradients == 4 * n * 4  # accumulation 4: three buffers, and the received slices
+    assert plan.gradients == 4 * n * 2  # one micro-batch: its buffer, and the received slices
     assert plan.checkpoint == 12 * n
     # 51,776 bytes a token and layer, of which norms and the SwiGLU product are 16,896
     token = {"none": 51_776 * 28, "norms": 34_880 * 28, "block": 3_584 * 28 + 51_776}
-    assert plan.activations == {level: 8_192 * n for level, n in token.items()}
+    assert plan.activations == {level: 4 * 8_192 * n for level, n in token.items()}
     assert plan.steps == 47_837 + 57_221
     assert plan.exposures == 105_058 * 262_144
 
@@ -73,7 +73,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert figure in said
     assert cli.main(["plan", "myllm-1b", "--ranks", "64"]) == 1
-    assert "at most 32 ranks" in capsys.readouterr().err
+    assert "at most 8 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset", ["gpt2-small", "laptop", "demo"])

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accel
 from dist import checkpoint
 from dist import step as steps
 from dist.comm import AllRanksError, Solo, bounds_of_slices, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
 from dist.monitor import Guards, Memory, Metrics, read_metrics
-from dist.step import Gradient, Stepper, TreeSum, add_in_tree_order, sum_of
+from dist.step import Gradient, Stepper, TreeSum, add_in_tree_order, initial_weights, sum_of
 from reference import ops
 from reference.global_norm import SUM_BLOCK, clip_scale, global_norm
 from reference.model import loss_backward, loss_forward
@@ -51,7 +52,7 @@ def test_any_split_of_the_tree_adds_the_same_pairs(
     share = len(leaves) // ranks
     roots = []
     for rank in range(ranks):
-        tree = TreeSum(ops, 9)
+        tree = TreeSum(ops, np.zeros(9, np.float32))
         for value in leaves[rank * share : (rank + 1) * share]:
             leaf = tree.leaf()
             leaf[:] = value
@@ -61,7 +62,7 @@ def test_any_split_of_the_tree_adds_the_same_pairs(
 
 
 def test_the_tree_needs_one_buffer_a_level() -> None:
-    tree = TreeSum(ops, 1)
+    tree = TreeSum(ops, np.zeros(1, np.float32))
     buffers = set()
     for _ in range(64):
         leaf = tree.leaf()
@@ -72,11 +73,18 @@ def test_the_tree_needs_one_buffer_a_level() -> None:
 
 
 def test_leaves_that_are_no_power_of_two_are_refused() -> None:
-    tree = TreeSum(ops, 1)
+    tree = TreeSum(ops, np.zeros(1, np.float32))
     for _ in range(3):
         tree.push(tree.leaf())
     with pytest.raises(ValueError, match="power of two"):
         tree.root()
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_weights_drawn_one_by_one_are_those_of_the_layout(name: str) -> None:
+    layout = decoder_layout(MODELS["gpt2"])
+    drawn = initial_weights(accel.load(name), layout, 3)
+    np.testing.assert_array_equal(drawn.view(np.uint32), layout.init(3).view(np.uint32))
 
 
 @given(st.integers(1, 10 * SUM_BLOCK), st.sampled_from([1, 2, 4, 8]))

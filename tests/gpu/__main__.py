@@ -24,7 +24,8 @@ def torch_has_a_gpu() -> bool:
 
 def main() -> int:
     """Run the tests, then the benchmark; the status is that of the first to fail."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-rs", "tests/gpu"]
+    # what other libraries warn of is shown, and costs no test its run
+    tests = [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "default", "tests/gpu"]
     bench = [sys.executable, "-m", "dist", "bench", "cuda", *sys.argv[1:]]
     if "--peer" not in sys.argv and torch_has_a_gpu():
         bench += ["--peer", "torch"]

@@ -1,0 +1,55 @@
+"""What training takes of a GPU's memory, by arithmetic: nothing here has been measured on a GPU.
+
+A step's arrays are pieces of one block (``accel/cuda/arena.py``): what is kept for the backward,
+and what comes and goes. The widest moments are the loss, with a chunk of logits, and the backward
+of a block. Between pieces some of it lies free. The launchers of a whole step of MyLLM-1B, run with
+nothing behind them, ask for what is said here to within 8 % (``tests/dist/test_gpu.py``).
+"""
+
+from typing import NamedTuple
+
+from accel.cuda.loss import CHUNK_ELEMENTS
+from reference.config import Config
+
+SIZES = (80, 141)  # GB of an A100 or H100, of an H200
+GAPS = 0.05  # of the block, between its pieces
+CUBLAS = 32 << 20  # bytes of workspace that cuBLAS takes on Hopper; 4 MiB before it
+ASSUMED = 1 << 30  # bytes: CUDA's own, machine code, NCCL's buffers
+
+
+class GpuMemory(NamedTuple):
+    """Bytes on one GPU."""
+
+    states: int  # master, m and v, the gradient's tree, the weights that the ops read
+    activations: int
+    scratch: int  # what comes and goes within a step
+    gaps: int
+    libraries: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def scratch_bytes(model: Config, tokens: int, item: int) -> int:
+    """Return the bytes of a step beside activations, at its widest moment.
+
+    From the loss to the end of the backward the head's float32 gradient is held, and three arrays
+    of the residual stream's size. With them, whichever is largest: a chunk of logits; in the
+    backward of a feed-forward the gradients of its product and of its input; in that of attention
+    those of its output and of q, k and v, and dk and dv of each query head in float32.
+    """
+    c = model
+    held = 4 * c.vocab_size * c.d_model + 3 * tokens * c.d_model * item
+    chunk = min(max(1, CHUNK_ELEMENTS // c.vocab_size), tokens) * c.vocab_size * item
+    ffn = tokens * (3 if c.ffn == "swiglu" else 2) * c.d_ff * item
+    heads = (2 * c.n_heads + 2 * c.n_kv_heads) * item + 2 * 4 * c.n_heads
+    return held + max(chunk, ffn, tokens * heads * c.d_head)
+
+
+def gpu_memory(states: int, model: Config, activations: int, tokens: int, item: int) -> GpuMemory:
+    """Return the memory of a step with ``activations`` bytes kept of ``tokens`` tokens."""
+    scratch = scratch_bytes(model, tokens, item)
+    gaps = int(GAPS * (activations + scratch))
+    return GpuMemory(states, activations, scratch, gaps, CUBLAS + ASSUMED)
