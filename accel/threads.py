@@ -11,7 +11,7 @@ from numba.core import config
 
 MOST = 1024  # threads that a caller may ask for
 
-SPINS = "1000"  # turns, some tens of nanoseconds each
+SPINS = "10000"  # turns, some tens of nanoseconds each
 
 _threads: int | None = None
 _pool_started = False
