@@ -50,20 +50,21 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def usage() -> str:
-    """Return the text of ``myllm --help``."""
-    width = max((len(name) for name in COMMANDS), default=0)
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+def usage(group: str = "") -> str:
+    """Return the text of ``myllm --help``, or of the help of the commands that begin alike."""
+    shown = {name: c for name, c in COMMANDS.items() if name.startswith(group)}
+    width = max((len(name) for name in shown), default=0)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in shown.items()]
     return "\n".join(
         [
-            "usage: myllm COMMAND [ARGUMENTS]",
+            f"usage: myllm {group}COMMAND [ARGUMENTS]",
             "",
             "A transformer language model with no framework underneath.",
             "",
             "commands:",
             *lines,
             "",
-            "myllm COMMAND --help explains a command and gives an example.",
+            f"myllm {group}COMMAND --help explains a command and gives an example.",
         ]
     )
 
@@ -87,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found is None:
         known = sorted({name.split()[0] for name in COMMANDS})
         inner = [name for name in COMMANDS if name.startswith(argv[0] + " ")]
+        if inner and argv[1:] and argv[1] in ("-h", "--help"):
+            print(usage(f"{argv[0]} "))
+            return 0
         say = f"say which: {', '.join(inner)}" if inner else f"known: {', '.join(known)}"
         print(f"myllm: no command {' '.join(argv[:1])!r}; {say}", file=sys.stderr)
         return 2

@@ -26,6 +26,9 @@ def test_an_unknown_command_is_named(
     assert "no command 'fly'" in capsys.readouterr().err
     assert cli.main(["sing"]) == 2
     assert "say which: sing loud" in capsys.readouterr().err
+    assert cli.main(["sing", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "usage: myllm sing COMMAND" in said and "sing loud" in said and "train" not in said
 
 
 def test_two_words_name_a_command_and_the_rest_are_its_arguments(
