@@ -28,14 +28,20 @@ def stacks(config: RunFile) -> str:
     ("rank", "where", "how", "ranks"),
     [
         (0, "step", "stop", 2),
-        (1, "step", "stop", 4),
-        (1, "step", "spin", 2),
-        (0, "step", "read", 2),
-        (1, "step", "hold", 2),
-        (1, "start", "spin", 2),
-        (1, "evaluation", "stop", 2),
-        (0, "checkpoint", "read", 2),
-        (1, "finish", "stop", 2),
+        (1, "evaluation", "spin", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, "step", "stop", 4),
+                (1, "step", "spin", 2),
+                (0, "step", "read", 2),
+                (1, "step", "hold", 2),
+                (1, "start", "spin", 2),
+                (1, "evaluation", "stop", 2),
+                (0, "checkpoint", "read", 2),
+                (1, "finish", "stop", 2),
+            )
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_all_end(

@@ -17,8 +17,17 @@ pytestmark = pytest.mark.mpi
 STEPS = 40
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["reader left", "full", "closed"])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, "closed"),
+        (2, "reader left"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "reader left"), (1, "full"), (2, "full"), (2, "closed"))
+        ),
+    ],
+)
 def test_a_run_that_cannot_speak_goes_on(tmp_path: Path, ranks: int, how: str) -> None:
     config = prepare(tmp_path, train__steps=STEPS)
     words = [sys.executable, "-m", "dist", "train", str(save_run_file(config, tmp_path / "c.toml"))]
@@ -50,7 +59,7 @@ def test_a_run_that_cannot_speak_goes_on(tmp_path: Path, ranks: int, how: str) -
     assert said == 1 or (how == "closed" and not done.stderr)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_terminal_that_goes_away_leaves_a_checkpoint(tmp_path: Path, ranks: int) -> None:
     """The bar is drawn by a thread of its own, which must not fail aloud either."""
     config = prepare(tmp_path, train__steps=100_000)

@@ -136,8 +136,11 @@ def test_a_disk_that_takes_no_metrics_ends_all_ranks_with_a_sentence(
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        *((0, "start"), (1, "start"), (0, "step"), (1, "step"), (1, "evaluation")),
-        *((0, "checkpoint"), (1, "checkpoint"), (0, "prune"), (1, "finish")),
+        *((1, "start"), (0, "step"), (1, "evaluation"), (1, "checkpoint")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, "start"), (1, "step"), (0, "checkpoint"), (0, "prune"), (1, "finish"))
+        ),
     ],
 )
 def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
@@ -152,8 +155,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(("where", "value"), [("loss", "inf"), ("gradient", "nan")])
 def test_a_number_that_is_not_finite_on_one_rank_is_taken_on_none(
     tmp_path: Path, where: str, value: str
 ) -> None:
@@ -181,7 +183,9 @@ def test_weights_that_are_spoilt_on_one_rank_end_the_run_and_its_last_good_check
     assert train(whole, 1)[0] == 0 and digest(config) == digest(whole)
 
 
-@pytest.mark.parametrize("moment", [0.5, 1.5, 3.0])
+@pytest.mark.parametrize(
+    "moment", [1.5, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.5, 3.0))]
+)
 def test_an_mpirun_that_is_killed_leaves_no_ranks(tmp_path: Path, moment: float) -> None:
     run = start(prepare(tmp_path, train__steps=100_000), 4)
     wait_for(lambda: "rank 3" in of_run(run_file(run.config)))

@@ -14,14 +14,20 @@ pytestmark = pytest.mark.mpi
 
 CASES = [
     (1, "launcher", signal.SIGTERM),
-    (1, "launcher", signal.SIGHUP),
-    (1, "launcher", signal.SIGUSR1),
     (2, "launcher", signal.SIGINT),
-    (2, "launcher", signal.SIGHUP),
-    (2, "rank 0", signal.SIGTERM),
-    (2, "rank 0", signal.SIGHUP),
-    (2, "rank 1", signal.SIGINT),
-    (2, "rank 1", signal.SIGUSR1),
+    (2, "rank 1", signal.SIGHUP),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (1, "launcher", signal.SIGHUP),
+            (1, "launcher", signal.SIGUSR1),
+            (2, "launcher", signal.SIGHUP),
+            (2, "rank 0", signal.SIGTERM),
+            (2, "rank 0", signal.SIGHUP),
+            (2, "rank 1", signal.SIGINT),
+            (2, "rank 1", signal.SIGUSR1),
+        )
+    ),
 ]
 LONG = 100_000  # steps: the run ends because it is stopped
 
@@ -43,7 +49,7 @@ def test_a_signal_is_answered_with_a_checkpoint(
     assert (saved / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path, ranks: int) -> None:
     config = prepare(tmp_path, train__steps=LONG)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -80,7 +86,9 @@ def test_a_signal_while_kernels_are_compiled_ends_the_run_at_once(
     assert not (Path(config.run.out) / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.3, 0.6, 1.2])
+@pytest.mark.parametrize(
+    "moment", [0.6, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.0, 0.3, 1.2))]
+)
 def test_a_signal_while_ranks_are_started_ends_the_run(tmp_path: Path, moment: float) -> None:
     config = prepare(tmp_path, train__steps=LONG)
     run = start(config, 2)
