@@ -1,15 +1,19 @@
 """Several machines, as a test can make them: the same bits, over a network and whatever it does."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dist.config import RunFile
+from tests.helpers import ROOT
 from tests.helpers.processes import start, wait_for
-from tests.helpers.runs import digest, losses, prepare, with_run
-from tests.mpi.hosts import Hosts, hosts
+from tests.helpers.runs import digest, losses, prepare, save_run_file, with_run
+from tests.mpi.hosts import Hosts, hosts, myllm
 
 pytestmark = pytest.mark.mpi
 
@@ -66,3 +70,48 @@ def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path) -> None:
     status, _, err = net.start(config, 1).end()
     assert status == 0, err
     assert digest(config) == alone(config)
+
+
+def test_a_rank_knows_its_number_on_its_own_host(net: Hosts) -> None:
+    code = (
+        "import os; from accel import launcher as l, threads as t; t.available_cores = lambda: 8; "
+    )
+    code += "os.cpu_count = lambda: 8; print(os.uname()[1], l.size(), l.local_rank(), t.threads())"
+    words = [net.ssh, net.names[0], *net.mpirun(2), sys.executable, "-c", f"'{code}'"]
+    environment = {k: v for k, v in os.environ.items() if k != "MYLLM_THREADS"}
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == sorted(f"{name} 4 {rank} 4" for name in net.names for rank in (0, 1))
+
+
+THIS = os.uname().nodename
+JOB = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_NODELIST": f"{THIS},elsewhere"},
+    **{"SLURM_JOB_NODELIST": f"{THIS},elsewhere", "SLURM_TASKS_PER_NODE": "1(x2)"},
+    **{"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+}
+
+
+def test_ranks_of_this_machine_stay_here_in_a_job_of_slurm_s(tmp_path: Path) -> None:
+    """Where mpirun would take all machines of the job, by srun."""
+    status, out, err = start(prepare(tmp_path), 2, **JOB).end()
+    assert status == 0 and "2 ranks" in out, err
+
+
+def test_tasks_that_srun_starts_without_mpi_are_refused(tmp_path: Path) -> None:
+    """Each would be a run of its own, into one folder."""
+    config = prepare(tmp_path)
+    step = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    words = myllm(save_run_file(config, tmp_path / "run.toml"))
+    environment = {**os.environ, **step, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"started 2 ranks, but .* sees 1: .*srun --mpi=", done.stderr)
+    assert not (tmp_path / "run").exists()
