@@ -83,7 +83,7 @@ def _checked(name: str, value: object) -> int:
     cores = available_cores()
     if not isinstance(value, int) or not 1 <= value <= cores:
         raise ValueError(
-            f"{name} must be a number from 1 to {cores}, the cores here, got {value!r}"
+            f"{name} must be a number from 1 to {cores}, the cores here, got {value!r:.40}"
         )
     return value
 

@@ -266,7 +266,9 @@ class Dataset:
         elif self.path.exists():
             self.shards = [open_shard(self.path)]
         else:
-            raise FileNotFoundError(f"there is no dataset {self.path}; make one by `myllm pack`")
+            raise FileNotFoundError(
+                f"there is no dataset {str(self.path)!r}; make one by `myllm pack`"
+            )
         self.n_tokens = sum(shard.n_tokens for shard in self.shards)
         self.n_windows = count_windows(self.n_tokens, window)
         self._ends = np.cumsum([shard.n_tokens for shard in self.shards], dtype=np.int64)

@@ -535,3 +535,61 @@ def test_a_full_disk_ends_a_packing_that_goes_on_when_there_is_room(
         assert cli.main([*words(texts, out), "--processes=1"]) == 0
         assert contents(out) == contents(tmp_path / "whole")
         shutil.rmtree(out)
+
+
+# ---- every file ----------------------------------------------------------------------------------
+
+
+def damages(path: Path, other: Path) -> dict[str, Callable[[], None]]:
+    """Return what may become of a file: another of its kind lies at ``other``."""
+    raw = path.read_bytes()
+    middle = len(raw) // 2
+    return {
+        "flipped": lambda: flip(path, middle),
+        "cut": lambda: path.write_bytes(raw[:middle]),
+        "empty": lambda: path.write_bytes(b""),
+        "longer": lambda: path.write_bytes(raw + b"\0\0"),
+        "gone": path.unlink,
+        "another's": lambda: path.write_bytes(other.read_bytes()),
+    }
+
+
+def test_no_damage_to_a_file_is_accepted_in_silence(run: RunFile, capsys: Said) -> None:
+    """It is refused and named, or it changes nothing of what the run learns."""
+    base = Path(run.run.out)
+    longer = with_run(run, out=str(base))
+    command = ["--set", "train.steps=7", "--changed"]
+    for place in ("train", "heldout"):  # this run's own copies
+        command += ["--set", f"data.{place}={base.parent / place}"]
+    pristine = base.parent.parent / "pristine"
+    shutil.copytree(base.parent, pristine)
+    assert train(longer, *command) == 0
+    whole = checkpoint.load_master(checkpoint.find(base / "checkpoints/step-00000007"))
+    harmless = set()
+    files = sorted(p.relative_to(pristine) for p in pristine.rglob("*") if p.is_file())
+    passed = ("step-00000003", "lock")  # an older checkpoint, and a file without content
+    newest = [p for p in files if not set(passed) & set(p.parts) and p.suffix != ".toml"]
+    assert len(newest) > 14
+    for name in newest:
+        alike = [p for p in files if p.suffix == name.suffix and p != name]
+        other = (alike or files)[0]
+        for what in damages(pristine / name, pristine / other):
+            shutil.rmtree(base.parent)
+            shutil.copytree(pristine, base.parent)
+            damages(base.parent / name, pristine / other)[what]()
+            capsys.readouterr()
+            status = train(longer, *command)
+            said = capsys.readouterr().err
+            if status == 0:
+                harmless.add((str(name), what))
+                got = checkpoint.load_master(base / "checkpoints/step-00000007")
+                np.testing.assert_array_equal(got, whole)
+            else:
+                # it is named, or what is beside it and does not fit
+                named = str((base.parent / name).parent) in said
+                assert status == 1 and said.count("\n") == 1 and named, (name, what, said)
+    # a lock has no content; the newest checkpoint is found without latest; what a metrics file lost
+    # is not needed; a shard's damage in a block that the run did not read is not seen
+    loose = {name for name, _ in harmless}
+    assert not {n for n in loose if n.endswith(("master.bin", "m.bin", "v.bin", "manifest.json"))}
+    assert not {n for n in loose if n.endswith((".bin", ".mask")) and "heldout" not in n}

@@ -16,6 +16,7 @@ from typing import Any
 import dist.train
 from dist import checkpoint, cli, comm, launch, monitor, watchdog
 from dist.step import Stepper
+from reference.types import Loss
 
 PLACES: dict[str, tuple[Any, str]] = {
     "start": (dist.train.Trainer, "_open"),
@@ -66,6 +67,24 @@ def plant(number: int, where: str, how: str) -> None:
     setattr(owner, name, faulty)
 
 
+def spoil(number: int, where: str, value: float) -> None:
+    """Spoil the loss, the gradient or the weights of the third micro-batch of a rank."""
+    original, left = Stepper._micro_batch, 3
+
+    def faulty(self: Stepper, batch: Any, leaf: Any, *args: Any) -> Loss:
+        nonlocal left
+        left -= 1
+        mine = left == 0 and int(os.environ.get("PMI_RANK", os.environ.get(RANK, "0"))) == number
+        if mine and where == "weights":
+            self.master[7] = value
+        loss = original(self, batch, leaf, *args)
+        if mine and where == "gradient":
+            leaf[7] = value
+        return loss._replace(total=value) if mine and where == "loss" else loss
+
+    Stepper._micro_batch = faulty  # type: ignore[method-assign]
+
+
 RANK = "OMPI_COMM_WORLD_RANK"
 plain = launch.command
 
@@ -82,6 +101,9 @@ if __name__ == "__main__":
     if "FIRST" in os.environ:
         watchdog.FIRST = watchdog.FLOOR = float(os.environ["FIRST"])
     if "FAULT" in os.environ:
-        rank, *fault = os.environ["FAULT"].split()
-        plant(int(rank), *fault)
+        rank, where, how = os.environ["FAULT"].split()
+        if how in ("nan", "inf"):
+            spoil(int(rank), where, float(how))
+        else:
+            plant(int(rank), where, how)
     sys.exit(cli.main(sys.argv[1:]))

@@ -94,7 +94,7 @@ class Soak:
                 if after is None or after.name != checkpoint.folder_name(steps):
                     self.lost += 1
                     self.say(f"LOST {number} {fault}: step {steps}, but {after}")
-            if status == 0 and f"step {config.steps}/{config.steps}" in out:
+            if status == 0 and after and after.name == checkpoint.folder_name(config.steps):
                 break
             if fault == "none":
                 self.say(f"FAILED {number}: {status} {err}")

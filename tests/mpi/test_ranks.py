@@ -9,9 +9,12 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dist import checkpoint
 from dist.config import RunFile
+from dist.monitor import read_metrics
 from tests.helpers import ROOT
 from tests.helpers.processes import of_run, run_file, start, wait_for
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
@@ -147,6 +150,35 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
     assert err.count("RuntimeError: a fault planted") == 1, err
     assert err.count(f"myllm train: rank {rank}: a fault planted on one rank") == 1
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_on_one_rank_is_taken_on_none(
+    tmp_path: Path, where: str, value: str
+) -> None:
+    config = prepare(tmp_path, train__global_batch=2)
+    status, _, err = start(config, 2, FAULT=f"1 {where} {value}").end()
+    assert status == 0, err
+    steps = [r for r in read_metrics(Path(config.run.out)) if "skipped" in r]
+    assert [r["step"] for r in steps if r["skipped"]] == [3] and len(steps) == 6
+    weights = checkpoint.load_master(checkpoint.find(config.run.out))
+    assert np.isfinite(weights).all()
+
+
+def test_weights_that_are_spoilt_on_one_rank_end_the_run_and_its_last_good_checkpoint_is_named(
+    tmp_path: Path,
+) -> None:
+    config = prepare(tmp_path, train__global_batch=2, run__checkpoint_every=1, run__patience=3)
+    status, _, err = start(config, 2, FAULT="1 weights nan").end()
+    assert status == 1 and "Traceback" not in err
+    assert "in 3 steps in a row, the last of them step 5" in err
+    assert (
+        f"the last good checkpoint is {Path(config.run.out) / 'checkpoints/step-00000002'}" in err
+    )
+    assert train(config, 2)[0] == 0  # goes on from it
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert train(whole, 1)[0] == 0 and digest(config) == digest(whole)
 
 
 @pytest.mark.parametrize("moment", [0.5, 1.5, 3.0])
