@@ -29,6 +29,7 @@ from tests.helpers.processes import PATIENCE, Started, run_file, wait_for
 from tests.helpers.runs import ENVIRONMENT, save_run_file
 
 NETNS = Path("/etc/netns")  # `ip netns exec NAME` lays what is in NAME/ over /etc
+MTU = "9000"  # of packets, so that their headers are 1 % of them
 SSH = """#!/bin/sh
 # ssh [OPTION]... HOST COMMAND...
 while [ "${1#-}" != "$1" ]; do shift; done
@@ -64,7 +65,7 @@ class Hosts(NamedTuple):
     def limit(self, rate: str) -> None:
         """Let each host send no more than a rate, "80mbit" say."""
         for name in self.names:
-            words = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 200ms"
+            words = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 1s"
             ip("netns", "exec", name, *words.split())
 
     def processes(self) -> list[int]:
@@ -137,7 +138,7 @@ def hosts(count: int) -> Iterator[Hosts]:
             (NETNS / name).mkdir(parents=True)
             (NETNS / name / "hosts").write_text(table)
             ip("netns", "add", name)
-            peer = ["type", "veth", "peer", "name", "eth0", "netns", name]
+            peer = ["mtu", MTU, "type", "veth", "peer", "name", "eth0", "mtu", MTU, "netns", name]
             ip("-n", switch, "link", "add", f"port{i}", *peer)
             ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
             ip("-n", name, "address", "add", f"10.0.0.{i}/24", "dev", "eth0")

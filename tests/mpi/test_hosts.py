@@ -2,6 +2,7 @@
 
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dist import launch, monitor, network
 from dist.config import RunFile
+from reference.params import decoder_layout
 from tests.helpers import ROOT
 from tests.helpers.processes import start, wait_for
 from tests.helpers.runs import digest, losses, prepare, save_run_file, with_run
@@ -89,6 +92,33 @@ def test_a_rank_knows_its_number_on_its_own_host(net: Hosts) -> None:
     assert done.returncode == 0, done.stderr
     said = sorted(done.stdout.splitlines())
     assert said == sorted(f"{name} 4 {rank} 4" for name in net.names for rank in (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
+def test_the_exchange_takes_as_long_as_planned(tmp_path: Path, machines: int, ranks: int) -> None:
+    """A million parameters at 40 Mbit/s; almost nothing to compute."""
+    config = prepare(tmp_path, model__d_ff=20_000)
+    n = decoder_layout(config.model).size
+    sent = network.traffic(n, machines * ranks, ranks)
+    with hosts(machines) as net:
+        net.limit("40mbit")
+        before = [net.sent(host) for host in range(machines)]
+        status, _, err = net.start(config, ranks).end(300)
+        assert status == 0, err
+        counted = [net.sent(host) - before[host] for host in range(machines)]
+    records = monitor.read_metrics(Path(config.run.out))
+    measured = statistics.median(r["comm_ms"] for r in records if "comm_ms" in r)
+    planned = 1e3 * network.exchange(sent, network.rate("40Mbit/s"), network.WITHIN).total
+    share = max(counted) / config.steps / sent.between
+    said = f"{machines} machines of {ranks}: {measured:.0f} ms measured, {planned:.0f} ms planned, "
+    said += f"{share:.2f} of the bytes planned"
+    print(said)
+    if launch.find_mpirun()[1] == "mpich":  # Open MPI chooses no ring for messages of this size
+        assert 0.8 < measured / planned < 1.2, said
+        assert 0.8 < share < 1.2, said
+    else:
+        assert 0.8 < share < 1.4, said
 
 
 THIS = os.uname().nodename
