@@ -9,6 +9,8 @@ import os
 import numba
 from numba.core import config
 
+from accel import launcher
+
 MOST = 1024  # threads that a caller may ask for
 
 SPINS = "10000"  # turns, some tens of nanoseconds each
@@ -39,16 +41,10 @@ def threads() -> int:
         return _threads
     cores = available_cores()
     if os.environ.get("MYLLM_THREADS"):
-        return _checked("MYLLM_THREADS", _number("MYLLM_THREADS"))
+        return _checked("MYLLM_THREADS", launcher.number("MYLLM_THREADS"))
     if cores < (os.cpu_count() or 1):
         return cores  # the launcher has bound this rank to cores of its own
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
-        if os.environ.get(name):
-            ranks = _number(name)
-            if not isinstance(ranks, int) or ranks < 1:
-                raise ValueError(f"{name} must be the number of ranks here, got {ranks!r}")
-            return max(1, cores // ranks)
-    return cores
+    return max(1, cores // launcher.local_size())
 
 
 def asked_for(n: int | None) -> int:
@@ -64,12 +60,6 @@ def asked_for(n: int | None) -> int:
     if not 1 <= n <= MOST:
         raise ValueError(f"the number of threads must be 1 to {MOST}, got {n}")
     return n
-
-
-def _number(name: str) -> int | str:
-    """Return an environment variable as a number; as it is where it is none."""
-    text = os.environ[name]
-    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 def set_threads(n: int) -> None:

@@ -14,11 +14,9 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from accel import launcher
 from dist.watchdog import Watch, deadline
 from reference.types import Array
-
-# Where launchers tell a process how many there are: Open MPI, MPICH and Intel, Slurm's PMIx.
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")
 
 
 class Comm(Protocol):
@@ -151,16 +149,6 @@ class Mpi:
         os._exit(status)  # MPICH's Abort can return before the launcher has ended this process
 
 
-def launched_size() -> int:
-    """Return how many ranks the launcher of this process says there are; 1 without one."""
-    for name in SIZE_VARIABLES:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    if "PMIX_RANK" in os.environ and os.environ.get("SLURM_NTASKS", "").isdigit():
-        return int(os.environ["SLURM_NTASKS"])
-    return 1
-
-
 def start() -> Comm:
     """Return the ranks of this run: ``Solo`` unless a launcher started several.
 
@@ -171,7 +159,7 @@ def start() -> Comm:
     ValueError
         When the launcher and the MPI library do not belong together.
     """
-    expected = launched_size()
+    expected = launcher.size()
     if expected == 1:
         return Solo()
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -187,7 +175,8 @@ def start() -> Comm:
     if comm.size != expected:
         raise ValueError(
             f"the launcher started {expected} ranks, but the MPI library of mpi4py "
-            f"({comm.library}) sees {comm.size}: use the mpirun that belongs to that library"
+            f"({comm.library}) sees {comm.size}: use the mpirun that belongs to that library, or "
+            "srun --mpi=TYPE with a TYPE that both have (srun --mpi=list; pmix, pmi2)"
         )
     with deadline():
         comm.watch.start(comm.all_gather)

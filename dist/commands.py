@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel import launcher
 from dist import config as run_file
-from dist.comm import AllRanksError, Comm, launched_size, sentence, start, together
+from dist.comm import AllRanksError, Comm, sentence, start, together
 from dist.monitor import bytes_text, duration
 
 
@@ -87,8 +88,8 @@ def train(argv: Sequence[str]) -> int:
     )
     given = args.parse_args(argv)
     if given.ranks != 1:
-        if launched_size() > 1:
-            raise ValueError("--ranks starts MPI itself: leave it out under mpirun")
+        if launcher.size() > 1:
+            raise ValueError("--ranks starts MPI itself: leave it out under mpirun or srun")
         config = run_file.load(given.config, given.overrides)
         config.accumulation(given.ranks)
         from dist.launch import launch

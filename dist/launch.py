@@ -51,16 +51,19 @@ def find_mpirun() -> tuple[str, str]:
 
 
 def command(mpirun: str, kind: str, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs ``myllm ARGUMENTS`` on ``ranks`` ranks."""
+    """Return the command line that runs ``myllm ARGUMENTS`` on ``ranks`` ranks of this machine.
+
+    It is named, because in a job of Slurm's mpirun would take all machines of the job.
+    """
     start = [mpirun, "-n", str(ranks)]
     if kind == "openmpi":
         # Open MPI binds each rank to one core, so that all its threads would share that core, and
         # refuses more ranks than cores
-        start += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+        start += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--host", f"localhost:{ranks}"]
         if os.geteuid() == 0:
             start.append("--allow-run-as-root")
     else:
-        start += ["-bind-to", "none"]
+        start += ["-bind-to", "none", "-launcher", "fork", "-hosts", "localhost"]
     # -P: what lies in the folder the ranks are started in is not what they import
     return [*start, sys.executable, "-P", "-m", "dist", *arguments]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dist import config as run_file
-from dist import gpu
+from dist import gpu, network
 from dist.commands import add_set, parser
 from dist.config import RunFile
 from dist.monitor import bytes_text, duration
@@ -241,15 +241,30 @@ def main(argv: Sequence[str]) -> int:
     args = parser(
         "plan",
         "Say what a run will need: memory, work, communication, time, disk. Nothing is allocated.",
-        "myllm plan myllm-1b --ranks 8 --speed 160000",
+        "myllm plan myllm-1b --ranks 8 --speed 160000\n"
+        "  myllm plan myllm-1b --ranks 64 --per-node 8 --network 50GB/s --speed 1280000 "
+        "--set train.global_batch=256",
     )
     args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
     add_set(args)
     args.add_argument("--ranks", type=int, default=1)
     args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
+    args.add_argument(
+        "--network",
+        metavar="RATE",
+        help="what each machine's network carries each way, 50GB/s or 400Gbit/s: adds the time of "
+        "the exchange; with --speed also its share of a step, and the batch that keeps it small",
+    )
+    args.add_argument("--per-node", type=int, help="ranks on each machine (default: all)")
     given = args.parse_args(argv)
+    if given.per_node is not None and (given.network is None or given.per_node < 1):
+        args.error("--per-node is a number of ranks, at least 1, and belongs with --network")
     if given.speed is not None and not 1e-3 <= given.speed < math.inf:
         args.error("--speed must be a number of tokens a second, at least 0.001")
     run = run_file.load(given.config, given.overrides)
-    print("\n".join(lines(run, given.ranks, given.speed)))
+    said = lines(run, given.ranks, given.speed)
+    if given.network is not None:
+        size, per_node = decoder_layout(run.model).size, given.per_node or given.ranks
+        said += network.lines(run, size, given.ranks, per_node, given.network, given.speed)
+    print("\n".join(said))
     return 0

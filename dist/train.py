@@ -21,10 +21,11 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from accel import launcher
 from accel import load as load_backend
 from dist import checkpoint, monitor
 from dist.carriers import carrier
-from dist.comm import AllRanksError, Comm, launched_size, sentence, together, warn
+from dist.comm import AllRanksError, Comm, sentence, together, warn
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
@@ -71,7 +72,7 @@ class StopRequest:
             if self.learned or number[0] not in self.SIGNALS:
                 continue
             # of several ranks each is handed SIGUSR1: the launcher says what it was sent
-            if number[0] != signal.SIGUSR1 or launched_size() == 1:
+            if number[0] != signal.SIGUSR1 or launcher.size() == 1:
                 name = signal.Signals(number[0]).name
                 warn(f"stopped by {name} before the first step was finished: nothing to save")
             os._exit(128 + number[0])

@@ -17,6 +17,9 @@ step, an evaluation, a checkpoint, a sample), but at least ``FLOOR``; ``FIRST`` 
 in which kernels may be compiled. Time is counted by this thread while it runs, so a machine that
 was suspended, or all of whose processes were, has not aged meanwhile.
 
+A launcher cannot reach the machines behind a network that is down, and waits for them. So each rank
+that leaves has those above it on its machine ended, should they still be there a little later.
+
 The training thread only writes down where it is: a microsecond for each collective.
 """
 
@@ -28,6 +31,7 @@ import secrets
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -46,6 +50,8 @@ FIRST = 1800.0  # seconds
 REMEMBERED = 16  # pieces of work of a kind
 LAST_WORDS = 10  # seconds that a rank has to say what it must
 STACKS = "stacks.txt"
+# What starts ranks, on the first machine and on others: MPICH's, Intel's, Open MPI's
+LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orted"}
 
 
 class Place(NamedTuple):
@@ -129,9 +135,11 @@ class Watch:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
         port = self._socket.getsockname()[1]
-        told = all_gather((secrets.token_bytes(16), [(host, port) for host in addresses()]))
+        at = [(host, port) for host in addresses()]
+        told = all_gather((secrets.token_bytes(16), socket.gethostname(), at))
         self._token: bytes = told[0][0]  # tells our datagrams from a stranger's
-        self._addresses: list[list[tuple[str, int]]] = [at for _, at in told]
+        self._machines: list[str] = [machine for _, machine, _ in told]
+        self._addresses: list[list[tuple[str, int]]] = [at for _, _, at in told]
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         missing = all_gather([] if self._all_heard.wait(5) else self._missing())
@@ -205,7 +213,7 @@ class Watch:
                 return
         if silent:
             culprits = [
-                f"rank {r} hangs: nothing has been heard of it for "
+                f"rank {r} hangs{self._or_network(r)}: nothing has been heard of it for "
                 f"{self._clock - self._heard[r]:.0f} s, since {self._places[r]}"
                 for r in silent
             ]
@@ -229,6 +237,12 @@ class Watch:
             sys.stderr.flush()
         self._leave()
 
+    def _or_network(self, rank: int) -> str:
+        machine = self._machines[rank]
+        if machine == self._machines[self.rank]:
+            return ""
+        return f", or the network to its machine {machine} is down"
+
     def _leave(self) -> None:
         """Write the stacks of all threads and end, with the rank that speaks a little earlier."""
         spoke = signal.alarm(LAST_WORDS) > 0
@@ -241,9 +255,24 @@ class Watch:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             os.write(file, f"{text}\n".encode())  # in one write: other ranks append, too
+        end_launchers(LAST_WORDS)
         # the others are given time for their stacks: mpirun ends all when the first has ended
         time.sleep(1 if spoke else 3)
         os._exit(1)
+
+
+def end_launchers(seconds: int) -> None:
+    """Have the launchers above this process killed that are still there after some seconds."""
+    pids = [str(p.pid) for p in psutil.Process().parents() if p.name() in LAUNCHERS]
+    if pids:
+        # a process of its own: this one, and its group, will have ended by then
+        subprocess.Popen(
+            ["sh", "-c", f"sleep {seconds}; kill -9 {' '.join(pids)}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ code that ``compiler.py`` made, and array operations are limited to copies and m
 import errno
 import importlib
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from accel import launcher
 from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
@@ -84,7 +84,7 @@ def _find_gpu() -> int:
             "the backend 'cuda' multiplies with cuBLAS, whose library was not found: pip install "
             f"nvidia-cublas, or install the CUDA toolkit ({first_line(error)})"
         ) from error
-    index = local_rank() % count
+    index = launcher.local_rank() % count
     major = int(runtime.deviceGetAttribute(COMPUTE_CAPABILITY_MAJOR, index))
     if major < 8:
         raise ImportError(
@@ -92,14 +92,6 @@ def _find_gpu() -> int:
             f"bf16, and this one has {major}.x; use the backend 'cpu'"
         )
     return index
-
-
-def local_rank() -> int:
-    """Return this process's number among this machine's ranks, as the MPI launcher tells it."""
-    for name in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0
 
 
 class CuPyDevice:

@@ -196,16 +196,6 @@ def test_cupy_s_binding_of_nccl_has_what_is_called() -> None:
         assert hasattr(nccl.NcclCommunicator, name)
 
 
-def test_the_rank_on_this_machine_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    assert cupy_device.local_rank() == 0
-    monkeypatch.setenv("SLURM_LOCALID", "5")
-    assert cupy_device.local_rank() == 5
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
-    assert cupy_device.local_rank() == 2
-
-
 def test_importing_the_backend_touches_no_gpu_and_prints_nothing() -> None:
     code = (
         "import sys, accel.cuda.ops, accel.cuda.ops_bf16, accel.cuda.cupy_device\n"

@@ -1,0 +1,147 @@
+"""Several machines, as a test can make them: the same bits, over a network and whatever it does."""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dist import launch, monitor, network
+from dist.config import RunFile
+from reference.params import decoder_layout
+from tests.helpers import ROOT
+from tests.helpers.processes import start, wait_for
+from tests.helpers.runs import digest, losses, prepare, save_run_file, with_run
+from tests.mpi.hosts import Hosts, hosts, myllm
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def net() -> Iterator[Hosts]:
+    with hosts(2) as made:
+        yield made
+
+
+def alone(config: RunFile) -> str:
+    """Return the hash of what two ranks learn on this machine."""
+    run = with_run(config, out=f"{config.run.out}-alone")
+    status, _, err = start(run, 2).end()
+    assert status == 0, err
+    return digest(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_hosts_learn_the_same_bits_as_one(net: Hosts, tmp_path: Path, ranks: int) -> None:
+    config = prepare(tmp_path, run__eval_every=3, model__dropout_residual=0.2)
+    before = [net.sent(host) for host in (0, 1)]
+    status, out, err = net.start(config, ranks).end()
+    assert status == 0, err
+    assert f"{2 * ranks} ranks" in out
+    assert digest(config) == alone(config)
+    # in every step the gradient goes to the rank with the only block, and the weights come back
+    least = 6 * 4 * 2608
+    assert all(net.sent(host) - before[host] > least for host in (0, 1))
+    assert net.processes() == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_link_that_goes_down_ends_the_run_on_all_hosts(
+    net: Hosts, tmp_path: Path, ranks: int
+) -> None:
+    config = prepare(tmp_path, run__timeout=2.0, train__steps=100_000)
+    run = net.start(config, ranks)
+    wait_for(lambda: len(losses(config)) >= 20)
+    net.link(1, "down")
+    status, _, err = run.end()
+    assert status != 0
+    silent = f"rank {ranks} hangs, or the network to its machine {net.names[1]} is down: nothing"
+    assert silent in err
+    assert re.search(r"rank 0 waits at step \d+ \(step\), in collective \d+", err)
+    net.all_gone()
+    stacks = (Path(config.run.out) / "stacks.txt").read_text()
+    assert all(f"rank {rank} at " in stacks for rank in range(2 * ranks))
+
+
+def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__timeout=2.0)
+    net.limit("1mbit")
+    status, _, err = net.start(config, 1).end()
+    assert status == 0, err
+    assert digest(config) == alone(config)
+
+
+def test_a_rank_knows_its_number_on_its_own_host(net: Hosts) -> None:
+    code = (
+        "import os; from accel import launcher as l, threads as t; t.available_cores = lambda: 8; "
+    )
+    code += "os.cpu_count = lambda: 8; print(os.uname()[1], l.size(), l.local_rank(), t.threads())"
+    words = [net.ssh, net.names[0], *net.mpirun(2), sys.executable, "-c", f"'{code}'"]
+    environment = {k: v for k, v in os.environ.items() if k != "MYLLM_THREADS"}
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == sorted(f"{name} 4 {rank} 4" for name in net.names for rank in (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
+def test_the_exchange_takes_as_long_as_planned(tmp_path: Path, machines: int, ranks: int) -> None:
+    """A million parameters at 40 Mbit/s; almost nothing to compute."""
+    config = prepare(tmp_path, model__d_ff=20_000)
+    n = decoder_layout(config.model).size
+    sent = network.traffic(n, machines * ranks, ranks)
+    with hosts(machines) as net:
+        net.limit("40mbit")
+        before = [net.sent(host) for host in range(machines)]
+        status, _, err = net.start(config, ranks).end(300)
+        assert status == 0, err
+        counted = [net.sent(host) - before[host] for host in range(machines)]
+    records = monitor.read_metrics(Path(config.run.out))
+    measured = statistics.median(r["comm_ms"] for r in records if "comm_ms" in r)
+    planned = 1e3 * network.exchange(sent, network.rate("40Mbit/s"), network.WITHIN).total
+    share = max(counted) / config.steps / sent.between
+    said = f"{machines} machines of {ranks}: {measured:.0f} ms measured, {planned:.0f} ms planned, "
+    said += f"{share:.2f} of the bytes planned"
+    print(said)
+    if launch.find_mpirun()[1] == "mpich":  # Open MPI chooses no ring for messages of this size
+        assert 0.8 < measured / planned < 1.2, said
+        assert 0.8 < share < 1.2, said
+    else:
+        assert 0.8 < share < 1.4, said
+
+
+THIS = os.uname().nodename
+JOB = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOBID": "7", "SLURM_NODELIST": f"{THIS},elsewhere"},
+    **{"SLURM_JOB_NODELIST": f"{THIS},elsewhere", "SLURM_TASKS_PER_NODE": "1(x2)"},
+    **{"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+}
+
+
+def test_ranks_of_this_machine_stay_here_in_a_job_of_slurm_s(tmp_path: Path) -> None:
+    """Where mpirun would take all machines of the job, by srun."""
+    status, out, err = start(prepare(tmp_path), 2, **JOB).end()
+    assert status == 0 and "2 ranks" in out, err
+
+
+def test_tasks_that_srun_starts_without_mpi_are_refused(tmp_path: Path) -> None:
+    """Each would be a run of its own, into one folder."""
+    config = prepare(tmp_path)
+    step = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    words = myllm(save_run_file(config, tmp_path / "run.toml"))
+    environment = {**os.environ, **step, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"started 2 ranks, but .* sees 1: .*srun --mpi=", done.stderr)
+    assert not (tmp_path / "run").exists()
