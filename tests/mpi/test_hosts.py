@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -16,7 +17,7 @@ from reference.params import decoder_layout
 from tests.helpers import ROOT
 from tests.helpers.processes import start, wait_for
 from tests.helpers.runs import digest, losses, prepare, save_run_file, with_run
-from tests.mpi.hosts import Hosts, hosts, myllm
+from tests.mpi.hosts import Hosts, hosts, ip, myllm
 
 pytestmark = pytest.mark.mpi
 
@@ -33,6 +34,17 @@ def alone(config: RunFile) -> str:
     status, _, err = start(run, 2).end()
     assert status == 0, err
     return digest(run)
+
+
+def test_hosts_are_cleared_away_after_a_failure() -> None:
+    with pytest.raises(RuntimeError, match="of a test"), hosts(2) as net:
+        process = subprocess.Popen([net.ssh, net.names[1], "sleep", "1000"])
+        wait_for(lambda: len(net.processes()) > 0)
+        raise RuntimeError("of a test")
+    assert process.wait(10) != 0
+    left = {line.split()[0] for line in ip("netns", "list").splitlines()}
+    assert not left & {*net.names, f"switch{os.getpid()}"}
+    assert not net.ssh.exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -76,11 +88,11 @@ def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_rank_knows_its_number_on_its_own_host(net: Hosts) -> None:
-    code = (
-        "import os; from accel import launcher as l, threads as t; t.available_cores = lambda: 8; "
-    )
-    code += "os.cpu_count = lambda: 8; print(os.uname()[1], l.size(), l.local_rank(), t.threads())"
-    words = [net.ssh, net.names[0], *net.mpirun(2), sys.executable, "-c", f"'{code}'"]
+    code = "import os; from accel import launcher, threads; threads.available_cores = lambda: 8; "
+    code += "os.cpu_count = lambda: 8; said = launcher.size(), launcher.local_rank(); "
+    # in one write: the ranks share the output
+    code += r'os.write(1, b"%s %d %d %d\n" % (os.uname()[1].encode(), *said, threads.threads()))'
+    words = [net.ssh, net.names[0], *net.mpirun(2), sys.executable, "-c", quote(code)]
     environment = {k: v for k, v in os.environ.items() if k != "MYLLM_THREADS"}
     done = subprocess.run(
         words,
