@@ -18,6 +18,7 @@ from dist.carriers import Carried, Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo, bounds_of_slices
 from dist.config import RunFile
 from dist.train import StopRequest, Trainer
+from dist.watchdog import Watch
 from reference.params import Layout, decoder_layout
 from reference.types import Array
 from tests.cuda_shim import require
@@ -145,7 +146,7 @@ class Control:
     kept: Any = None
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.watch = rank, size, Watch(rank, size)
 
     def broadcast(self, value: Any) -> Any:
         if self.rank == 0:

@@ -319,10 +319,10 @@ def test_a_signal_is_noted_and_a_second_interrupt_ends_at_once() -> None:
     with StopRequest().listening() as stop:
         assert stop.signal is None
         stop.learned = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -332,7 +332,7 @@ def test_bad_input_is_one_sentence_and_status_1(
     config = prepare(tmp_path)
     path = save_run_file(config, tmp_path / "c.toml")
     wrong = {
-        "data.train=nowhere": "there is no dataset nowhere",
+        "data.train=nowhere": "there is no dataset 'nowhere'",
         "run.backend=tpu": "there is no backend 'tpu'",
         "model.context_length=5000": "less than one window of 5000",
         "model.vocab_size=10": "set it to 40 or more",
