@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, use
+from dist import checkpoint, cli, monitor, use
 from dist.config import from_tables
 from dist.evaluate import Evaluation, token_lengths
 from tests.helpers.runs import save_run_file, tables, text
@@ -116,7 +116,7 @@ def test_eval_repeats_what_training_said_in_bits_per_byte(
 ) -> None:
     assert cli.main(reference("eval", str(run))) == 0
     said = capsys.readouterr().out
-    last = [json.loads(r) for r in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    last = [r for r in monitor.read_metrics(run) if "heldout_loss" in r][-1]
     assert f"loss {last['heldout_loss']:.4f}" in said
     bits = float(re.findall(r"([0-9.]+) bits per byte", said)[0])
     assert bits == pytest.approx(last["bits_per_byte"], abs=6e-4)
