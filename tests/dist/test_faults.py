@@ -288,6 +288,16 @@ def test_a_packing_killed_at_its_end_goes_on(
         monkeypatch.setattr(pack, "replace_durably", stop)
     assert cli.main([*parts, "--processes", "1"]) == 130
     monkeypatch.undo()
+
+    def killed_again(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as again:  # while it is taken up, it is not taken for whole
+        again.setattr(pack, "encode_all", killed_again)
+        assert cli.main([*parts, "--processes", "1"]) == 130
+    for split in ("train", "heldout"):
+        with pytest.raises(FileNotFoundError, match="packing did not finish"):
+            Dataset(tmp_path / "parts" / split, 1)
     assert cli.main([*parts, "--processes", "1"]) == 0
     assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
 
