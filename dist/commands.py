@@ -1,6 +1,7 @@
 """The subcommands of training: ``myllm train`` and those around it."""
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -39,7 +40,8 @@ def on_ranks(name: str, work: Callable[[Comm], int]) -> int:
     """Run ``work`` on this rank so that no rank ever waits for one that has failed.
 
     With one rank, errors go to the dispatcher. With several, one that all know of is said once; any
-    other ends every rank at once, with the traceback of the rank that it happened on.
+    other ends every rank at once, with the sentence of the rank that it happened on, and a
+    traceback where the dispatcher would show one.
     """
     comm = start()
     if comm.size == 1:
@@ -56,7 +58,9 @@ def on_ranks(name: str, work: Callable[[Comm], int]) -> int:
     except KeyboardInterrupt:
         comm.abort(130)
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
+        expected = isinstance(error, (ValueError, OSError, ImportError, MemoryError))
+        shown = not expected or "MYLLM_TRACEBACK" in os.environ
+        text = "".join(traceback.format_exception(error)) if shown else ""
         # in one write, so that the lines of another rank cannot come between
         sys.stderr.write(f"{text}myllm {name}: rank {comm.rank}: {sentence(error)}\n")
         comm.abort(1)

@@ -218,8 +218,10 @@ class Trainer:
         return state.monitor
 
     def _prepare_folder(self) -> None:
-        self._held.enter_context(locked(self.out / LOCK, "run"))
-        replace_durably(self.out / CONFIG, self.config.to_toml().encode())
+        with ExitStack() as held:
+            held.enter_context(locked(self.out / LOCK, "run"))
+            replace_durably(self.out / CONFIG, self.config.to_toml().encode())
+            self._held = held.pop_all()  # until the run ends
 
     # ---- the loop ----------------------------------------------------------------------------
 

@@ -1,5 +1,8 @@
 """What is damaged, missing, swapped or another's: nothing wrong is accepted, nothing is lost."""
 
+import errno
+import io
+import itertools
 import json
 import os
 import shutil
@@ -546,6 +549,73 @@ def test_a_full_disk_ends_a_packing_that_goes_on_when_there_is_room(
         assert cli.main([*words(texts, out), "--processes=1"]) == 0
         assert contents(out) == contents(tmp_path / "whole")
         shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_disk_that_fails_at_any_write_is_one_sentence_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said, first: int
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__eval_every=2)
+    assert train(config) == 0
+    whole, sync, failed = digest(config), os.fsync, 0
+    for broken in range(first, 24, 3):
+        calls = itertools.count()
+
+        def fsync(descriptor: int, calls: Any = calls, broken: int = broken) -> None:
+            if next(calls) == broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(descriptor)
+
+        run = with_run(config, out=str(tmp_path / str(broken)))
+        capsys.readouterr()
+        monkeypatch.setattr(os, "fsync", fsync)
+        status = train(run)
+        monkeypatch.undo()
+        said = capsys.readouterr().err
+        assert status == 1 and said.count("\n") == 1 and "Input/output error" in said
+        failed += 1
+        assert train(run) == 0 and digest(run) == whole
+    assert failed == 8
+
+
+def test_a_disk_that_fails_while_it_is_read_is_one_sentence(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    class Broken(io.FileIO):
+        def read(self, *size: Any) -> Any:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.name))
+
+        readinto = read
+
+    opened = Path.open
+    for name in ("00000.bin", "00001.mask", "master.bin", "v.bin"):
+
+        def fails(self: Path, mode: str = "r", *rest: Any, name: str = name, **more: Any) -> Any:
+            raw = self.name == name and more.get("buffering") == 0
+            return Broken(self, "rb") if raw else opened(self, mode, *rest, **more)
+
+        monkeypatch.setattr(Path, "open", fails)
+        status = train(run, "--set", "train.steps=8", "--changed")
+        monkeypatch.undo()
+        said = capsys.readouterr().err
+        assert status == 1 and said.count("\n") == 1
+        assert name in said and "Input/output error" in said
+
+
+def test_a_disk_that_became_read_only_is_one_sentence(
+    tmp_path: Path, small_disk: Callable[[int], Path], capsys: Said
+) -> None:
+    disk = small_disk(1000)
+    config = prepare(tmp_path, run__checkpoint_every=3, run__out=str(disk / "run"))
+    path = save_run_file(config, tmp_path / "run.toml")
+    assert cli.main(["train", str(path)]) == 0
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    capsys.readouterr()
+    assert cli.main(["train", str(path), "--set", "train.steps=8", "--changed"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Read-only file system" in said
+    subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+    assert cli.main(["train", str(path), "--set", "train.steps=8", "--changed"]) == 0
 
 
 # ---- every file ----------------------------------------------------------------------------------

@@ -155,6 +155,17 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
     assert "Traceback" not in out
 
 
+def test_a_shard_that_is_damaged_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    path = tmp_path / "train" / "00001.bin"
+    raw = bytearray(path.read_bytes())
+    raw[1500] ^= 1
+    path.write_bytes(raw)
+    status, _, err = train(config, 2)
+    assert status == 1 and "Traceback" not in err
+    assert re.search(r"myllm train: rank \d: .*00001\.bin has changed since it was packed", err)
+
+
 @pytest.mark.parametrize(("where", "value"), [("loss", "inf"), ("gradient", "nan")])
 def test_a_number_that_is_not_finite_on_one_rank_is_taken_on_none(
     tmp_path: Path, where: str, value: str
