@@ -6,6 +6,7 @@ processor.
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,9 @@ assert needs
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# what the caller has us ignore (SIGHUP, under nohup) would be ignored by all that tests start, too
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LAST = ("/mpi/", "/peers/", "_bench.py", "mutants.py", "demo.py", "cold_warm.py", "test_kernels.py")
 
