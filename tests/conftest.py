@@ -6,7 +6,6 @@ processor.
 """
 
 import os
-import signal
 
 import pytest
 from hypothesis import settings
@@ -18,10 +17,6 @@ assert needs
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-# what the caller has us ignore (under nohup, in the background) all that tests start would ignore
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LAST = ("/mpi/", "/peers/", "_bench.py", "mutants.py", "demo.py", "cold_warm.py", "test_kernels.py")
 

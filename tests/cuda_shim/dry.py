@@ -4,13 +4,11 @@ Arrays have their shapes and addresses, in memory that is reserved and never tou
 """
 
 import mmap
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.cuda.device import Argument
 from reference.types import Array
 from tests.cuda_shim.device import ShimDevice
 
@@ -61,15 +59,7 @@ class DryDevice(ShimDevice):
         return np.zeros(array.shape, array.dtype)
 
     def launch(
-        self,
-        source: str,
-        kernel: str,
-        grid: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        *,
-        shared: int,
-        defines: Mapping[str, int],
+        self, source: str, kernel: str, grid: tuple[int, int, int], *_: Any, shared: int, **__: Any
     ) -> None:
         """Take note of it."""
         self.asked.append((kernel, grid, shared))

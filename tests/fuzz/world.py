@@ -26,28 +26,25 @@ import msgspec
 from dist import cli, pack
 from tests.fuzz import mutate
 from tests.helpers import ROOT
+from tests.helpers.runs import tables
 from tokenizer import patterns
 
 SECONDS = 20.0  # of a command
 MEMORY = 1 << 30  # bytes that a command may ask for, beside what the process has from its imports
 SENTENCE = 4000  # characters, at most, of what a command says as it gives up
 TEXT = "the quick brown fox jumps over a lazy dog, 7 wizards pack boxes & say: Größe 中文\n"
-RUN = {
-    "model": {
-        "vocab_size": 300,
-        "d_model": 16,
-        "n_layers": 1,
-        "n_heads": 2,
-        "n_kv_heads": 1,
-        "d_head": 8,
-        "d_ff": 24,
-        "context_length": 16,
-    },
-    "data": {"train": "data/train", "heldout": "data/heldout"},
-    "train": {"micro_batch": 1, "global_batch": 2, "steps": 2, "lr": 0.01, "warmup_steps": 1},
-    "optim": {},
-    "run": {"out": "run", "backend": "reference", "eval_windows": 1, "checkpoint_every": 1},
-}
+RUN = tables(
+    Path("data"),
+    model__vocab_size=300,
+    model__context_length=16,
+    train__global_batch=2,
+    train__steps=2,
+    train__lr=0.01,
+    train__warmup_steps=1,
+    run__out="run",
+    run__eval_windows=1,
+    run__checkpoint_every=1,
+)
 
 
 class Input(msgspec.Struct, frozen=True):

@@ -1,12 +1,10 @@
 """The processes of a run, found by the run file that they were started with."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ from dist.config import RunFile
 from tests.helpers import ROOT
 from tests.helpers.runs import ENVIRONMENT, save_run_file
 
+STARTED: list[Path] = []  # run files
 PATIENCE = 60  # seconds; what is looked for would last longer, or for ever
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # where a rank finds its number: MPICH, Open MPI
 
@@ -59,9 +58,8 @@ def start(config: RunFile, ranks: int, *arguments: str, **environment: str) -> S
             env={**os.environ, **ENVIRONMENT, **environment},
             stdout=out,
             stderr=err,
-            # a test in the background of a shell has Ctrl-C ignored, and would hand that on
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
+    STARTED.append(path)
     return Started(config, process)
 
 

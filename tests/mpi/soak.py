@@ -16,6 +16,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -76,7 +77,7 @@ class Soak:
                 self.inject(run, fault)
             try:
                 status, out, err = run.end(HUNG)
-            except Exception as error:  # whatever it is, it hung
+            except (subprocess.TimeoutExpired, TimeoutError) as error:
                 self.say(f"HANG {number} {fault}: {error}\n{run.said('err')[-2000:]}")
                 self.say(run.said()[-500:])
                 self.hangs += 1
