@@ -1,0 +1,13 @@
+"""The ladder: files that each show one thing, in the order in which they are best read.
+
+Each rung is a module with a ``main`` that prints what it shows, and the first sentence of its
+docstring says what that is: ``python -m reference.study.autoregression``.
+"""
+
+LADDER = (  # modules, the easiest first
+    "reference.study.autoregression",
+    "reference.study.losses",
+    "reference.study.bigram_mlp",
+    "reference.study.attention_poem",
+    "reference.study.copy_task",
+)
