@@ -9,5 +9,7 @@ LADDER = (  # modules, the easiest first
     "reference.study.losses",
     "reference.study.bigram_mlp",
     "reference.study.attention_poem",
+    "reference.study.attention",
+    "reference.study.tiled_attention",
     "reference.study.copy_task",
 )

@@ -1,9 +1,12 @@
 """The study models: each rung of the ladder shows what its file says it shows."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,12 @@ from reference.blocks import Params
 from reference.gradcheck import check_vjp
 from reference.params import Layout
 from reference.softmax import softmax
-from reference.study import attention_poem, autoregression, bigram_mlp, copy_task, losses
+from reference.study import LADDER, attention_poem, autoregression, bigram_mlp, copy_task, losses
 from reference.study.attention_poem import Knows
 from reference.study.fit import LossAndGrads
 from reference.study.poem import POEM, bigram_counts, bigram_entropy, decode, encode
 from reference.types import Array
+from tests.helpers import ROOT
 
 Poet = tuple[Params, list[float]]  # what attention_poem.learn returns
 
@@ -372,21 +376,38 @@ def test_unseen_leaves_out_what_was_trained_on() -> None:
 # ---- the commands --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("autoregression", "reading its own"),
-        ("bigram_mlp", "no one-word model can do better"),
-        ("attention_poem", POEM),
-        ("losses", "hears the majority only"),
-        ("copy_task", "never seen are copied exactly"),
-    ],
-)
-def test_each_rung_runs_and_says_what_it_shows(name: str, says: str) -> None:
-    command = [sys.executable, "-W", "error", "-m", f"reference.study.{name}"]
+SAYS = {  # a sentence of what each rung prints
+    "reference.study.autoregression": "reading its own",
+    "reference.study.losses": "hears the majority only",
+    "reference.study.bigram_mlp": "no one-word model can do better",
+    "reference.study.attention_poem": POEM,
+    "reference.study.attention": "takes home",
+    "reference.study.tiled_attention": "four times the table",
+    "reference.study.copy_task": "never seen are copied exactly",
+}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_each_rung_runs_and_says_what_it_shows(name: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", name]
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", timeout=120, env=one_thread
+        command, capture_output=True, encoding="utf-8", timeout=120, env=one_thread, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert says in done.stdout and done.stderr == ""
+    assert SAYS[name] in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_each_rung_is_a_page_and_says_in_a_sentence_what_it_is(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__ and module.__doc__.splitlines()[0].endswith(".")
+    assert f"python -m {name}" in module.__doc__
+    lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= (200 if name.startswith("reference.study") else 300)
+
+
+def test_the_page_of_the_ladder_lists_every_rung_in_order() -> None:
+    page = (ROOT / "reference" / "study" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`python -m ([\w.]+)`", page)
+    assert listed == list(LADDER)
