@@ -20,9 +20,9 @@ Backward, from the last line up, for the gradient do of one head::
 and dk, dv are summed over the G query heads that read the same key/value head. The ALiBi bias is a
 constant. Here the whole T × S table P is kept.
 
-``study/attention.py`` is the way from one head to here, and ``study/tiled_attention.py`` the way on:
-a fast kernel never has that table. With dropout κ goes with v, in what the tiles sum up and in the
-number that takes the place of the sum in ds::
+``study/attention.py`` is the way from one head to here, and ``study/tiled_attention.py`` the way
+on: a fast kernel never has that table. With dropout κ goes with v, in what the tiles sum up and in
+the number that takes the place of the sum in ds::
 
     δ_t = Σ_u dP_tu P_tu = Σ_u κ_tu (do_t·v_u) P_tu = do_t · Σ_u P_tu κ_tu v_u = do_t·o_t
 """

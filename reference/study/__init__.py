@@ -11,5 +11,6 @@ LADDER = (  # modules, the easiest first
     "reference.study.attention_poem",
     "reference.study.attention",
     "reference.study.tiled_attention",
+    "reference.study.gpt",
     "reference.study.copy_task",
 )

@@ -383,6 +383,7 @@ SAYS = {  # a sentence of what each rung prints
     "reference.study.attention_poem": POEM,
     "reference.study.attention": "takes home",
     "reference.study.tiled_attention": "four times the table",
+    "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
     "reference.study.copy_task": "never seen are copied exactly",
 }
 
