@@ -13,4 +13,5 @@ LADDER = (  # modules, the easiest first
     "reference.study.tiled_attention",
     "reference.study.gpt",
     "reference.study.copy_task",
+    "reference.study.ranks",
 )

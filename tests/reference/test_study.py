@@ -385,6 +385,7 @@ SAYS = {  # a sentence of what each rung prints
     "reference.study.tiled_attention": "four times the table",
     "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
     "reference.study.copy_task": "never seen are copied exactly",
+    "reference.study.ranks": "same for any number of ranks",
 }
 
 

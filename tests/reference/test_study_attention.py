@@ -9,6 +9,7 @@ from reference import ops
 from reference.gradcheck import check_vjp
 from reference.study import attention, tiled_attention
 from reference.types import Array
+from tests.helpers import ROOT
 
 SEEDS = st.integers(0, 2**32 - 1)
 LENGTHS = st.sampled_from([1, 2, 31, 32, 33, 64, 97])  # about the tile of 32, and a prime
@@ -123,3 +124,19 @@ def test_the_memory_of_tiles_is_linear_and_the_table_s_is_not() -> None:
 
     assert growth(tiled_attention.tiled) < 4.5  # four times the tokens
     assert growth(tiled_attention.whole) > 12
+
+
+# ---- the kernels ---------------------------------------------------------------------------------
+
+KERNELS = sorted(
+    path
+    for backend in ("cpu", "cuda")
+    for path in (ROOT / "accel" / backend).iterdir()
+    if "attention" in path.name and path.suffix in (".py", ".cu", ".cuh")
+)
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_every_attention_kernel_sends_its_reader_to_the_rung_first(path: object) -> None:
+    head = path.read_text(encoding="utf-8").lstrip('"/ ')
+    assert head.startswith("Read reference/study/tiled_attention.py first")
