@@ -7,9 +7,9 @@ docstring says what that is: ``python -m reference.study.autoregression``.
 LADDER = (  # modules, the easiest first
     "reference.study.autoregression",
     "reference.study.losses",
-    "reference.study.bigram_mlp",
-    "reference.study.attention_poem",
     "reference.study.attention",
+    "reference.study.classroom",
+    "reference.study.mistakes",
     "reference.study.tiled_attention",
     "reference.study.gpt",
     "reference.study.copy_task",

@@ -177,7 +177,7 @@ def train(ids: Ids, V: int, *, steps: int, H: int = 4) -> Iterator[tuple[int, fl
         at = rng.integers(0, len(ids) - 32, (16, 1)) + np.arange(33)  # 16 windows of 33
         loss, dp = loss_and_gradients(p, ids[at[:, :-1]], ids[at[:, 1:]], H)
         yield step, loss, p
-        adamw(p, dp, m, v, step, lr=5e-3 * min(step / 20, 1 - step / (steps + 1)))
+        adamw(p, dp, m, v, step, lr=7e-3 * min(step / 20, 1 - step / (steps + 1)))
 
 
 def main() -> None:
