@@ -10,8 +10,11 @@ LADDER = (  # modules, the easiest first
     "reference.study.attention",
     "reference.study.classroom",
     "reference.study.mistakes",
-    "reference.study.tiled_attention",
+    "reference.study.order",
+    "reference.study.rnn",
+    "reference.study.dropouts",
     "reference.study.gpt",
+    "reference.study.tiled_attention",
     "reference.study.copy_task",
     "reference.study.ranks",
 )

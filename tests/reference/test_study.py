@@ -269,14 +269,17 @@ def test_unseen_leaves_out_what_was_trained_on() -> None:
 # ---- the commands --------------------------------------------------------------------------------
 
 
-SAYS = {  # a sentence of what each rung prints
+SAYS = {  # a piece of what each rung prints
     "reference.study.autoregression": "reading its own",
     "reference.study.losses": "hears the majority only",
+    "reference.study.attention": "takes home",
     "reference.study.classroom": POEM,
     "reference.study.mistakes": "two names     E moves by 2.00 lr, W_up by 1.00 lr",
-    "reference.study.attention": "takes home",
-    "reference.study.tiled_attention": "four times the table",
+    "reference.study.order": "without positions",
+    "reference.study.rnn": "passes U 63 times",
+    "reference.study.dropouts": "1.7778 times as long",
     "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
+    "reference.study.tiled_attention": "four times the table",
     "reference.study.copy_task": "never seen are copied exactly",
     "reference.study.ranks": "same for any number of ranks",
 }
