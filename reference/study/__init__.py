@@ -13,6 +13,7 @@ LADDER = (  # modules, the easiest first
     "reference.study.order",
     "reference.study.rnn",
     "reference.study.dropouts",
+    "tokenizer.reference",
     "reference.study.gpt",
     "reference.study.tiled_attention",
     "reference.study.copy_task",

@@ -278,6 +278,7 @@ SAYS = {  # a piece of what each rung prints
     "reference.study.order": "without positions",
     "reference.study.rnn": "passes U 63 times",
     "reference.study.dropouts": "1.7778 times as long",
+    "tokenizer.reference": "␣ · s · low · e · s · t",
     "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
     "reference.study.tiled_attention": "four times the table",
     "reference.study.copy_task": "never seen are copied exactly",
