@@ -128,6 +128,7 @@ def test_gradients_of_the_losses_match_differences(z: Array, data: st.DataObject
     z = z / 4  # where p is not so near to 0 or 1 that differences lose its digits
     check_loss(losses.squared_error_on_onehots, z, y)
     check_loss(losses.cross_entropy, z, y)
+    check_loss(losses.contrastive(random_q(len(z), len(z))), z, y)
     check_loss(losses.squared_error_on_ids, z[0] + 0.001, y)  # off the minimum, where all is 0
 
 
@@ -213,6 +214,22 @@ def test_hinge_has_the_same_best_scores_for_a_slight_and_a_large_majority() -> N
     )
     assert slight[0] - slight[1] == pytest.approx(1, abs=0.02)
     assert large[0] - large[1] == pytest.approx(1, abs=0.02)
+
+
+@given(st.integers(0, 2**32 - 1), SCORES)
+def test_contrastive_is_least_at_the_ratio_to_the_noise(seed: int, z: Array) -> None:
+    q, noise = random_q(seed, len(z)), random_q(seed + 1, len(z))
+    loss = losses.contrastive(noise)
+    best, slope = losses.expected(loss, np.log(q / noise), q)
+    assert np.abs(slope).max() < 1e-12
+    assert losses.expected(loss, z, q)[0] >= best - 1e-12
+
+
+def test_contrastive_against_one_sure_word_is_cross_entropy_of_two() -> None:
+    z = np.array([0.3, -1.2])
+    only_the_other = losses.contrastive(np.array([0.0, 1.0]))
+    assert only_the_other(z, 0)[0] == pytest.approx(losses.cross_entropy(z, 0)[0])
+    assert only_the_other(z, 0)[1] == pytest.approx(losses.cross_entropy(z, 0)[1])
 
 
 def test_cross_entropy_descends_to_the_true_distribution() -> None:
