@@ -14,6 +14,7 @@ LADDER = (  # modules, the easiest first
     "reference.study.rnn",
     "reference.study.dropouts",
     "tokenizer.reference",
+    "reference.study.one_token",
     "reference.study.gpt",
     "reference.study.tiled_attention",
     "reference.study.copy_task",

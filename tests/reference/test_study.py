@@ -296,6 +296,7 @@ SAYS = {  # a piece of what each rung prints
     "reference.study.rnn": "passes U 63 times",
     "reference.study.dropouts": "1.7778 times as long",
     "tokenizer.reference": "␣ · s · low · e · s · t",
+    "reference.study.one_token": "merge 2    b + an occurs 1 time:  ban an a",
     "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
     "reference.study.tiled_attention": "four times the table",
     "reference.study.copy_task": "never seen are copied exactly",

@@ -1,5 +1,8 @@
 """The GPT on one page is the reference's model, number by number, and one token is followed."""
 
+import re
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 from reference import model, ops
 from reference.config import Config
 from reference.params import decoder_layout
-from reference.study import gpt
+from reference.study import gpt, one_token, one_token_page
+from tests.helpers import ROOT
 
 NAMES = {  # of a block's parameters on the page, and in the reference
     "qkv": "attention.wqkv",
@@ -116,3 +120,55 @@ def test_training_computes_in_single_precision_throughout() -> None:
     (_, _, p), *_ = gpt.train(np.arange(40) % 5, 5, steps=1)
     z, _ = gpt.forward(p, np.zeros((1, 3), int), H=4)
     assert z.dtype == np.float32
+
+
+# ---- one token -----------------------------------------------------------------------------------
+
+STUDY = ROOT / "reference" / "study"
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+@pytest.mark.parametrize(
+    ("kept", "made"),
+    [("one_token.md", one_token_page.page), ("pictures/one_token.svg", one_token_page.shapes)],
+)
+def test_the_page_of_one_token_is_what_a_run_writes(kept: str, made: Callable[[], str]) -> None:
+    page, again = (STUDY / kept).read_text(encoding="utf-8"), made()
+    assert NUMBER.sub("#", page) == NUMBER.sub("#", again)
+    ours, theirs = ([float(n) for n in NUMBER.findall(text)] for text in (page, again))
+    np.testing.assert_allclose(ours, theirs, atol=1.5e-3)  # the last digit may be rounded elsewhere
+    assert len(page.encode()) <= 60_000
+
+
+def test_the_run_of_one_token_is_the_model_s() -> None:
+    p, ids = one_token.parameters(), np.array([4, 3, 0], np.int32)
+    forward, backward = one_token.run(p, ids[:-1], ids[1:])
+    loss, cache = model.loss_forward(ops, p, one_token.CONFIG, ids[None, :-1], ids[None, 1:])
+    layout = decoder_layout(one_token.CONFIG)
+    grads = layout.views(np.full(layout.size, np.nan))
+    model.loss_backward(1 / 2, cache, grads)
+    assert float(forward[-1].value) == pytest.approx(loss.total / 2, abs=1e-12)
+    np.testing.assert_allclose(backward[-1].value, grads["embedding.weight"], atol=1e-12)
+    named = {step.name: step.value for step in [*forward, *backward]}
+    for x, dy, name in (
+        ("n", "dqkv", "attention.wqkv"),
+        ("o", "dr", "attention.wo"),
+        ("m", "dg du", "ffn.w_gate_up"),
+        ("h", "dw", "ffn.w_down"),
+    ):  # each gradient on the way is the right one, as those of the matrices follow from them
+        np.testing.assert_allclose(named[x].T @ named[dy], grads[f"layers.0.{name}"], atol=1e-12)
+
+
+def test_the_shapes_written_are_those_of_the_numbers() -> None:
+    sizes = {"T": 2, "V": 5, "D": 4, "3D": 12, "F": 3, "2F": 6}
+    p, ids = one_token.parameters(), np.array([4, 3, 0])
+    for steps in one_token.run(p, ids[:-1], ids[1:]):
+        for step in steps:
+            assert step.value.shape == tuple(sizes[letter] for letter in step.shape.split()), step
+
+
+def test_merges_of_the_six_bytes() -> None:
+    lines, vocabulary, parts = one_token.merges("banana", 2)
+    assert vocabulary == ["a", "b", "n", "an", "ban"] and parts == ["ban", "an", "a"]
+    assert lines[0] == "a + n occurs 2 times:  b an an a"
+    assert one_token.merges("aaaaa", 1)[2] == ["aa", "aa", "a"]
