@@ -38,14 +38,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reference.blocks import Grads, Params
 from reference.params import Layout, ParamSpec, bias, weight
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
 from reference.study import attention
 from reference.study.fit import fit
 from reference.study.poem import POEM, between_marks, bigram_counts, bigram_entropy, decode
-from reference.types import Array, Ids
+from reference.types import Array, Grads, Ids, Params
 
 MOST_WORDS = 1_000  # their shares are a table of words × words
 

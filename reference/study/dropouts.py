@@ -9,7 +9,8 @@ zeros and ones that is one with probability 1 - p::
     original    z = (k ∘ x) W                z = x ((1 - p) W)       Srivastava et al. 2014, §4
     inverted    z = (k ∘ x / (1 - p)) W      z = x W                 as everybody has it today
 
-Either way what the prediction computes is the mean of what training computes, as E[k] = 1 - p:
+Either way what the prediction computes is the mean of what training computes, with E[…] the mean
+over draws and E[k] = 1 - p:
 
     E[(k ∘ x) W] = (1 - p) x W               E[(k ∘ x / (1 - p)) W] = x W
 

@@ -7,6 +7,7 @@ Zen of Python, which ships with Python. Nothing is imported for it but NumPy.
     B windows of T characters side by side; V different characters in all; D numbers for each place
     L blocks; H heads of width d = D/H; F = 4 D numbers in the middle of a feed-forward
     E (V, D) a row for each character, at the end read as columns: the score of each as the next one
+    places (T, D), a row for each place; p holds all parameters by name, and dp their gradients
     ``dx`` is how the loss moves when x does, an array of x's shape
 
 Every line of ``backward`` undoes one line of ``forward``, from the last to the first. Two rules do
@@ -37,7 +38,7 @@ C, A = math.sqrt(2 / math.pi), 0.044715  # of GELU's tanh form
 
 def init(V: int, T: int, D: int, L: int, rng: np.random.Generator) -> Params:
     """Return parameters to start from: small random matrices, norms that change nothing."""
-    shapes = {"E": (V, D), "P": (T, D)}
+    shapes = {"E": (V, D), "places": (T, D)}
     for i in range(L):
         shapes |= {f"{i}.qkv": (D, 3 * D), f"{i}.out": (D, D)}
         shapes |= {f"{i}.up": (D, 4 * D), f"{i}.down": (4 * D, D)}
@@ -92,7 +93,7 @@ def times(x: Array, dy: Array) -> Array:
 
 def forward(p: Params, ids: Ids, H: int) -> tuple[Array, Any]:
     """Return the scores z (B, T, V) of the character after each of ids (B, T)."""
-    x = p["E"][ids] + p["P"][: ids.shape[1]]
+    x = p["E"][ids] + p["places"][: ids.shape[1]]
     tape = []
     for i in range(len(p) // 8):  # a block has eight, all else four
         h, norm1 = norm(x, p[f"{i}.1.gain"], p[f"{i}.1.bias"])
@@ -124,8 +125,8 @@ def backward(dz: Array, p: Params, cache: Any) -> Params:
         dp[f"{i}.qkv"] = times(h, dqkv)
         dh, dp[f"{i}.1.gain"], dp[f"{i}.1.bias"] = norm_backward(dqkv @ p[f"{i}.qkv"].T, norm1)
         dx = dx + dh
-    dp["P"] = np.zeros_like(p["P"])
-    dp["P"][: ids.shape[1]] = dx.sum(0)
+    dp["places"] = np.zeros_like(p["places"])
+    dp["places"][: ids.shape[1]] = dx.sum(0)
     np.add.at(dp["E"], ids, dx)  # E was used at both ends
     return dp
 
@@ -153,7 +154,7 @@ def write(p: Params, start: Ids, n: int, H: int, rng: np.random.Generator | None
     """Return n characters after ``start``: the likeliest each time, or drawn when there is rng."""
     ids = list(start)
     for _ in range(n):
-        z = forward(p, np.array([ids[-len(p["P"]) :]]), H)[0][0, -1]
+        z = forward(p, np.array([ids[-len(p["places"]) :]]), H)[0][0, -1]
         P = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
         ids.append(int(P.argmax() if rng is None else rng.choice(len(P), p=P)))
     return np.array(ids[len(start) :])

@@ -23,11 +23,10 @@ They train, they print losses that fall, and so they are copied. The model is ``
 import numpy as np
 
 from reference.adamw import adamw
-from reference.blocks import Params
 from reference.sinusoidal import sinusoidal_table
 from reference.study import classroom
 from reference.study.poem import POEM, between_marks
-from reference.types import Array, Ids
+from reference.types import Array, Ids, Params
 
 # ---- 1. generation that feeds only the last word -------------------------------------------------
 

@@ -28,13 +28,12 @@ import itertools
 
 import numpy as np
 
-from reference.blocks import Grads, Params
 from reference.params import Layout, weight
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
 from reference.study import attention
 from reference.study.fit import fit
-from reference.types import Array, Ids
+from reference.types import Array, Grads, Ids, Params
 
 NAMES = ("dog", "man", "cat", "fox", "owl", "bee")
 BITES = len(NAMES)  # the id of the verb

@@ -26,7 +26,8 @@ tile does not have. But it is a number that the forward's result already holds:
 
     δ_t = Σ_u dP_tu P_tu = Σ_u (do_t·v_u) P_tu = do_t · Σ_u P_tu v_u = do_t·o_t
 
-because dP_tu = do_t·v_u, a dot product does not mind the order of sums, and the last sum is o_t.
+because dP_tu = do_t·v_u, with do_t the row t of dO, a dot product does not mind the order of sums,
+and the last sum is o_t.
 
 So both directions walk over tiles, and hold nothing that grows as T². Names that the kernels share:
 ``m``, ``l``, ``lse``, ``delta`` (δ), and per tile S, P, dP, dS. Fast kernels take 2^x for e^x, with

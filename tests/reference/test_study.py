@@ -1,5 +1,6 @@
 """The study models: each rung of the ladder shows what its file says it shows."""
 
+import ast
 import importlib
 import os
 import re
@@ -328,3 +329,83 @@ def test_the_page_of_the_ladder_lists_every_rung_in_order() -> None:
     page = (ROOT / "reference" / "study" / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"`python -m ([\w.]+)`", page)
     assert listed == list(LADDER)
+
+
+# ---- the order -----------------------------------------------------------------------------------
+
+REFERENCE = ROOT / "reference"
+ORDER = (REFERENCE / "README.md").read_text(encoding="utf-8")
+ORDER = ORDER[ORDER.index("## Reading order") : ORDER.index("## The ops")]
+LATER = {
+    ("params.py", "config.py"),  # of params.py the class Layout comes first
+    ("study/one_token.py", "study/one_token_page.py"),  # what it writes
+}
+TOKENIZER = {"../tokenizer/reference.py"}
+
+
+def read_at() -> dict[str, int]:
+    """Return the numbered step at which the order first names each file."""
+    steps: dict[str, int] = {}
+    step = 0
+    for line in ORDER.splitlines():
+        found = re.match(r"(\d+)\. ", line)
+        step = int(found[1]) if found else step
+        for name in re.findall(r"\]\(([\w./]+\.py)\)", line):
+            steps.setdefault(name, step)
+    return steps
+
+
+def needs(path: Path) -> set[str]:
+    """Return the files of the reference that a file imports, types and ops aside."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reference"):
+            for alias in node.names:
+                parts = [*str(node.module).split(".")[1:], alias.name]
+                file = Path(*parts).with_suffix(".py")
+                found.add(str(file if (REFERENCE / file).exists() else file.parent))
+    files = {name if name.endswith(".py") else f"{name}.py" for name in found}
+    return {name for name in files if (REFERENCE / name).exists()} - {"types.py", "ops.py"}
+
+
+def test_the_order_names_every_file() -> None:
+    written = {str(path.relative_to(REFERENCE)) for path in REFERENCE.rglob("*.py")}
+    drawn = {"study/pictures.py", "study/svg.py", "study/one_token_page.py"}  # in study/README.md
+    assert written - {"__init__.py", "study/__init__.py"} - drawn == set(read_at()) - TOKENIZER
+
+
+def test_nothing_is_read_before_what_it_needs() -> None:
+    steps = read_at()
+    last = {"ops.py", "contract.py", "boundary.py"}  # how the ops are offered, not how they work
+    for name in set(steps) - last - TOKENIZER:
+        for other in needs(REFERENCE / name):
+            if (name, other) not in LATER and other != "study/svg.py":
+                assert steps[other] <= steps[name], f"{name} is read before {other}"
+
+
+def test_rungs_are_read_in_the_order_of_the_ladder() -> None:
+    files = [name.removeprefix("reference.").replace(".", "/") + ".py" for name in LADDER]
+    places = [re.search(rf"\]\((\.\./)?{file}\)", ORDER) for file in files]
+    starts = [place.start() for place in places if place]
+    assert starts == sorted(starts) and len(starts) == len(LADDER)
+
+
+def test_every_picture_is_shown_and_every_one_shown_exists() -> None:
+    shown = set(re.findall(r'<img src="study/(pictures/\w+\.svg)"', ORDER))
+    kept = {str(p.relative_to(REFERENCE / "study")) for p in REFERENCE.rglob("*.svg")}
+    assert shown == kept
+
+
+def test_every_letter_of_an_op_is_in_the_table_of_letters() -> None:
+    page = (REFERENCE / "README.md").read_text(encoding="utf-8")
+    notation = page[page.index("| letter |") : page.index("Weights are `(in, out)`")]
+    known = set(re.findall(r"\w+", " ".join(re.findall(r"^\| ([\w, ]+) \|", notation, re.M)))) | {
+        "j"
+    }
+    table = page[page.index("| op | computes") : page.index("## A whole training step")]
+    columns = [
+        cell for row in table.splitlines()[2:] for cell in row.split("|")[3:6:2]
+    ]  # takes, gives
+    shapes = re.findall(r"\(([^()]*)\)", " ".join(columns))
+    letters = {x for shape in shapes for x in re.findall(r"[A-Za-z]+", shape)}
+    assert {"B", "Hkv", "dv", "I", "n"} <= letters <= known

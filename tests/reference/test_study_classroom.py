@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
-from reference.blocks import Params
 from reference.gradcheck import check_vjp
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
 from reference.study import classroom, mistakes
 from reference.study.classroom import ONE_WORD, TRANSFORMER, Choices
 from reference.study.poem import POEM, between_marks, bigram_counts, bigram_entropy, decode
-from reference.types import Array
+from reference.types import Array, Params
 
 IDS, WORDS = between_marks(POEM)
 V = len(WORDS)

@@ -28,7 +28,7 @@ NAMES = {  # of a block's parameters on the page, and in the reference
 
 def reference_name(name: str) -> str:
     """Return the reference's name of a parameter of the page."""
-    whole = {"E": "embedding.weight", "P": "position.weight"}
+    whole = {"E": "embedding.weight", "places": "position.weight"}
     whole |= {f"last.{x}": f"final_norm.{x}" for x in ("gain", "bias")}
     if name in whole:
         return whole[name]
