@@ -2,7 +2,8 @@
 
 Yule 1927, "On a method of investigating periodicities in disturbed series". This is a language
 model without the language: the past goes in, the next element comes out, and the loss is the mean
-of squared errors. With p numbers of context::
+of squared errors. For a series s, with p numbers of context and a weight w for each, the prediction
+ŷ_t of s_t is::
 
     ŷ_t = w_1 s_(t-p) + … + w_p s_(t-1)
 
