@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.use:generate", "let a trained model write"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
+    "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command(
