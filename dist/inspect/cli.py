@@ -59,11 +59,15 @@ def inspect(argv: Sequence[str]) -> int:
 def make_page(model: Model, tokenizer: "Tokenizer", ids: Array) -> str:
     """Return the page about the tokens of a text."""
     found = trace(model.params, model.config, ids, min(BEST, model.config.vocab_size))
-    data = facts(model, found, tokenizer, ids)
-    # as JSON in a script element: "</script>" in a text must not end it
-    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    return page_of(facts(model, found, tokenizer, ids))
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """Return the page with its data in it."""
+    # as JSON in a script element: neither "</script>" nor "<!--" in a token may end it
+    content = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     template = resources.files("dist.inspect").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace("__DATA__", content.replace("<!--", "<\\u0021--"))
+    return template.replace("__DATA__", content)
 
 
 def facts(model: Model, found: Trace, tokenizer: "Tokenizer", ids: Array) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dist import checkpoint, cli
-from dist.inspect.cli import facts
+from dist.inspect.cli import facts, page_of
 from dist.inspect.trace import Trace, trace
 from reference import model, ops
 from reference.config import Config
@@ -129,6 +129,13 @@ def test_the_page_holds_the_trace_and_nothing_from_elsewhere(run: Path, tmp_path
     sent[np.tril_indices(len(ids))] = (levels / 255) ** 2
     np.testing.assert_allclose(sent, traced.attention[1, 0], atol=0.005)
     assert set(map(str, {*data["ids"], *traced.best.flat})) == set(data["names"])
+
+
+def test_no_token_ends_the_script_that_holds_the_data() -> None:
+    names = {"0": "</script><!--", "1": "<script>", "2": "__DATA__", "3": "\u2028&amp;"}
+    page = page_of({"names": names})
+    assert data_of(page) == {"names": names}
+    assert page.count("<!--") == page_of({}).count("<!--")
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import regex
 
 
 def run_linear(d_in, d_out, weights, in_features):
+    assert weights.shape == (d_out, d_in)
     return in_features @ weights.T
 
 
 def run_embedding(vocab_size, d_model, weights, token_ids):
+    assert weights.shape == (vocab_size, d_model)
     return weights[token_ids]
 
 
@@ -21,6 +23,7 @@ def run_silu(in_features):
 
 
 def run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3_weight, in_features):
+    assert w2_weight.shape == (d_model, d_ff)
     return (run_silu(in_features @ w1_weight.T) * (in_features @ w3_weight.T)) @ w2_weight.T
 
 
@@ -30,6 +33,7 @@ def run_softmax(in_features, dim):
 
 
 def run_rmsnorm(d_model, eps, weights, in_features):
+    assert weights.shape == (d_model,)
     r = np.sqrt((in_features**2).mean(axis=-1, keepdims=True) + eps)
     return (in_features / r * weights).astype(in_features.dtype)
 
@@ -47,6 +51,7 @@ def run_scaled_dot_product_attention(Q, K, V, mask=None):
 
 
 def run_rope(d_k, theta, max_seq_len, in_query_or_key, token_positions):
+    assert in_query_or_key.shape[-1] == d_k and token_positions.max() < max_seq_len
     omega = theta ** (-np.arange(0, d_k, 2) / d_k)
     angle = token_positions[..., None] * omega
     cos, sin = np.cos(angle), np.sin(angle)
