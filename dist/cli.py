@@ -29,12 +29,14 @@ COMMANDS: dict[str, Command] = {
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.use:generate", "let a trained model write"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
+    "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command(
         "accel.bench.cpu:main", "time the cpu backend, beside PyTorch if it is there"
     ),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
+    "study": Command("dist.study.cli:run", "the ladder rung by rung, and graded exercises"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
     "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),
     "tokenizer decode": Command("tokenizer.cli:decode", "ids to text"),
