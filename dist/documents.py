@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from tokenizer.read import Source, is_json_lines, opened
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+# what ends a text: ours, and those of vocabularies that were imported
+EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 

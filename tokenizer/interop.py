@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenizer.classes import installed_classes
 from tokenizer.files import read_json, replace_durably
-from tokenizer.patterns import GPT2
+from tokenizer.patterns import DIGITS_GPT2, GPT2
 from tokenizer.reference import encode_word
 from tokenizer.tokenizer import Tokenizer
 from tokenizer.vocabulary import Id, Vocabulary
@@ -143,6 +143,7 @@ class _Cut(msgspec.Struct):
     pattern: dict[Literal["Regex", "String"], str] = {}
     behavior: str = ""
     invert: bool = False
+    individual_digits: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -153,6 +154,17 @@ class _Model(msgspec.Struct):
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
     ignore_merges: bool = False
+
+
+class _ModelType(msgspec.Struct):
+    type: str = "BPE"
+    byte_fallback: bool = False  # bytes are tokens of their own, beside characters
+
+
+class _AnyHuggingface(msgspec.Struct):
+    """What is read of any ``tokenizer.json``, to name what cannot be imported."""
+
+    model: _ModelType
 
 
 class _Added(msgspec.Struct):
@@ -180,8 +192,12 @@ def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
         If the file is no such tokenizer, or does something to text that loses it (a normalizer, a
         prefix space).
     """
+    data = Path(path).read_bytes()
     try:
-        content = read_json(Path(path).read_bytes(), _Huggingface)
+        kind = read_json(data, _AnyHuggingface).model
+        if kind.type == "Unigram" or kind.byte_fallback:
+            raise ValueError("it is a SentencePiece vocabulary; only byte-level BPE is known")
+        content = read_json(data, _Huggingface)
     except ValueError as error:
         raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from None
     try:
@@ -225,16 +241,20 @@ def _vocabulary_of(content: _Huggingface) -> Vocabulary:
 
 
 def _pattern_of(whole: _Cut) -> str:
-    """Return the pattern of a ByteLevel pre-tokenizer, or of a Split before one."""
+    """Return the pattern of a ByteLevel pre-tokenizer, or of a Split or Digits before one."""
     steps = whole.pretokenizers or [whole]
     kinds = [step.type for step in steps]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"], ["Digits", "ByteLevel"]):
         raise ValueError(
             f"it cuts text by {' + '.join(map(repr, kinds))}; known is Split + ByteLevel"
         )
     level = steps[-1]
     if level.add_prefix_space:
         raise ValueError("it adds a space before the text, which is not lossless")
+    if kinds[0] == "Digits":
+        if not (steps[0].individual_digits and level.use_regex):
+            raise ValueError("only single Digits before GPT-2's pattern can be imported")
+        return DIGITS_GPT2
     if len(steps) == 1:
         return GPT2 if level.use_regex else r"(?s:.+)"
     split = steps[0]

@@ -1,0 +1,316 @@
+"""The families of models that others know, each declared once, for both directions.
+
+Hugging Face's names are those of ``transformers``: the classes in ``models/llama``, ``mistral``,
+``qwen3`` and ``gpt2``. GGUF's are those of llama.cpp: ``gguf-py/gguf/constants.py`` and
+``src/llama-arch.cpp``. llm.c's arrays are in the order of its ``ParameterTensors``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dist.convert.mapping import Family, Key, Row
+from reference.config import Config
+
+REQUIRED = object()
+
+
+def key(ours: str, theirs: str, default: Any = REQUIRED, **names: Any) -> Key:
+    """Return a field that is one key of theirs.
+
+    Parameters
+    ----------
+    ours, theirs : str
+    default
+        What an absent key or ``null`` means; a function of the configuration computes it.
+    **names
+        Values of ours -> what theirs are called, where that differs.
+    """
+
+    def read(found: Mapping[str, Any]) -> Any:
+        value = found.get(theirs)
+        if value is None and default is REQUIRED:
+            raise ValueError(f"{theirs} is missing")
+        if value is None:
+            return default(found) if callable(default) else default
+        if not names:
+            return value
+        for our_name, their_name in names.items():
+            if value == their_name:
+                return our_name
+        known = ", ".join(map(str, names.values()))
+        raise ValueError(f"{theirs} must be one of {known}, got {str(value)[:60]!r}")
+
+    def write(config: Config) -> dict[str, Any]:
+        value = getattr(config, ours)
+        return {theirs: names.get(value, value)}
+
+    return Key(ours, read, write)
+
+
+def whole(found: Mapping[str, Any], name: str) -> int:
+    """Return a positive integer of a configuration, for arithmetic."""
+    value = found.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {str(value)[:60]!r}")
+    return value
+
+
+# ---- Hugging Face: RMSNorm, RoPE, SwiGLU ---------------------------------------------------------
+
+
+def _write_llama_heads(config: Config) -> dict[str, Any]:
+    if config.d_model % config.n_heads:  # LlamaConfig refuses it, Mistral's does not
+        raise ValueError(f"n_heads = {config.n_heads} (it must divide d_model = {config.d_model})")
+    return {"num_attention_heads": config.n_heads}
+
+
+def _read_rope_base(found: Mapping[str, Any]) -> Any:
+    """Return RoPE's base: transformers 4 has it by itself, 5 among ``rope_parameters``."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = found.get(name)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be a table, got {str(given)[:60]!r}")
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"{name} is of the kind {str(kind)[:60]!r}, which is not known here")
+    inner = found.get("rope_parameters") or {}
+    return inner.get("rope_theta", found.get("rope_theta", 10_000.0))
+
+
+def _write_rope_base(config: Config) -> dict[str, Any]:
+    base = config.rope_base
+    return {
+        "rope_theta": base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+
+
+def _no_window(config: Config, layer: int) -> bool:
+    return config.window_of(layer) % config.context_length == 0
+
+
+def _write_mistral_window(config: Config) -> dict[str, Any]:
+    return {"sliding_window": None if _no_window(config, 0) else config.window_of(0)}
+
+
+def _write_qwen_windows(config: Config) -> dict[str, Any]:
+    layers = range(config.n_layers)
+    windows = [config.window_of(i) for i in layers if not _no_window(config, i)]
+    kinds = ["full_attention" if _no_window(config, i) else "sliding_attention" for i in layers]
+    return {
+        "use_sliding_window": bool(windows),
+        "sliding_window": windows[0] if windows else None,
+        "max_window_layers": next((i for i in layers if not _no_window(config, i)), len(layers)),
+        "layer_types": kinds,
+    }
+
+
+def _read_qwen_windows(found: Mapping[str, Any]) -> Any:
+    if not found.get("use_sliding_window"):
+        return 0
+    window, kinds = whole(found, "sliding_window"), found.get("layer_types")
+    n_layers = whole(found, "num_hidden_layers")
+    if kinds is None:  # layers from this one on have the window
+        first = found.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ValueError(f"max_window_layers must be an integer, got {str(first)[:60]!r}")
+        first = min(max(first, 0), n_layers)
+        return [0] * first + [window] * (n_layers - first)
+    known = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(kinds, list) or not all(isinstance(k, str) and k in known for k in kinds):
+        raise ValueError(f"layer_types must be a list of {' and '.join(known)}")
+    return [known[kind] for kind in kinds]
+
+
+_LLAMA_KEYS = (
+    key("vocab_size", "vocab_size"),
+    key("d_model", "hidden_size"),
+    key("n_layers", "num_hidden_layers"),
+    key("n_heads", "num_attention_heads"),
+    key("n_kv_heads", "num_key_value_heads", lambda c: whole(c, "num_attention_heads")),
+    key("d_head", "head_dim", lambda c: whole(c, "hidden_size") // whole(c, "num_attention_heads")),
+    key("d_ff", "intermediate_size"),
+    key("context_length", "max_position_embeddings"),
+    key("norm_eps", "rms_norm_eps"),
+    Key("rope_base", _read_rope_base, _write_rope_base),
+    key("tied", "tie_word_embeddings", False),
+    key("dropout_attention", "attention_dropout", 0.0),
+)
+_LLAMA_ALWAYS = {
+    "norm": "rmsnorm",
+    "norm_placement": "pre",
+    "position": "rope",
+    "ffn": "swiglu",
+    "attn_bias": False,
+    "ffn_bias": False,
+    "head_bias": False,
+    "qk_norm": False,
+    "window": 0,
+}
+_LLAMA_DEMANDS = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "quantization_config": None,
+}
+_LLAMA_ROWS = (
+    Row("embedding.weight", ("model.embed_tokens.weight",)),
+    Row("layers.{}.attention_norm.gain", ("model.layers.{}.input_layernorm.weight",)),
+    Row(
+        "layers.{}.attention.wqkv",
+        tuple(f"model.layers.{{}}.self_attn.{x}_proj.weight" for x in "qkv"),
+        transposed=True,
+        turned=2,
+    ),
+    Row(
+        "layers.{}.attention.bqkv",
+        tuple(f"model.layers.{{}}.self_attn.{x}_proj.bias" for x in "qkv"),
+        turned=2,
+    ),
+    Row("layers.{}.attention.q_norm.gain", ("model.layers.{}.self_attn.q_norm.weight",), turned=1),
+    Row("layers.{}.attention.k_norm.gain", ("model.layers.{}.self_attn.k_norm.weight",), turned=1),
+    Row("layers.{}.attention.wo", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
+    Row("layers.{}.attention.bo", ("model.layers.{}.self_attn.o_proj.bias",)),
+    Row("layers.{}.ffn_norm.gain", ("model.layers.{}.post_attention_layernorm.weight",)),
+    Row(
+        "layers.{}.ffn.w_gate_up",
+        ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
+        transposed=True,
+    ),
+    Row(
+        "layers.{}.ffn.b_gate_up",
+        ("model.layers.{}.mlp.gate_proj.bias", "model.layers.{}.mlp.up_proj.bias"),
+    ),
+    Row("layers.{}.ffn.w_down", ("model.layers.{}.mlp.down_proj.weight",), transposed=True),
+    Row("layers.{}.ffn.b_down", ("model.layers.{}.mlp.down_proj.bias",)),
+    Row("final_norm.gain", ("model.norm.weight",)),
+    Row("head.weight", ("lm_head.weight",)),
+)
+_LLAMA_IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in _LLAMA_ALWAYS.items() if name not in names}
+
+
+LLAMA = Family(
+    name="LlamaForCausalLM",
+    says={"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    always=_without("attn_bias", "ffn_bias"),
+    keys=(
+        *_LLAMA_KEYS,
+        Key("n_heads", lambda c: whole(c, "num_attention_heads"), _write_llama_heads),
+        key("attn_bias", "attention_bias", False),
+        key("ffn_bias", "mlp_bias", False),
+    ),
+    rows=_LLAMA_ROWS,
+    demands=_LLAMA_DEMANDS,
+    writes={"hidden_act": "silu"},
+    ignored=_LLAMA_IGNORED,
+)
+MISTRAL = Family(
+    name="MistralForCausalLM",
+    says={"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    always=_without("window"),
+    keys=(
+        *_LLAMA_KEYS,
+        Key("window", lambda c: c.get("sliding_window") or 0, _write_mistral_window),
+    ),
+    rows=_LLAMA_ROWS,
+    demands={**_LLAMA_DEMANDS, "attention_bias": False},
+    writes={"hidden_act": "silu"},
+    ignored=_LLAMA_IGNORED,
+)
+QWEN3 = Family(
+    name="Qwen3ForCausalLM",
+    says={"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    always={**_without("window", "attn_bias"), "qk_norm": True},
+    keys=(
+        *_LLAMA_KEYS,
+        key("attn_bias", "attention_bias", False),
+        Key("window", _read_qwen_windows, _write_qwen_windows),
+    ),
+    rows=_LLAMA_ROWS,
+    demands=_LLAMA_DEMANDS,
+    writes={"hidden_act": "silu"},
+    ignored=_LLAMA_IGNORED,
+)
+
+# ---- Hugging Face: GPT-2 -------------------------------------------------------------------------
+
+_GPT2_ALWAYS = {
+    "norm": "layernorm",
+    "norm_placement": "pre",
+    "position": "learned",
+    "attn_bias": True,
+    "ffn_bias": True,
+    "head_bias": False,
+    "qk_norm": False,
+    "window": 0,
+}
+
+
+def derived(ours: str, read: Any) -> Key:
+    """Return a field that they compute from others."""
+    return Key(ours, read, lambda config: {})
+
+
+GPT2 = Family(
+    name="GPT2LMHeadModel",
+    says={"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+    always=_GPT2_ALWAYS,
+    keys=(
+        key("vocab_size", "vocab_size"),
+        key("d_model", "n_embd"),
+        key("n_layers", "n_layer"),
+        key("n_heads", "n_head"),
+        derived("n_kv_heads", lambda c: whole(c, "n_head")),
+        derived("d_head", lambda c: whole(c, "n_embd") // whole(c, "n_head")),
+        key("d_ff", "n_inner", lambda c: 4 * whole(c, "n_embd")),
+        key("context_length", "n_positions"),
+        key("norm_eps", "layer_norm_epsilon", 1e-5),
+        key(
+            *("ffn", "activation_function", "gelu_tanh"),
+            gelu_tanh="gelu_new",
+            gelu="gelu",
+            relu="relu",
+        ),
+        key("tied", "tie_word_embeddings", True),
+        key("dropout_embedding", "embd_pdrop", 0.1),
+        key("dropout_attention", "attn_pdrop", 0.1),
+        key("dropout_residual", "resid_pdrop", 0.1),
+    ),
+    # GPT-2's Conv1D keeps (in, out), as we do, and q, k, v side by side
+    rows=(
+        Row("embedding.weight", ("transformer.wte.weight",)),
+        Row("position.weight", ("transformer.wpe.weight",)),
+        Row("layers.{}.attention_norm.gain", ("transformer.h.{}.ln_1.weight",)),
+        Row("layers.{}.attention_norm.bias", ("transformer.h.{}.ln_1.bias",)),
+        Row("layers.{}.attention.wqkv", ("transformer.h.{}.attn.c_attn.weight",)),
+        Row("layers.{}.attention.bqkv", ("transformer.h.{}.attn.c_attn.bias",)),
+        Row("layers.{}.attention.wo", ("transformer.h.{}.attn.c_proj.weight",)),
+        Row("layers.{}.attention.bo", ("transformer.h.{}.attn.c_proj.bias",)),
+        Row("layers.{}.ffn_norm.gain", ("transformer.h.{}.ln_2.weight",)),
+        Row("layers.{}.ffn_norm.bias", ("transformer.h.{}.ln_2.bias",)),
+        Row("layers.{}.ffn.w_up", ("transformer.h.{}.mlp.c_fc.weight",)),
+        Row("layers.{}.ffn.b_up", ("transformer.h.{}.mlp.c_fc.bias",)),
+        Row("layers.{}.ffn.w_down", ("transformer.h.{}.mlp.c_proj.weight",)),
+        Row("layers.{}.ffn.b_down", ("transformer.h.{}.mlp.c_proj.bias",)),
+        Row("final_norm.gain", ("transformer.ln_f.weight",)),
+        Row("final_norm.bias", ("transformer.ln_f.bias",)),
+        Row("head.weight", ("lm_head.weight",)),
+    ),
+    demands={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "quantization_config": None,
+    },
+    # the causal masks that older files hold
+    ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    prefix="transformer.",
+)
+
+HUGGING_FACE = (LLAMA, MISTRAL, QWEN3, GPT2)
