@@ -29,8 +29,12 @@ COMMANDS: dict[str, Command] = {
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.use:generate", "let a trained model write"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
-    "export": Command("dist.convert.commands:export", "weights and tokenizer for Hugging Face"),
-    "import": Command("dist.convert.commands:import_", "weights and tokenizer of others"),
+    "export": Command(
+        "dist.convert.commands:export", "weights and tokenizer for Hugging Face or llama.cpp"
+    ),
+    "import": Command(
+        "dist.convert.commands:import_", "weights and tokenizer of others, into a checkpoint"
+    ),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command(

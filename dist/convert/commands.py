@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist.commands import parser
-from dist.convert import huggingface
+from dist.convert import gguf, huggingface
 from dist.convert.mapping import DROPOUT
 from dist.convert.transfer import parameters
 from dist.monitor import bytes_text, duration
@@ -18,13 +18,15 @@ def export(argv: Sequence[str]) -> int:
     """``myllm export``."""
     args = parser(
         "export",
-        "Write a trained model for others: a folder as Hugging Face's transformers loads it.",
-        "myllm export runs/laptop mine-hf --dtype bf16",
+        "Write a trained model for others: a folder as Hugging Face's transformers loads it, or a "
+        "GGUF file for llama.cpp.",
+        "myllm export runs/laptop mine-hf --dtype bf16\n"
+        "  myllm export runs/laptop mine.gguf --dtype q8_0",
     )
     args.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
     )
-    args.add_argument("out", metavar="OUT", help="a folder that is not there yet")
+    args.add_argument("out", metavar="OUT", help="a new folder, or FILE.gguf")
     args.add_argument("--dtype", choices=KINDS, default="float32", help="float32 (default)")
     given = args.parse_args(argv)
     out, kind = Path(given.out), KINDS[given.dtype]
@@ -32,12 +34,18 @@ def export(argv: Sequence[str]) -> int:
         raise ValueError("--dtype q8_0 is for GGUF: name the output FILE.gguf")
     weights = Weights(given.checkpoint)
     started = time.perf_counter()
-    family = huggingface.export(weights, out, kind)
+    notes: list[str] = []
+    if out.suffix == ".gguf":
+        family, notes = gguf.export(weights, out, kind)
+    else:
+        family = huggingface.export(weights, out, kind)
     size = sum(f.stat().st_size for f in ([*out.iterdir()] if out.is_dir() else [out]))
     print(
         f"{weights.path} -> {out}: {family.name}, {weights.layout.size:,} parameters as "
         f"{given.dtype}, {bytes_text(size)} in {duration(time.perf_counter() - started)}"
     )
+    for note in notes:
+        print(note)
     if weights.tokenizer is None:
         print("there is no tokenizer beside these weights, so none was written")
     for name in sorted(DROPOUT):
@@ -52,16 +60,19 @@ def import_(argv: Sequence[str]) -> int:
     args = parser(
         "import",
         "Make a checkpoint of a model of others: a Hugging Face folder with a Llama, Mistral, "
-        "Qwen3 or GPT-2 (and what is built like them, such as SmolLM).",
+        "Qwen3 or GPT-2 (and what is built like them, such as SmolLM), or a GGUF file of one.",
         "myllm import SmolLM2-135M -o smollm && myllm generate smollm --prompt Hello",
     )
-    args.add_argument("source", metavar="DIR", help="a folder with a config.json")
+    args.add_argument(
+        "source", metavar="SOURCE", help="a folder with a config.json, or a GGUF file"
+    )
     args.add_argument("-o", "--out", metavar="CHECKPOINT", required=True, help="a new folder")
     args.add_argument("--without-tokenizer", action="store_true", help="import the weights alone")
     given = args.parse_args(argv)
     source, out = Path(given.source), Path(given.out)
     started = time.perf_counter()
-    found = huggingface.read(source, with_tokenizer=not given.without_tokenizer)
+    reader = gguf.read if source.suffix == ".gguf" else huggingface.read
+    found = reader(source, with_tokenizer=not given.without_tokenizer)
     write_weights(out, found.config, parameters(found, source), found.tokenizer)
     weights = Weights(out)
     print(

@@ -314,3 +314,142 @@ GPT2 = Family(
 )
 
 HUGGING_FACE = (LLAMA, MISTRAL, QWEN3, GPT2)
+
+# ---- GGUF ----------------------------------------------------------------------------------------
+
+
+def _gguf_keys(arch: str, eps: str) -> tuple[Key, ...]:
+    """Return what all architectures call alike; ``tied`` is said by having a head or not."""
+    return (
+        key("vocab_size", f"{arch}.vocab_size"),
+        key("context_length", f"{arch}.context_length"),
+        key("d_model", f"{arch}.embedding_length"),
+        key("n_layers", f"{arch}.block_count"),
+        key("d_ff", f"{arch}.feed_forward_length"),
+        key("n_heads", f"{arch}.attention.head_count"),
+        key("norm_eps", f"{arch}.attention.{eps}"),
+        key("tied", "tied"),
+    )
+
+
+def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
+    heads = f"{arch}.attention.head_count"
+    widths = [f"{arch}.{name}" for name in ("attention.value_length", "rope.dimension_count")]
+
+    def read_head(found: Mapping[str, Any]) -> Any:
+        width = found.get(f"{arch}.attention.key_length")
+        if width is None:
+            width = whole(found, f"{arch}.embedding_length") // whole(found, heads)
+        for name in widths:
+            if found.get(name, width) != width:
+                raise ValueError(f"{name} must be the width of keys, {width}, got {found[name]!r}")
+        return width
+
+    def write_head(config: Config) -> dict[str, Any]:
+        return dict.fromkeys([f"{arch}.attention.key_length", *widths], config.d_head)
+
+    return (
+        *_gguf_keys(arch, "layer_norm_rms_epsilon"),
+        key("n_kv_heads", f"{arch}.attention.head_count_kv", lambda c: whole(c, heads)),
+        Key("d_head", read_head, write_head),
+        key("rope_base", f"{arch}.rope.freq_base", 10_000.0),
+    )
+
+
+def _read_gpt2_head(found: Mapping[str, Any]) -> int:
+    return whole(found, "gpt2.embedding_length") // whole(found, "gpt2.attention.head_count")
+
+
+def _write_gpt2_head(config: Config) -> dict[str, Any]:
+    names = ("gpt2.attention.key_length", "gpt2.attention.value_length")
+    return dict.fromkeys(names, config.d_head)
+
+
+def _gguf_demands(arch: str) -> dict[str, Any]:
+    return {
+        f"{arch}.attention.sliding_window": None,
+        f"{arch}.rope.scaling.type": "none",
+        f"{arch}.expert_count": 0,
+        f"{arch}.attention.scale": None,
+    }
+
+
+_GGUF_ROWS = (
+    Row("embedding.weight", ("token_embd.weight",)),
+    Row("layers.{}.attention_norm.gain", ("blk.{}.attn_norm.weight",)),
+    Row(
+        "layers.{}.attention.wqkv",
+        ("blk.{}.attn_q.weight", "blk.{}.attn_k.weight", "blk.{}.attn_v.weight"),
+        transposed=True,
+        turned=2,
+    ),
+    Row(
+        "layers.{}.attention.bqkv",
+        ("blk.{}.attn_q.bias", "blk.{}.attn_k.bias", "blk.{}.attn_v.bias"),
+        turned=2,
+    ),
+    Row("layers.{}.attention.q_norm.gain", ("blk.{}.attn_q_norm.weight",), turned=1),
+    Row("layers.{}.attention.k_norm.gain", ("blk.{}.attn_k_norm.weight",), turned=1),
+    Row("layers.{}.attention.wo", ("blk.{}.attn_output.weight",), transposed=True),
+    Row("layers.{}.attention.bo", ("blk.{}.attn_output.bias",)),
+    Row("layers.{}.ffn_norm.gain", ("blk.{}.ffn_norm.weight",)),
+    Row(
+        "layers.{}.ffn.w_gate_up",
+        ("blk.{}.ffn_gate.weight", "blk.{}.ffn_up.weight"),
+        transposed=True,
+    ),
+    Row("layers.{}.ffn.b_gate_up", ("blk.{}.ffn_gate.bias", "blk.{}.ffn_up.bias")),
+    Row("layers.{}.ffn.w_down", ("blk.{}.ffn_down.weight",), transposed=True),
+    Row("layers.{}.ffn.b_down", ("blk.{}.ffn_down.bias",)),
+    Row("final_norm.gain", ("output_norm.weight",)),
+    Row("head.weight", ("output.weight",)),
+)
+GGUF_LLAMA = Family(
+    name="llama",
+    says={"general.architecture": "llama"},
+    always=_without("attn_bias", "ffn_bias"),
+    keys=(*_gguf_rope_keys("llama"), key("attn_bias", "attn_bias"), key("ffn_bias", "ffn_bias")),
+    rows=_GGUF_ROWS,
+    half_split=False,  # llama.cpp turns adjacent coordinates in this architecture alone
+    demands=_gguf_demands("llama"),
+)
+GGUF_QWEN3 = Family(
+    name="qwen3",
+    says={"general.architecture": "qwen3"},
+    always={**_LLAMA_ALWAYS, "qk_norm": True},
+    keys=_gguf_rope_keys("qwen3"),
+    rows=_GGUF_ROWS,
+    demands=_gguf_demands("qwen3"),
+)
+GGUF_GPT2 = Family(
+    name="gpt2",
+    says={"general.architecture": "gpt2"},
+    always={**_GPT2_ALWAYS, "ffn": "gelu_tanh"},
+    keys=(
+        *_gguf_keys("gpt2", "layer_norm_epsilon"),
+        derived("n_kv_heads", lambda c: whole(c, "gpt2.attention.head_count")),
+        Key("d_head", _read_gpt2_head, _write_gpt2_head),
+    ),
+    rows=(
+        Row("embedding.weight", ("token_embd.weight",)),
+        Row("position.weight", ("position_embd.weight",)),
+        Row("layers.{}.attention_norm.gain", ("blk.{}.attn_norm.weight",)),
+        Row("layers.{}.attention_norm.bias", ("blk.{}.attn_norm.bias",)),
+        Row("layers.{}.attention.wqkv", ("blk.{}.attn_qkv.weight",), transposed=True),
+        Row("layers.{}.attention.bqkv", ("blk.{}.attn_qkv.bias",)),
+        Row("layers.{}.attention.wo", ("blk.{}.attn_output.weight",), transposed=True),
+        Row("layers.{}.attention.bo", ("blk.{}.attn_output.bias",)),
+        Row("layers.{}.ffn_norm.gain", ("blk.{}.ffn_norm.weight",)),
+        Row("layers.{}.ffn_norm.bias", ("blk.{}.ffn_norm.bias",)),
+        Row("layers.{}.ffn.w_up", ("blk.{}.ffn_up.weight",), transposed=True),
+        Row("layers.{}.ffn.b_up", ("blk.{}.ffn_up.bias",)),
+        Row("layers.{}.ffn.w_down", ("blk.{}.ffn_down.weight",), transposed=True),
+        Row("layers.{}.ffn.b_down", ("blk.{}.ffn_down.bias",)),
+        Row("final_norm.gain", ("output_norm.weight",)),
+        Row("final_norm.bias", ("output_norm.bias",)),
+        Row("head.weight", ("output.weight",)),
+    ),
+    demands=_gguf_demands("gpt2"),
+)
+
+GGUF = (GGUF_LLAMA, GGUF_QWEN3, GGUF_GPT2)

@@ -15,7 +15,7 @@ import msgspec
 from dist.convert.families import HUGGING_FACE
 from dist.convert.mapping import Family, Tensor, choose
 from dist.convert.numbers import Stored, size_of, write_tensor
-from dist.convert.text import chat_template, special_names
+from dist.convert.text import chat_template, check_fits, special_names
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
 from dist.places import new_place
@@ -66,7 +66,7 @@ def export(weights: Weights, folder: Path, kind: str) -> Family:
     tokenizer = None
     if weights.tokenizer is not None:
         tokenizer = load_tokenizer(weights.tokenizer, weights.manifest.tokenizer_sha256)
-        _fits(tokenizer, config, str(weights.path))
+        check_fits(tokenizer, config, str(weights.path))
     described = {**family.describe(config), "torch_dtype": TORCH_NAMES[kind]}
     generation: dict[str, Any] = {}
     with new_place(folder) as part:
@@ -90,15 +90,6 @@ def export(weights: Weights, folder: Path, kind: str) -> Family:
         _write_json(part / "generation_config.json", generation)
         _write_shards(weights, family.tensors(config), part, kind)
     return family
-
-
-def _fits(tokenizer: "Tokenizer", config: Config, where: str) -> None:
-    """Refuse a tokenizer that has ids which the model does not know."""
-    if tokenizer.n_vocab > config.vocab_size:
-        raise ValueError(
-            f"{where}: the tokenizer has {tokenizer.n_vocab:,} ids, but vocab_size is "
-            f"{config.vocab_size:,}"
-        )
 
 
 def _tokenizer_config(
@@ -189,7 +180,7 @@ def read(folder: Path, *, with_tokenizer: bool) -> Found:
     if with_tokenizer:
         tokenizer = _tokenizer(folder)
         if tokenizer is not None:
-            _fits(tokenizer, config, str(folder))
+            check_fits(tokenizer, config, str(folder))
     return Found(family, config, _stored(folder), tokenizer)
 
 

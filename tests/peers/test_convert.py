@@ -21,8 +21,9 @@ from reference import ops
 from reference.config import Config
 from reference.model import logits
 from reference.types import Array
+from tests.helpers.hard_texts import HARD
 from tests.helpers.rounding import excess
-from tests.helpers.tokenizer_texts import CHARACTERS, corpus, small
+from tests.helpers.tokenizer_texts import corpus, small
 from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, TOY, write_random
 from tokenizer import GPT2 as GPT2_PATTERN
 from tokenizer import Tokenizer, from_huggingface, train_from_iterator
@@ -32,14 +33,6 @@ torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 B, T = 3, 19
-HARD = [
-    "In 1984, 3.14159 and 1000000 cost $12.50; x2y3z, ½ ² Ⅷ ٣٤٥ १२३ 42",
-    "  leading,   runs\t\tof \n\n\n white   space \r\n and a tail   ",
-    "Größe Ελληνικά кириллица 中文字符 日本語のテキスト 한국어 العربية עברית हिन्दी ภาษาไทย",
-    "👩‍👩‍👧 🇩🇪 e\u0301 \u200b zero\ufeffwidth \u2028 \u3000 <|user|> <|end|> <|eos|> <|pad|>",
-    "I'll we've THEY'RE don't 'tis it's'd def f(x): return x**2  # {}[]()!?...---",
-    "".join(c for c in CHARACTERS if not "\ud800" <= c <= "\udfff" and c not in "ſK"),
-]
 
 
 def distance(config: Config, params: dict[str, Array], model: Any, seed: int = 1) -> float:
