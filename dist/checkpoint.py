@@ -353,6 +353,17 @@ def read_manifest(path: Path) -> Manifest:
     return found
 
 
+def read_resumable(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint that a run can go on from."""
+    found = read_manifest(path)
+    if set(found.crc32) != set(ARRAYS):
+        raise ValueError(
+            f"{path} holds weights alone, which a run cannot go on from: begin one with them, by "
+            "train.init"
+        )
+    return found
+
+
 def model_of(state: State) -> Config:
     """Return the config of a checkpoint's model."""
     return Config.from_dict(state.config.get("model", {}))
@@ -402,16 +413,11 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
     """
 
     def read() -> tuple[State, list[Array]]:
-        described = read_manifest(path)
+        described = read_resumable(path)
         if described.parameters != stepper.layout.size:
             raise ValueError(
                 f"{path} holds {described.parameters:,} parameters, the model has "
                 f"{stepper.layout.size:,}"
-            )
-        if set(described.crc32) != set(ARRAYS):
-            raise ValueError(
-                f"{path} holds weights alone, which a run cannot go on from: begin one from them, "
-                "with train.init"
             )
         whole, mine = (0, stepper.layout.size), (stepper.low, stepper.high)
         arrays = [

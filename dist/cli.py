@@ -47,6 +47,7 @@ COMMANDS: dict[str, Command] = {
     "tokenizer info": Command("tokenizer.cli:info", "size, special ids, bytes per token"),
     "tokenizer export": Command("tokenizer.cli:export", "to Hugging Face or tiktoken"),
     "tokenizer import": Command("tokenizer.cli:import_", "from Hugging Face or tiktoken"),
+    "tokenizer extend": Command("tokenizer.cli:extend", "add special tokens, those of a chat"),
     "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
     "bench cuda": Command("accel.bench.cuda:main", "the GPU's kernels, products and training step"),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
