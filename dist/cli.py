@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "pack": Command("dist.commands:pack", "turn texts into shards of token ids"),
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.use:generate", "let a trained model write"),
+    "score": Command("dist.score:main", "how likely a model finds a text, token by token"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
     "export": Command(
         "dist.convert.commands:export", "weights and tokenizer for Hugging Face or llama.cpp"
