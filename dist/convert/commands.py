@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist.commands import parser
-from dist.convert import gguf, huggingface
+from dist.convert import gguf, huggingface, llmc
 from dist.convert.mapping import DROPOUT
 from dist.convert.transfer import parameters
 from dist.monitor import bytes_text, duration
@@ -18,15 +18,15 @@ def export(argv: Sequence[str]) -> int:
     """``myllm export``."""
     args = parser(
         "export",
-        "Write a trained model for others: a folder as Hugging Face's transformers loads it, or a "
-        "GGUF file for llama.cpp.",
+        "Write a trained model for others: a folder as Hugging Face's transformers loads it, a "
+        "GGUF file for llama.cpp, or a checkpoint of llm.c.",
         "myllm export runs/laptop mine-hf --dtype bf16\n"
         "  myllm export runs/laptop mine.gguf --dtype q8_0",
     )
     args.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
     )
-    args.add_argument("out", metavar="OUT", help="a new folder, or FILE.gguf")
+    args.add_argument("out", metavar="OUT", help="a new folder, FILE.gguf or FILE.bin")
     args.add_argument("--dtype", choices=KINDS, default="float32", help="float32 (default)")
     given = args.parse_args(argv)
     out, kind = Path(given.out), KINDS[given.dtype]
@@ -37,6 +37,8 @@ def export(argv: Sequence[str]) -> int:
     notes: list[str] = []
     if out.suffix == ".gguf":
         family, notes = gguf.export(weights, out, kind)
+    elif out.suffix == ".bin":
+        family = llmc.export(weights, out, kind)
     else:
         family = huggingface.export(weights, out, kind)
     size = sum(f.stat().st_size for f in ([*out.iterdir()] if out.is_dir() else [out]))
@@ -60,18 +62,19 @@ def import_(argv: Sequence[str]) -> int:
     args = parser(
         "import",
         "Make a checkpoint of a model of others: a Hugging Face folder with a Llama, Mistral, "
-        "Qwen3 or GPT-2 (and what is built like them, such as SmolLM), or a GGUF file of one.",
+        "Qwen3 or GPT-2 (and what is built like them, such as SmolLM), a GGUF file of one, or "
+        "llm.c's checkpoint of a GPT-2.",
         "myllm import SmolLM2-135M -o smollm && myllm generate smollm --prompt Hello",
     )
     args.add_argument(
-        "source", metavar="SOURCE", help="a folder with a config.json, or a GGUF file"
+        "source", metavar="SOURCE", help="a folder with a config.json, FILE.gguf or FILE.bin"
     )
     args.add_argument("-o", "--out", metavar="CHECKPOINT", required=True, help="a new folder")
     args.add_argument("--without-tokenizer", action="store_true", help="import the weights alone")
     given = args.parse_args(argv)
     source, out = Path(given.source), Path(given.out)
     started = time.perf_counter()
-    reader = gguf.read if source.suffix == ".gguf" else huggingface.read
+    reader = {".gguf": gguf.read, ".bin": llmc.read}.get(source.suffix, huggingface.read)
     found = reader(source, with_tokenizer=not given.without_tokenizer)
     write_weights(out, found.config, parameters(found, source), found.tokenizer)
     weights = Weights(out)

@@ -453,3 +453,45 @@ GGUF_GPT2 = Family(
 )
 
 GGUF = (GGUF_LLAMA, GGUF_QWEN3, GGUF_GPT2)
+
+# ---- llm.c ---------------------------------------------------------------------------------------
+
+# Its file has no names: an array for each row, all layers one after the other.
+LLM_C = Family(
+    name="llm.c's GPT-2",
+    says={},
+    always={
+        **_GPT2_ALWAYS,
+        "ffn": "gelu_tanh",
+        "norm_eps": 1e-5,
+        "tied": True,
+    },
+    keys=(
+        key("context_length", "max_seq_len"),
+        key("vocab_size", "vocab_size"),
+        key("n_layers", "num_layers"),
+        key("n_heads", "num_heads"),
+        key("d_model", "channels"),
+        derived("n_kv_heads", lambda c: whole(c, "num_heads")),
+        derived("d_head", lambda c: whole(c, "channels") // whole(c, "num_heads")),
+        derived("d_ff", lambda c: 4 * whole(c, "channels")),
+    ),
+    rows=(
+        Row("embedding.weight", ("wte",)),
+        Row("position.weight", ("wpe",)),
+        Row("layers.{}.attention_norm.gain", ("ln1w.{}",)),
+        Row("layers.{}.attention_norm.bias", ("ln1b.{}",)),
+        Row("layers.{}.attention.wqkv", ("qkvw.{}",), transposed=True),
+        Row("layers.{}.attention.bqkv", ("qkvb.{}",)),
+        Row("layers.{}.attention.wo", ("attprojw.{}",), transposed=True),
+        Row("layers.{}.attention.bo", ("attprojb.{}",)),
+        Row("layers.{}.ffn_norm.gain", ("ln2w.{}",)),
+        Row("layers.{}.ffn_norm.bias", ("ln2b.{}",)),
+        Row("layers.{}.ffn.w_up", ("fcw.{}",), transposed=True),
+        Row("layers.{}.ffn.b_up", ("fcb.{}",)),
+        Row("layers.{}.ffn.w_down", ("fcprojw.{}",), transposed=True),
+        Row("layers.{}.ffn.b_down", ("fcprojb.{}",)),
+        Row("final_norm.gain", ("lnfw",)),
+        Row("final_norm.bias", ("lnfb",)),
+    ),
+)
