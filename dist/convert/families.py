@@ -8,7 +8,7 @@ Hugging Face's names are those of ``transformers``: the classes in ``models/llam
 from collections.abc import Mapping
 from typing import Any
 
-from dist.convert.mapping import Family, Key, Row
+from dist.convert.mapping import Family, Key, Row, shown
 from reference.config import Config
 
 REQUIRED = object()
@@ -38,7 +38,7 @@ def key(ours: str, theirs: str, default: Any = REQUIRED, **names: Any) -> Key:
             if value == their_name:
                 return our_name
         known = ", ".join(map(str, names.values()))
-        raise ValueError(f"{theirs} must be one of {known}, got {str(value)[:60]!r}")
+        raise ValueError(f"{theirs} must be one of {known}, got {shown(value)}")
 
     def write(config: Config) -> dict[str, Any]:
         value = getattr(config, ours)
@@ -51,7 +51,7 @@ def whole(found: Mapping[str, Any], name: str) -> int:
     """Return a positive integer of a configuration, for arithmetic."""
     value = found.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {str(value)[:60]!r}")
+        raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
     return value
 
 
@@ -71,10 +71,10 @@ def _read_rope_base(found: Mapping[str, Any]) -> Any:
         if given is None:
             continue
         if not isinstance(given, Mapping):
-            raise ValueError(f"{name} must be a table, got {str(given)[:60]!r}")
+            raise ValueError(f"{name} must be a table, got {shown(given)}")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{name} is of the kind {str(kind)[:60]!r}, which is not known here")
+            raise ValueError(f"{name} is of the kind {shown(kind)}, which is not known here")
     inner = found.get("rope_parameters") or {}
     return inner.get("rope_theta", found.get("rope_theta", 10_000.0))
 
@@ -115,7 +115,7 @@ def _read_qwen_windows(found: Mapping[str, Any]) -> Any:
     if kinds is None:  # layers from this one on have the window
         first = found.get("max_window_layers", 28)
         if not isinstance(first, int):
-            raise ValueError(f"max_window_layers must be an integer, got {str(first)[:60]!r}")
+            raise ValueError(f"max_window_layers must be an integer, got {shown(first)}")
         first = min(max(first, 0), n_layers)
         return [0] * first + [window] * (n_layers - first)
     known = {"full_attention": 0, "sliding_attention": window}
@@ -342,7 +342,9 @@ def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
             width = whole(found, f"{arch}.embedding_length") // whole(found, heads)
         for name in widths:
             if found.get(name, width) != width:
-                raise ValueError(f"{name} must be the width of keys, {width}, got {found[name]!r}")
+                raise ValueError(
+                    f"{name} must be the width of keys, {width}, got {shown(found[name])}"
+                )
         return width
 
     def write_head(config: Config) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from dist.convert.families import GGUF
-from dist.convert.mapping import Family, Tensor, choose
+from dist.convert.mapping import Family, Tensor, choose, named, shown
 from dist.convert.numbers import BLOCK, Stored, size_of, write_tensor
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
@@ -76,8 +76,7 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
     if kind == "Q8_0":
         kept = [name for name in kinds if kinds[name] == "F16"]
         if kept:
-            shown = ", ".join(kept[:4]) + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
-            notes.append(f"kept as F16, since {BLOCK} does not divide their width: {shown}")
+            notes.append(f"kept as F16, since {BLOCK} does not divide their width: {named(kept)}")
     with new_place(path) as part, part.open("wb") as file:
         file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(keys)))
         for name, value in keys.items():
@@ -212,24 +211,24 @@ def header(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         places = [_place(reader) for _ in range(n_tensors)]
         alignment = keys.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-            raise ValueError(f"{path}: general.alignment is {str(alignment)[:40]}")
+            raise ValueError(f"{path}: general.alignment is {shown(alignment)}")
         data = file.tell() + -file.tell() % alignment
         size = reader.size
     names = {number: name for name, (number, _) in TYPES.items()}
     stored: dict[str, Stored] = {}
     for name, shape, number, offset in places:
         if name in stored:
-            raise ValueError(f"{path} is damaged: it has the tensor {name[:80]} twice")
+            raise ValueError(f"{path} is damaged: it has the tensor {named([name])} twice")
         if number not in names:
             raise ValueError(
-                f"{path}: the tensor {name[:80]} is quantized in a way that is not read here "
+                f"{path}: the tensor {named([name])} is quantized in a way that is not read here "
                 f"(type {number}); known are {', '.join(TYPES)}"
             )
         kind = names[number]
         if kind == "Q8_0" and (not shape or shape[-1] % BLOCK):
-            raise ValueError(f"{path} is damaged: {BLOCK} does not divide a row of {name[:80]}")
+            raise ValueError(f"{path} is damaged: {BLOCK} does not divide a row of {named([name])}")
         if data + offset + size_of(math.prod(shape), kind) > size:
-            raise ValueError(f"{path} is damaged: the tensor {name[:80]} reaches past its end")
+            raise ValueError(f"{path} is damaged: the tensor {named([name])} reaches past its end")
         stored[name] = Stored(path, kind, shape, data + offset)
     return keys, stored
 
@@ -239,7 +238,7 @@ def _place(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name = reader.string()
     n_axes = reader.number("I")
     if n_axes > 8:
-        raise ValueError(f"{reader.path} is damaged: the tensor {name[:80]} has {n_axes} axes")
+        raise ValueError(f"{reader.path} is damaged: the tensor {named([name])} has {n_axes} axes")
     axes = [reader.number("Q") for _ in range(n_axes)]
     return name, tuple(axes[::-1]), reader.number("I"), reader.number("Q")
 
@@ -258,7 +257,7 @@ def read(path: Path, *, with_tokenizer: bool) -> Found:
     if family is None:
         known = ", ".join(family.name for family in GGUF)
         raise ValueError(
-            f"{path}: the architecture {str(arch)[:40]!r} is not known here; known are {known}"
+            f"{path}: the architecture {shown(arch)} is not known here; known are {known}"
         )
     if keys.get("split.count", 1) not in (0, 1):
         raise ValueError(f"{path} is one of several parts: put them together (gguf-split --merge)")

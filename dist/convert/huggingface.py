@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from dist.convert.families import HUGGING_FACE
-from dist.convert.mapping import Family, Tensor, choose
+from dist.convert.mapping import Family, Tensor, choose, named, shown
 from dist.convert.numbers import Stored, size_of, write_tensor
 from dist.convert.text import chat_template, check_fits, special_names
 from dist.convert.transfer import Found
@@ -186,15 +186,15 @@ def read(folder: Path, *, with_tokenizer: bool) -> Found:
 
 def family_of(described: dict[str, Any], path: Path) -> Family:
     """Return the family that a configuration says it is of."""
-    named = described.get("architectures") or []
+    said = described.get("architectures") or []
     for family in HUGGING_FACE:
-        if named == [family.name] or (
-            not named and described.get("model_type") == family.says["model_type"]
+        if said == [family.name] or (
+            not said and described.get("model_type") == family.says["model_type"]
         ):
             return family
     known = ", ".join(family.name for family in HUGGING_FACE)
-    shown = str(named or described.get("model_type"))[:80]
-    raise ValueError(f"{path}: the architecture {shown} is not known here; known are {known}")
+    what = shown(said or described.get("model_type"))
+    raise ValueError(f"{path}: the architecture {what} is not known here; known are {known}")
 
 
 def _tokenizer(folder: Path) -> "Tokenizer | None":
@@ -230,7 +230,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
         names = sorted(set(index.weight_map.values()))
         for name in names:
             if os.path.basename(name) != name or not name.endswith(".safetensors"):
-                raise ValueError(f"{folder / INDEX} names {name[:80]!r}, no file of this folder")
+                raise ValueError(f"{folder / INDEX} names {shown(name)}, no file of this folder")
     elif not (folder / ONE_FILE).is_file():
         others = "; pytorch_model.bin is not read, since it may run code" * any(
             folder.glob("pytorch_model*.bin")
@@ -240,7 +240,9 @@ def _stored(folder: Path) -> dict[str, Stored]:
     for name in names:
         for tensor, at in safetensors(folder / name).items():
             if tensor in found:
-                raise ValueError(f"{found[tensor].path} and {folder / name} both hold {tensor}")
+                raise ValueError(
+                    f"{found[tensor].path} and {folder / name} both hold {named([tensor])}"
+                )
             found[tensor] = at
     return found
 
@@ -275,7 +277,7 @@ def safetensors(path: Path) -> dict[str, Stored]:
         wrong = known and end - begin != size_of(math.prod(entry.shape), entry.dtype)
         if wrong or 8 + length + end > size:
             raise ValueError(
-                f"{path} is damaged: the tensor {name[:80]} has shape {tuple(entry.shape)[:8]} "
+                f"{path} is damaged: the tensor {named([name])} has shape {tuple(entry.shape)[:8]} "
                 f"and bytes {begin:,} to {end:,} of {size - 8 - length:,}"
             )
         found[name] = Stored(path, entry.dtype, tuple(entry.shape), 8 + length + begin)

@@ -11,7 +11,7 @@ biases and the gains of QK-norm.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,8 +152,8 @@ class Family:
             found = theirs.get(name, value)
             if found != value and found is not None:
                 raise ValueError(
-                    f"{where}: {name} = {_shown(found)} is a kind of {self.name} that is not "
-                    f"known here; known is {name} = {_shown(value)}"
+                    f"{where}: {name} = {shown(found)} is a kind of {self.name} that is not "
+                    f"known here; known is {name} = {shown(value)}"
                 )
         try:
             fields = {key.ours: key.read(theirs) for key in self.keys}
@@ -171,7 +171,7 @@ class Family:
         except ValueError as error:  # such as GPT-2's heads that do not divide its width
             return [str(error)]
         return [
-            f"{name} = {_shown(getattr(config, name))} (it has {_shown(getattr(back, name))})"
+            f"{name} = {shown(getattr(config, name))} (it has {shown(getattr(back, name))})"
             for name, value in _meaning(config).items()
             if not _same(value, _meaning(back).get(name))
         ]
@@ -238,8 +238,16 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return what a file says, for a sentence: on one line, and not all of it."""
     return repr(value)[:60]
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first of some names, for a sentence."""
+    first = [name if name.isprintable() else repr(name) for name in names[:4]]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(name[:80] for name in first) + more
 
 
 def choose(families: tuple[Family, ...], config: Config, what: str) -> Family:

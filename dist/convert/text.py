@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist.convert.mapping import shown
 from dist.documents import END, EOS_NAMES, ROLES
 from reference.config import Config
 from tokenizer.interop import not_by_merges, spelled, unspelled
@@ -152,10 +153,10 @@ def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
 
     model, pre = keys["tokenizer.ggml.model"], keys.get("tokenizer.ggml.pre")
     if model != "gpt2":
-        what = "SentencePiece" if model in ("llama", "t5") else str(model)[:40]
+        what = "SentencePiece" if model in ("llama", "t5") else shown(model)
         raise ValueError(f"it is a vocabulary of {what}; only byte-level BPE is known")
     if not isinstance(pre, str) or pre not in PATTERNS:
-        raise ValueError(f"it cuts text by {str(pre)[:40]!r}; known are {', '.join(PATTERNS)}")
+        raise ValueError(f"it cuts text by {shown(pre)}; known are {', '.join(PATTERNS)}")
     tokens = _strings(keys, "tokenizer.ggml.tokens")
     merges = _strings(keys, "tokenizer.ggml.merges")
     types = keys.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))

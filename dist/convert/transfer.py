@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dist.convert.mapping import Family, Tensor
+from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
 from reference.config import Config
 from reference.types import Array
@@ -39,7 +39,8 @@ def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Ar
         kind = stored[tensor.name].kind
         if kind not in KINDS:
             raise ValueError(
-                f"{where}: the tensor {tensor.name} holds {kind[:20]}; known are {', '.join(KINDS)}"
+                f"{where}: the tensor {tensor.name} holds {shown(kind)}; known are "
+                f"{', '.join(KINDS)}"
             )
         if stored[tensor.name].shape != tensor.shape:
             raise ValueError(
@@ -78,7 +79,7 @@ def _named(found: Found, where: Path) -> dict[str, Stored]:
     expected = {tensor.name for tensor in family.tensors(found.config)}
     missing = [name for name in sorted(expected) if name not in stored]
     if missing:
-        raise ValueError(f"{where} has no tensor {_some(missing)}")
+        raise ValueError(f"{where} has no tensor {named(missing)}")
     surplus = [name for name in sorted(stored) if name not in expected]
     if found.config.tied:  # some write the head although it is the embedding
         for name in [name for name in surplus if name in family.head_names]:
@@ -89,12 +90,8 @@ def _named(found: Found, where: Path) -> dict[str, Stored]:
                 )
             surplus.remove(name)
     if surplus:
-        raise ValueError(f"{where} has a tensor that {family.name} does not know: {_some(surplus)}")
+        raise ValueError(f"{where} has a tensor that {family.name} does not know: {named(surplus)}")
     return {name: stored[name] for name in expected}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _equal(one: Stored, other: Stored) -> bool:

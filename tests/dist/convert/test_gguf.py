@@ -272,7 +272,7 @@ NAMED = struct.pack("<Q", 1) + b"a"
         (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 8, 0)), "does not divide a row"),
         (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 0, 0)), "reaches past its end"),
         (header_of(2, 0, 2 * (NAMED + struct.pack("<IQIQ", 1, 0, 0, 0)) + bytes(64)), "a twice"),
-        (header_of(0, 0), "the architecture 'None' is not known"),
+        (header_of(0, 0), "the architecture None is not known"),
     ],
 )
 def test_damaged_files_end_in_a_sentence(

@@ -238,7 +238,7 @@ def test_configurations_as_published_are_read() -> None:
     ("changes", "message"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM.* is not known here"),
-        ({"architectures": [], "model_type": "bert"}, "bert is not known here"),
+        ({"architectures": [], "model_type": "bert"}, "'bert' is not known here"),
         ({"architectures": 5}, "5 is not known"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling .*'llama3'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear'"),
@@ -290,7 +290,7 @@ def shrink(name: str) -> Change:
         (
             LLAMA,
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype(np.int32)}),
-            "model.norm.weight holds I32; known are F32",
+            "model.norm.weight holds 'I32'; known are F32",
         ),
         (
             LLAMA,
