@@ -18,8 +18,8 @@ The best w makes the gradient of ‖X w - y‖² vanish, 2 Xᵀ(X w - y) = 0, so
     w = (XᵀX)⁻¹ Xᵀ y
 
 which is the formula to remember and not the one to compute: neighbouring columns of X are almost
-equal, and XᵀX has the square of the condition number of X. ``numpy.linalg.lstsq`` solves the same
-problem from the singular values of X itself.
+equal, and XᵀX has the square of the condition number of X (by how much solving can magnify errors).
+``numpy.linalg.lstsq`` solves the same problem from the singular values of X itself.
 
     python -m reference.study.autoregression
 """

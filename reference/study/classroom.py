@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--residual", action="store_true", help="add what came in to what goes out")
     parser.add_argument("--no-biases", action="store_true", help="leave out b_up and b_down")
     given = parser.parse_args(arguments)
-    if given.width < 2 or given.width % 2 or given.hidden < 1:
-        parser.error("--width must be an even number of at least 2, and --hidden at least 1")
+    if given.width % 2 or not (2 <= given.width <= 512 and 1 <= given.hidden <= 2048):
+        parser.error("--width must be an even number in 2..512, and --hidden a number in 1..2048")
     try:
         text = given.text.read_text(encoding="utf-8") if given.text else POEM
     except (OSError, UnicodeDecodeError) as error:

@@ -2,7 +2,7 @@
 
 Radford et al. 2019, "Language models are unsupervised multitask learners" (GPT-2), section 2.3,
 without biases in its matrices. It reads characters and learns to tell the next one; its text is the
-Zen of Python, which ships with Python. Nothing is imported for it but NumPy.
+Zen of Python, which ships with Python. Of ours nothing is imported: copy the file, and it runs.
 
     B windows of T characters side by side; V different characters in all; D numbers for each place
     L blocks; H heads of width d = D/H; F = 4 D numbers in the middle of a feed-forward
@@ -28,11 +28,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from reference.types import Array, Ids
-
+Array = npt.NDArray[Any]
 Params = dict[str, Array]
-
 C, A = math.sqrt(2 / math.pi), 0.044715  # of GELU's tanh form
 
 
@@ -91,7 +90,7 @@ def times(x: Array, dy: Array) -> Array:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def forward(p: Params, ids: Ids, H: int) -> tuple[Array, Any]:
+def forward(p: Params, ids: Array, H: int) -> tuple[Array, Any]:
     """Return the scores z (B, T, V) of the character after each of ids (B, T)."""
     x = p["E"][ids] + p["places"][: ids.shape[1]]
     tape = []
@@ -131,7 +130,7 @@ def backward(dz: Array, p: Params, cache: Any) -> Params:
     return dp
 
 
-def loss_and_gradients(p: Params, ids: Ids, targets: Ids, H: int) -> tuple[float, Params]:
+def loss_and_gradients(p: Params, ids: Array, targets: Array, H: int) -> tuple[float, Params]:
     """Return the mean of -log P(target), and the gradient of every parameter."""
     z, cache = forward(p, ids, H)
     P = np.exp(z - z.max(-1, keepdims=True))
@@ -150,7 +149,7 @@ def adamw(p: Params, dp: Params, m: Params, v: Params, step: int, lr: float) -> 
         p[name] = p[name] - lr * (update + 0.01 * (p[name].ndim > 1) * p[name])
 
 
-def write(p: Params, start: Ids, n: int, H: int, rng: np.random.Generator | None = None) -> Ids:
+def write(p: Params, start: Array, n: int, H: int, rng: np.random.Generator | None = None) -> Array:
     """Return n characters after ``start``: the likeliest each time, or drawn when there is rng."""
     ids = list(start)
     for _ in range(n):
@@ -169,7 +168,7 @@ def zen() -> str:
         return codecs.decode(importlib.import_module("this").s, "rot13")
 
 
-def train(ids: Ids, V: int, *, steps: int, H: int = 4) -> Iterator[tuple[int, float, Params]]:
+def train(ids: Array, V: int, *, steps: int, H: int = 4) -> Iterator[tuple[int, float, Params]]:
     """Yield (step, loss, parameters) while learning the text ids (N,)."""
     rng = np.random.default_rng(0)
     p = {name: x.astype(np.float32) for name, x in init(V, T=32, D=48, L=2, rng=rng).items()}

@@ -9,6 +9,7 @@ run:
     python -m reference.study.one_token --write    # puts it, and the picture, beside this file
 """
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -155,7 +156,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Print the page, or write it and its picture beside this file."""
     from reference.study.one_token_page import page, shapes
 
-    if "--write" in arguments:
+    parser = argparse.ArgumentParser(prog="python -m reference.study.one_token")
+    parser.add_argument(
+        "--write", action="store_true", help="put page and picture beside this file"
+    )
+    if parser.parse_args(arguments).write:
         folder = Path(__file__).parent
         (folder / "one_token.md").write_text(page(), encoding="utf-8")
         (folder / "pictures" / "one_token.svg").write_text(shapes(), encoding="utf-8")

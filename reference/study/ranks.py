@@ -6,9 +6,9 @@ numbers. Rank r computes those of its M/W micro-batches, and what all need is th
 
 **Bits.** Floating-point addition is not associative: (a + b) + c and a + (b + c) may differ in the
 last bit. If every rank adds its own gradients in turn, and then the W sums are added in turn, the
-brackets depend on W, so the weights do, and after some hundred steps the losses do visibly. Fixed
-brackets are the cure: M is a power of two, the micro-batches are the leaves of one binary tree, and
-every sum is taken along the tree, whoever takes it (Higham 1993, "The accuracy of floating point
+brackets depend on W, and so do the last bits of the weights, from the first step on. Fixed brackets
+are the cure: M is a power of two, the micro-batches are the leaves of one binary tree, and every
+sum is taken along the tree, whoever takes it (Higham 1993, "The accuracy of floating point
 summation", calls it pairwise summation):
 
     ((g0 + g1) + (g2 + g3)) + ((g4 + g5) + (g6 + g7))
@@ -26,7 +26,7 @@ all-gather). Each of the two exchanges has every rank send (W - 1)/W of N number
     2 N (W - 1)/W
 
 which is what the best all-reduce needs for the sum alone (Patarasuk & Yuan 2009, "Bandwidth optimal
-all-reduce algorithms", theorem 1). Exactness costs no traffic.
+all-reduce algorithms for clusters of workstations"). Exactness costs no traffic.
 
     python -m reference.study.ranks
 """

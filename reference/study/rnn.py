@@ -16,7 +16,7 @@ come back from the end. With tanh' = 1 - tanh²::
 From the last state to x_u, u counted from 0, the gradient passes T - 1 - u times through Uᵀ, and
 each time a factor 1 - h² ≤ 1. When U shrinks what it multiplies, it vanishes; when U stretches, it
 may explode (Bengio, Simard & Frasconi 1994, "Learning long-term dependencies with gradient descent
-is difficult", section III). In attention o_t = Σ_u P_tu v_u, and the path from o_t to any x_u is
+is difficult"). In attention o_t = Σ_u P_tu v_u, and the path from o_t to any x_u is
 one step, whose size is the share P_tu: a T-th at the start, wherever u is (Vaswani et al. 2017,
 table 1, "maximum path length").
 

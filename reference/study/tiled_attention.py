@@ -64,9 +64,9 @@ def online_softmax(s: Array, v: Array, piece: int) -> tuple[Array, float]:
     return o / l, float(m + np.log(l))
 
 
-def tiles_before(t: int, T: int) -> range:
-    """Return where the tiles of keys begin that the queries from t on can see: causality."""
-    return range(0, min(t + TILE, T), TILE)
+def tiles_up_to(t: int) -> range:
+    """Return where the tiles of keys begin that the tile of queries from t on can see."""
+    return range(0, t + 1, TILE)
 
 
 def scores(Q: Array, K: Array, t: int, u: int) -> Array:
@@ -84,7 +84,7 @@ def forward(Q: Array, K: Array, V: Array) -> tuple[Array, Array]:
         rows = slice(t, t + TILE)
         m = np.full((len(Q[rows]), 1), -np.inf)
         l, o = np.zeros_like(m), np.zeros_like(V[rows])
-        for u in tiles_before(t, T):
+        for u in tiles_up_to(t):
             S = scores(Q, K, t, u)
             m_new = np.maximum(m, S.max(axis=1, keepdims=True))
             shrink, P = np.exp(m - m_new), np.exp(S - m_new)  # P but for a factor of its row
@@ -109,7 +109,7 @@ def backward(
     delta = np.sum(dO * O, axis=1, keepdims=True)  # (T, 1)
     for t in range(0, T, TILE):
         rows = slice(t, t + TILE)
-        for u in tiles_before(t, T):
+        for u in tiles_up_to(t):
             keys = slice(u, u + TILE)
             P = np.exp(scores(Q, K, t, u) - lse[rows, None])
             dP = dO[rows] @ V[keys].T

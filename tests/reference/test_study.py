@@ -266,6 +266,13 @@ def test_encoder_decoder_copies_sequences_it_never_saw() -> None:
     assert copy_task.copied(copy_task.write(params, new), new).all()
 
 
+def test_the_copy_task_counts_its_sequences_rightly() -> None:
+    assert (
+        sum(copy_task.SYMBOLS**n for n in range(3, 9)) == 111_111_000
+    )  # "111 million" on its page
+    assert copy_task.__doc__ and "111 million sequences" in copy_task.__doc__
+
+
 def test_copying_is_judged_by_every_symbol_and_the_end() -> None:
     batch = copy_task.draw(np.random.default_rng(1), 50)
     assert copy_task.copied(batch.source, batch).all()

@@ -129,6 +129,8 @@ def test_a_poem_of_one_s_own_is_learned(tmp_path: Path, capsys: pytest.CaptureFi
         (b" \n", [], "2 to 1000 words"),
         (b"word " * 1001, [], "2 to 1000 words"),
         (b"two words", ["--width", "7"], "an even number"),
+        (b"two words", ["--width", "100000"], "an even number"),
+        (b"two words", ["--hidden", "0"], "--hidden a number"),
     ],
 )
 def test_what_is_no_poem_is_refused_with_a_sentence(

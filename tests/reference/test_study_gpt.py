@@ -1,7 +1,12 @@
 """The GPT on one page is the reference's model, number by number, and one token is followed."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,6 +119,16 @@ def test_the_text_is_the_zen_and_reading_it_prints_nothing(
 ) -> None:
     assert "Namespaces are one honking great idea" in gpt.zen()
     assert capsys.readouterr().out == ""
+
+
+def test_the_page_needs_nothing_of_ours(tmp_path: Path) -> None:
+    shutil.copy(gpt.__file__, tmp_path / "alone.py")
+    code = "import sys, alone; alone.zen(); print('reference' in sys.modules)"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
 def test_training_computes_in_single_precision_throughout() -> None:

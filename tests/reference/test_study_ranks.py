@@ -52,6 +52,12 @@ def test_ranks_take_the_step_that_one_optimizer_would() -> None:
     np.testing.assert_array_equal(np.concatenate([rank.m for rank in world]), m)
 
 
+def test_every_micro_batch_reads_a_text_of_its_own() -> None:
+    master, gradient = ranks.task()
+    made = {gradient(master, step, leaf).tobytes() for step in (1, 2) for leaf in range(M)}
+    assert len(made) == 2 * M
+
+
 @pytest.mark.parametrize("W", WORLDS)
 def test_what_is_sent_and_kept_is_what_the_page_says(W: int) -> None:
     *_, (world, wires) = train(W, along_the_tree, 2)
