@@ -94,7 +94,8 @@ def listing() -> str:
         lines.append(f"  {track}")
         lines += [f"    {e.name:<{width}}  {_levels(e)}" for e in exercises]
         lines.append("")
-    return "\n".join(lines).rstrip()
+    lines.append("Experiments: myllm study ablations tries positions, norms and heads.")
+    return "\n".join(lines)
 
 
 def _levels(exercise: Exercise) -> str:
