@@ -43,6 +43,9 @@ COMMANDS: dict[str, Command] = {
         "accel.bench.cpu:main", "time the cpu backend, beside PyTorch if it is there"
     ),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
+    "study ablations": Command(
+        "dist.study.ablations.cli:run", "positions, norms and heads, tried on small models"
+    ),
     "study": Command("dist.study.cli:run", "the ladder rung by rung, and graded exercises"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
     "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),

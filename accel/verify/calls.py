@@ -5,6 +5,7 @@ is a hint.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,8 @@ def outcome(make: Callable[[], Any]) -> Any:
     """Return what a call gives: its result, or what it raised."""
     try:
         with np.errstate(all="ignore"):
-            return make()
+            found = make()
+            return list(found) if isinstance(found, GeneratorType) else found
     except (Exception, SystemExit) as error:
         lines = str(error).splitlines() or [""]
         return Raised(type(error).__name__, lines[0][:200])

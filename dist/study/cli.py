@@ -20,6 +20,7 @@ examples:
   myllm study rmsnorm                         write study_rmsnorm.py: its backward is blank
   myllm study rmsnorm --check study_rmsnorm.py
   myllm study rmsnorm --level 2               its forward is blank; level 3: its Numba kernel
+  myllm study attention --level 1             the exercise, where a rung has the same name
 
 exit status: 0 right, 1 not yet, 2 wrong usage.
 """
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="a rung or an exercise (none: list both)")
-    add("--level", type=int, metavar="N", help="what is blank: see the list (default 1)")
+    add("--level", type=int, metavar="N", help="of an exercise: what is blank, see the list")
     add("-o", "--out", type=Path, metavar="FILE.py", help="where the exercise is written")
     add("--force", action="store_true", help="replace a file that is there")
     add("--check", type=Path, metavar="FILE.py", help="grade this file")
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Run ``myllm study`` and return its exit status."""
-    rungs = {module.rpartition(".")[2]: module for module in LADDER}
+    rungs = {_rung(module): module for module in LADDER}
     arguments, rest = parser().parse_known_args(argv)
     name = arguments.name
     asked = arguments.check or arguments.out or arguments.force or arguments.level is not None
@@ -84,17 +85,23 @@ def run(argv: Sequence[str]) -> int:
 def listing() -> str:
     """Return the rungs in order, and the exercises by track."""
     lines = ["The ladder: myllm study NAME runs a rung.", ""]
-    width = max(len(module.rpartition(".")[2]) for module in LADDER)
+    width = max(len(_rung(module)) for module in LADDER)
     for module in LADDER:
         about = (ast.get_docstring(ast.parse(source_of(module))) or "").split("\n")[0]
-        lines.append(f"  {module.rpartition('.')[2]:<{width}}  {about}")
+        lines.append(f"  {_rung(module):<{width}}  {about}")
     lines += ["", "Exercises: myllm study NAME writes one, --check FILE grades it.", ""]
     width = max(map(len, EXERCISES))
     for track, exercises in TRACKS.items():
         lines.append(f"  {track}")
         lines += [f"    {e.name:<{width}}  {_levels(e)}" for e in exercises]
         lines.append("")
-    return "\n".join(lines).rstrip()
+    lines.append("Experiments: myllm study ablations tries positions, norms and heads.")
+    return "\n".join(lines)
+
+
+def _rung(module: str) -> str:
+    """Return what a rung is called."""
+    return module.removeprefix("reference.study.")
 
 
 def _levels(exercise: Exercise) -> str:

@@ -12,9 +12,11 @@ from accel.verify import check
 from accel.verify.subject import import_file, load_op
 from dist.cli import main
 from dist.study import blank
+from dist.study import cli as study
 from dist.study.exercise import Exercise, Mistake, mistaken, module_of, source_of
 from dist.study.grade import grade, grade_module
 from dist.study.tracks import EXERCISES, TRACKS
+from reference import study as rungs
 from reference.study import LADDER
 from tests.helpers import ROOT
 
@@ -33,7 +35,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def graded(exercise: Exercise, path: Path, examples: int = 25) -> check.Report:
+def graded(exercise: Exercise, path: Path, examples: int = 12) -> check.Report:
     """The report on an op, made in this process and without looking for the smallest case."""
     mistakes = tuple((m.says, mistaken(exercise, m)) for m in exercise.mistakes)
     options = check.Options(
@@ -50,7 +52,7 @@ def test_the_list_has_every_rung_in_order_and_twenty_exercises_in_four_tracks(
 ) -> None:
     assert main(["study"]) == 0
     said = capsys.readouterr().out
-    names = [module.rpartition(".")[2] for module in LADDER]
+    names = [module.removeprefix("reference.study.") for module in LADDER]
     places = [said.index(f"\n  {name} ") for name in names]
     assert places == sorted(places) and len(places) >= 5
     assert len(TRACKS) == 4 and all(len(track) >= 4 for track in TRACKS.values())
@@ -62,6 +64,20 @@ def test_the_list_has_every_rung_in_order_and_twenty_exercises_in_four_tracks(
 def test_a_rung_is_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "autoregression"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_a_rung_goes_before_an_exercise_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "LADDER", ("reference.study.relu", *LADDER))
+    (tmp_path / "relu.py").write_text("print('the rung')")
+    monkeypatch.setattr("reference.study.__path__", [*rungs.__path__, str(tmp_path)])
+    assert main(["study", "relu"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the rung\n") and "myllm study relu --level 1" in said
+    assert main(["study", "relu", "--level", "1"]) == 0
+    assert "study_relu.py: write backward" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -198,7 +214,11 @@ def planted() -> Iterator[tuple[str, str, str]]:
         yield name, text.replace(old, new), says
 
 
-@pytest.mark.parametrize(("name", "text", "says"), [*planted()], ids=lambda x: x[:40])
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [*planted()],
+    ids=[f"{name}: {says[:40]}" for name, _, says in planted()],
+)
 def test_a_mistake_in_an_op_is_named(name: str, text: str, says: str, tmp_path: Path) -> None:
     report = graded(EXERCISES[name], write(tmp_path / "x.py", text))
     assert not report.ok
