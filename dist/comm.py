@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from accel import launcher
-from dist.watchdog import Watch, deadline
+from dist.watchdog import LAST_WORDS, Watch, deadline, end_launchers
 from reference.types import Array
 
 MESSAGE = 65_536  # elements, a block of float32: 256 KiB
@@ -242,6 +242,8 @@ class Mpi:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(0.5)  # the launcher drops what it has not passed on when it hears of an abort
+        end_launchers(LAST_WORDS)  # should they wait for a machine that cannot be reached, say
+        signal.alarm(LAST_WORDS)  # should MPI
         self._comm.Abort(status)
         os._exit(status)  # MPICH's Abort can return before the launcher has ended this process
 
