@@ -5,7 +5,8 @@
 
 Each run goes to its end through as many faults as it takes, on two or four ranks after each. Then
 its weights, moments and state are compared with those of a run on one rank that nothing disturbed.
-A hang is a fault after which some process was still there ``HUNG`` seconds later. Lost are
+A hang is a fault after which some process was still there, and nothing was learned, for ``HUNG``
+seconds: some faults come with the end of a run, and a busy machine is slow. Lost are
 checkpoints that were there before a fault and are not after it, and steps behind the checkpoint of
 a run that was asked to stop and did.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from dist import checkpoint
 from dist.config import RunFile
 from dist.launch import find_mpirun
+from dist.monitor import METRICS
 from tests.helpers.processes import Started, of_run, run_file, start
 from tests.helpers.runs import digest, losses, prepare, with_run
 
@@ -76,7 +78,8 @@ class Soak:
                 time.sleep(self.random.uniform(0.3, 4))
                 self.inject(run, fault)
             try:
-                status, out, err = run.end(HUNG)
+                self.wait(run)
+                status, out, err = run.end(30)
             except (subprocess.TimeoutExpired, TimeoutError) as error:
                 self.say(f"HANG {number} {fault}: {error}\n{run.said('err')[-2000:]}")
                 self.say(run.said()[-500:])
@@ -105,6 +108,16 @@ class Soak:
         if digest(config) != self.whole:
             self.differing += 1
             self.say(f"DIFFERENT {number}")
+
+    def wait(self, run: Started) -> None:
+        """Wait for the end of a run for as long as it learns."""
+        metrics = Path(run.config.run.out) / METRICS
+        seen, since = 0, time.monotonic()
+        while run.process.poll() is None and time.monotonic() < since + HUNG:
+            size = metrics.stat().st_size if metrics.exists() else 0
+            if size != seen:
+                seen, since = size, time.monotonic()
+            time.sleep(0.2)
 
     def inject(self, run: Started, fault: str) -> None:
         """Do one thing to one process of the run, or to all."""
