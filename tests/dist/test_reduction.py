@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dist.comm import slices_of
@@ -77,7 +77,7 @@ def by_halves(leaves: list[Array]) -> Array:
     return by_halves(leaves[:half]) + by_halves(leaves[half:])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=30, phases=[Phase.generate])  # ranks that wait are slow
 @given(
     *(st.sampled_from([1, 2, 4]),) * 2,
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
