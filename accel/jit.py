@@ -43,7 +43,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.np import numpy_support
 
-from accel import cache_files
+from accel import cache_files, launcher
 from accel.cache_files import (
     CheckedFiles,
     Damaged,
@@ -213,7 +213,8 @@ class Store:
         self._name: str | None = None
         self._apart = False
         self._held: dict[str, int] = {}  # kernels locked by this process -> descriptors
-        self.silent = False  # an announcement was made, here or by a process we waited for
+        # an announcement was made, here or by another process of this machine
+        self.silent = launcher.local_rank() > 0
 
     @property
     def root(self) -> Path:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-N``::
 
-    master.bin, m.bin, v.bin   the flat float32 arrays, each rank writing its slice at its offset
+    master.bin, m.bin, v.bin   the flat float32 arrays, each rank writing its slice at its offset;
+                               what was imported (``weights.py``) has master.bin alone
     tokenizer.myllm            so that the folder can be evaluated and generated from by itself
     manifest.json              written last: state, resolved run file, CRCs, checksum of itself
 
@@ -29,7 +30,6 @@ import psutil
 
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
-from dist.config import from_tables
 from dist.manifest import Count, Crc
 from dist.monitor import Memory
 from dist.shards import TOKENIZER
@@ -344,16 +344,32 @@ def read_manifest(path: Path) -> Manifest:
         )
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
     blocks = -(-found.parameters // SUM_BLOCK)
-    if found.block != SUM_BLOCK or {
-        n: len(crcs) for n, crcs in found.crc32.items()
-    } != dict.fromkeys(ARRAYS, blocks):
+    counts = {name: len(crcs) for name, crcs in found.crc32.items()}
+    whole = [dict.fromkeys(names, blocks) for names in (ARRAYS, ARRAYS[:1])]
+    if found.block != SUM_BLOCK or counts not in whole:
         raise ValueError(f"{path / MANIFEST} does not have a CRC for each block; {ADVICE}")
     if step_of(path) not in (None, found.step):
         raise ValueError(f"{path} holds the checkpoint of step {found.step}: it was renamed")
     return found
 
 
-def _read_slice(path: Path, name: str, described: Manifest, low: int, high: int) -> Array:
+def read_resumable(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint that a run can go on from."""
+    found = read_manifest(path)
+    if set(found.crc32) != set(ARRAYS):
+        raise ValueError(
+            f"{path} holds weights alone, which a run cannot go on from: begin one with them, by "
+            "train.init"
+        )
+    return found
+
+
+def model_of(state: State) -> Config:
+    """Return the config of a checkpoint's model."""
+    return Config.from_dict(state.config.get("model", {}))
+
+
+def read_slice(path: Path, name: str, described: Manifest, low: int, high: int) -> Array:
     """Return elements low .. high - 1 of an array, whole blocks, with their CRCs checked."""
     file_path = path / f"{name}.bin"
     expected = 4 * described.parameters
@@ -384,7 +400,7 @@ def _read_slice(path: Path, name: str, described: Manifest, low: int, high: int)
 def load_master(path: Path) -> Array:
     """Return the weights of a checkpoint: (parameters,) float32."""
     described = read_manifest(path)
-    return _read_slice(path, "master", described, 0, described.parameters)
+    return read_slice(path, "master", described, 0, described.parameters)
 
 
 def load(path: Path, stepper: Stepper, comm: Comm) -> State:
@@ -397,7 +413,7 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
     """
 
     def read() -> tuple[State, list[Array]]:
-        described = read_manifest(path)
+        described = read_resumable(path)
         if described.parameters != stepper.layout.size:
             raise ValueError(
                 f"{path} holds {described.parameters:,} parameters, the model has "
@@ -405,7 +421,7 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
             )
         whole, mine = (0, stepper.layout.size), (stepper.low, stepper.high)
         arrays = [
-            _read_slice(path, name, described, *(whole if name == "master" else mine))
+            read_slice(path, name, described, *(whole if name == "master" else mine))
             for name in ARRAYS
         ]
         return described, arrays
@@ -437,7 +453,7 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
 
     found = find(path)
     state = read_manifest(found)
-    config = from_tables(state.config).model
+    config = model_of(state)
     layout = decoder_layout(config)
     master = load_master(found)
     ops = load_backend(backend, compute=compute)

@@ -28,8 +28,15 @@ COMMANDS: dict[str, Command] = {
     "pack": Command("dist.commands:pack", "turn texts into shards of token ids"),
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.use:generate", "let a trained model write"),
+    "score": Command("dist.score:main", "how likely a model finds a text, token by token"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
     "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),
+    "export": Command(
+        "dist.convert.commands:export", "weights and tokenizer for Hugging Face or llama.cpp"
+    ),
+    "import": Command(
+        "dist.convert.commands:import_", "weights and tokenizer of others, into a checkpoint"
+    ),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command(
@@ -46,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "tokenizer info": Command("tokenizer.cli:info", "size, special ids, bytes per token"),
     "tokenizer export": Command("tokenizer.cli:export", "to Hugging Face or tiktoken"),
     "tokenizer import": Command("tokenizer.cli:import_", "from Hugging Face or tiktoken"),
+    "tokenizer extend": Command("tokenizer.cli:extend", "add special tokens, those of a chat"),
     "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
     "bench cuda": Command("accel.bench.cuda:main", "the GPU's kernels, products and training step"),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),

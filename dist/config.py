@@ -62,6 +62,9 @@ class Train:
     final_fraction: float = 0.1  # of the peak, at the end
     decay_steps: int = 0  # of schedule "wsd"
     seed: int = 0  # of the initial weights, the data order and dropout
+    # a checkpoint, or a run's folder, whose weights the run begins with, and whose model where
+    # [model] says nothing else; step, schedule, moments, data order and best begin anew
+    init: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,9 +292,22 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     for override in overrides:
         apply_override(tables, override)
     try:
+        _take_model(tables)
         return from_tables(tables)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _take_model(tables: dict[str, Any]) -> None:
+    """Complete [model] with that of the checkpoint in train.init."""
+    train, model = tables.get("train"), tables.get("model", {})
+    init = train.get("init") if isinstance(train, dict) else None
+    whole = isinstance(model, dict) and model.keys() >= {f.name for f in dataclasses.fields(Config)}
+    if isinstance(init, str) and init and isinstance(model, dict) and not whole:
+        from dist import checkpoint  # it reads run files, too
+
+        found = checkpoint.model_of(checkpoint.read_manifest(checkpoint.find(init)))
+        tables["model"] = {**found.to_dict(), **model}
 
 
 def apply_override(tables: dict[str, Any], override: str) -> None:

@@ -15,6 +15,8 @@ from tokenizer.read import Source, is_json_lines, is_table, opened
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+# what ends a text: ours, and those of vocabularies that were imported
+EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from dist import manifest, shards
-from dist.documents import PIECE_BYTES, Document, read_documents
+from dist.documents import EOS_NAMES, PIECE_BYTES, Document, read_documents
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -124,7 +124,7 @@ class Encoder:
         self.settings = settings
         self.tokenizer = Tokenizer.load(settings.tokenizer)
         self.dtype = shards.dtype_for(self.tokenizer.n_vocab)
-        self.eos = special_id(self.tokenizer, "<|eos|>", "<|endoftext|>")
+        self.eos = special_id(self.tokenizer, *EOS_NAMES)
         self.bos = special_id(self.tokenizer, "<|bos|>") if settings.bos else None
         self.pad = special_id(self.tokenizer, "<|pad|>") if settings.window else None
 

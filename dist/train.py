@@ -30,8 +30,9 @@ from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.lock import locked
-from dist.step import Stepper, initial_weights
+from dist.step import Stepper
 from dist.warm import compile_kernels
+from dist.weights import first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
@@ -154,13 +155,18 @@ class Trainer:
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
+        folder = self.out / CHECKPOINTS
+        newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
+        first, self.begun = first_weights(
+            self.ops, layout, config, comm, self.tokenizer, fresh=newest is None
+        )
         self.stepper = Stepper(
             self.ops,
             config.model,
             config.optim,
             layout,
             self.comm,
-            initial_weights(self.ops, layout, config.train.seed),
+            first,
             config.train.seed,
             config.run.recompute,
         )
@@ -204,7 +210,7 @@ class Trainer:
         compile_kernels(self.config)
 
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
-        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_manifest(newest))[0]
+        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
         differences = same_learning(state.config, self.config)
         if state.tokenizer_sha256 != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
@@ -385,6 +391,8 @@ class Trainer:
                 self.console.say(d.unchecked)
         for said in self.unchecked:
             self.console.say(said)
+        if self.begun:
+            self.console.say(self.begun)
         if self.step:
             self.console.say(f"going on after step {self.step} in {self.out}")
 

@@ -12,15 +12,13 @@ from dist.comm import Solo
 from dist.commands import parser
 from dist.config import from_tables
 from dist.data import Windows
-from dist.documents import END, chat
+from dist.documents import END, EOS_NAMES, chat
 from dist.evaluate import evaluate, load_tokenizer, token_lengths
 from dist.pack import special_id
 from reference.generate import stream
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
-
-EOS_NAMES = ("<|eos|>", "<|endoftext|>")
 
 
 def add_model(args: Any) -> None:
@@ -157,7 +155,11 @@ def eval_(argv: Sequence[str]) -> int:
     if given.windows is not None and given.windows < 1:
         raise ValueError(f"--windows must be at least 1, got {given.windows}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
-    config = from_tables(model.state.config)
+    tables = model.state.config
+    if "data" not in tables:  # imported weights: no run says what they are to be measured on
+        train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
+        tables = {**tables, "data": {"train": "-"}, "train": train, "run": {"out": "-"}}
+    config = from_tables(tables)
     path = given.data or config.data.heldout
     if not path:
         raise ValueError("the run has no held-out data: name a packed folder")

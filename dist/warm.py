@@ -32,6 +32,7 @@ from accel.threads import available_cores
 from dist.comm import Solo
 from dist.config import RunFile, from_tables
 from dist.data import make_batch
+from dist.monitor import Output, terminal_columns
 from dist.step import Stepper, initial_weights
 from reference import ops as reference
 from reference.config import Config
@@ -64,7 +65,7 @@ def compile_kernels(run: RunFile, *, writes: bool = False) -> None:
         return
     share = available_cores() // launcher.local_size()
     with helpers(run, share - 1, writes=writes) as missing:
-        work(missing, load_backend("cpu", compute=run.run.compute), _store())
+        work(missing, load_backend("cpu", compute=run.run.compute), _store(), _show)
 
 
 @contextlib.contextmanager
@@ -121,20 +122,40 @@ def _end_with_stdin() -> None:
 # ---- sharing -------------------------------------------------------------------------------------
 
 
-def work(tasks: list[Task], ops: Ops, store: Store) -> None:
-    """Do the tasks that nobody does; then wait for the others, and do what they leave undone."""
+def work(
+    tasks: list[Task],
+    ops: Ops,
+    store: Store,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Do the tasks that nobody does; then wait for the others, and do what they leave undone.
+
+    ``show`` is told how many of how many are done.
+    """
+    done: set[str] = set()
     for wait in (False, True):
         for name, call in tasks:
+            if name in done:
+                continue
             descriptor = store.open_lock(name)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 if os.fstat(descriptor).st_size == 0:
                     call(ops)
                     os.write(descriptor, b"done")
+                done.add(name)
             except BlockingIOError:
                 pass  # another process has it
             finally:
                 os.close(descriptor)
+            show(len(done), len(tasks))
+
+
+def _show(done: int, total: int) -> None:
+    """Let a line on the terminal tell how far the compiling is."""
+    if launcher.local_rank() == 0 and terminal_columns(Output(sys.stderr)):
+        end = "\n" if done == total else ""
+        print(f"\rcompiling: {done} of {total} calls", end=end, file=sys.stderr, flush=True)
 
 
 def _is_done(store: Store, task: Task) -> bool:

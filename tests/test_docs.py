@@ -50,6 +50,7 @@ def texts() -> dict[str, Any]:
 RUN: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any], str], bool]]] = {
     "accel": (a_model, lambda names, said: bool(np.isfinite(names["loss"].total))),
     "accel/verify": (kernels, lambda names, said: names["test_my_kernels"]() is None),
+    "dist/convert": (dict, lambda _, said: Path("tasks.jsonl").read_text().count("yes") == 78),
     "reference": (dict, lambda names, said: "1.0" in said and said.count("\n") >= 6),
     "tokenizer": (texts, lambda names, said: said == "<|user|>hi\n"),
 }

@@ -1,6 +1,7 @@
 """``myllm tokenizer ...``: train, encode, decode, info, export, import, compare."""
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from tokenizer.arrays import Array
 from tokenizer.patterns import machine_of
 from tokenizer.read import Source, is_plain
 from tokenizer.tokenizer import decode_utf8
-from tokenizer.vocabulary import MIN_VOCAB
+from tokenizer.vocabulary import CONTROLS, FIRST_SPECIALS, MIN_VOCAB
 
 SHOWN_BAD_LINES = 20
 
@@ -270,6 +271,34 @@ def import_(argv: Sequence[str]) -> int:
         parser.error("FILE must end in .json or .tiktoken, which says the format")
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
+    return 0
+
+
+def extend(argv: Sequence[str]) -> int:
+    """Add special tokens to a tokenizer, after its last id."""
+    parser = _parser(
+        "extend",
+        "Add special tokens after the last id: those of a chat and <|pad|>, unless others are "
+        "named, which an imported vocabulary has not got. All other ids stay as they are.",
+        "myllm tokenizer extend smollm/tokenizer.myllm -o chat.tok",
+    )
+    parser.add_argument("tokenizer", metavar="TOKENIZER")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE")
+    parser.add_argument(
+        "--special", action="append", metavar="NAME", help="may be given many times"
+    )
+    options = parser.parse_args(argv)
+    old = Tokenizer.load(options.tokenizer).vocabulary
+    wanted = dict.fromkeys(options.special or (FIRST_SPECIALS[0], *CONTROLS[:4]))
+    new = [name for name in wanted if name not in old.special_tokens]
+    if not new:
+        raise ValueError(f"{options.tokenizer} has {', '.join(wanted)} already")
+    specials = dict(old.special_tokens) | {name: old.n_vocab + i for i, name in enumerate(new)}
+    tokenizer = Tokenizer(dataclasses.replace(old, special_tokens=specials))
+    tokenizer.save(options.output)
+    print(f"{options.output}: {tokenizer.n_vocab:,} ids")
+    for name in new:
+        print(f"  {specials[name]:>8}  {name}")
     return 0
 
 

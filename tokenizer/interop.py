@@ -8,7 +8,7 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenizer.classes import installed_classes
 from tokenizer.files import read_json, replace_durably
-from tokenizer.patterns import GPT2
+from tokenizer.patterns import DIGITS_GPT2, GPT2
 from tokenizer.reference import encode_word
 from tokenizer.tokenizer import Tokenizer
 from tokenizer.vocabulary import Id, Vocabulary
@@ -51,23 +51,98 @@ def _unspell(text: str, values: Mapping[str, int]) -> bytes:
         ) from None
 
 
+def spelled(vocabulary: Vocabulary) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    """Return every id's token and every merge in printable characters, special tokens by name.
+
+    A vocabulary without a list of merges (imported from ``.tiktoken``) gets one derived from it.
+
+    Raises
+    ------
+    ValueError
+        If two ids are spelled alike.
+    """
+    letters = byte_letters()
+    names = {i: _spell(token, letters) for i, token in vocabulary.tokens.items()}
+    merges = vocabulary.merges
+    pairs = _derived_merges(vocabulary) if merges is None else merges.tolist()
+    merged = [(names[a], names[b]) for a, b in pairs]
+    names |= {i: name for name, i in vocabulary.special_tokens.items()}
+    if len(set(names.values())) < len(names):
+        raise ValueError("a special token is spelled as another token is: rename it first")
+    return names, merged
+
+
+def unspelled(
+    ids_of: Mapping[str, int],
+    merges: Sequence[Sequence[str] | str],
+    special_tokens: Mapping[str, int],
+    pattern: str,
+    whole_pieces: bool,
+) -> Vocabulary:
+    """Return the vocabulary of tokens and merges in printable characters.
+
+    Parameters
+    ----------
+    ids_of : mapping
+        Token -> id, with or without the special ones.
+    merges : sequence
+        Pairs of tokens, or "a b".
+    special_tokens, pattern, whole_pieces
+        As in ``Vocabulary``.
+
+    Raises
+    ------
+    ValueError
+        If these contradict each other; the message names the token or merge.
+    """
+    values = {letter: byte for byte, letter in enumerate(byte_letters())}
+    ids = {_unspell(t, values): i for t, i in ids_of.items() if t not in special_tokens}
+    tokens = {i: token for token, i in sorted(ids.items(), key=lambda item: item[1])}
+    if len(tokens) < len(ids):
+        raise ValueError("two tokens have the same id")
+    found = []
+    for k, entry in enumerate(merges):
+        pair = entry.split(" ") if isinstance(entry, str) else entry
+        parts = [ids.get(_unspell(part, values), -1) for part in pair]
+        if len(parts) != 2 or min(parts) < 0:
+            raise ValueError(f"merge {k}, {entry!r}, does not join two tokens of the vocabulary")
+        found.append(parts)
+    return Vocabulary(
+        tokens,
+        np.array(found, np.int32).reshape(-1, 2),
+        special_tokens,
+        pattern,
+        installed_classes(),
+        whole_pieces,
+    )
+
+
+def not_by_merges(vocabulary: Vocabulary) -> int | None:
+    """Return the first id whose bytes its merges make into other tokens; None if there is none.
+
+    Without such a token it makes no difference whether whole pieces are looked up first. One whose
+    merges nobody could follow in seconds, thousands of tokens of thousands of bytes, counts too.
+    """
+    if vocabulary.merges is None:
+        return None
+    columns = (column.tolist() for column in vocabulary.ranked_pairs())
+    ranks = {(a, b): (rank, new) for a, b, rank, new in zip(*columns, strict=True)}
+    byte_ids = vocabulary.byte_ids.tolist()
+    work = 0
+    for i, token in vocabulary.tokens.items():
+        work += len(token) ** 2
+        if work > 200_000_000 or encode_word(token, byte_ids, ranks) != [i]:
+            return i
+    return None
+
+
 # --- Hugging Face --------------------------------------------------------------------------------
 
 
 def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
-    """Write a ``tokenizer.json`` that Hugging Face's ``tokenizers`` encodes with to the same ids.
-
-    A vocabulary without a list of merges (imported from ``.tiktoken``) gets one derived from it.
-    """
+    """Write a ``tokenizer.json`` with which ``tokenizers`` of Hugging Face gives the same ids."""
     vocabulary = tokenizer.vocabulary
-    letters = byte_letters()
-    merges = vocabulary.merges
-    pairs = _derived_merges(vocabulary) if merges is None else merges.tolist()
-    spelled = {i: _spell(token, letters) for i, token in vocabulary.tokens.items()}
-    for name, i in vocabulary.special_tokens.items():
-        spelled[i] = name
-    if len(set(spelled.values())) < len(spelled):
-        raise ValueError("a special token is spelled as another token is: rename it first")
+    names, merges = spelled(vocabulary)
     split = {
         "type": "Split",
         # In Hugging Face's dialect $ also matches before every newline.
@@ -107,9 +182,9 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": vocabulary.whole_pieces or merges is None,
-            "vocab": {spelled[i]: i for i in sorted(spelled)},
-            "merges": [[spelled[a], spelled[b]] for a, b in pairs],
+            "ignore_merges": vocabulary.whole_pieces or vocabulary.merges is None,
+            "vocab": {names[i]: i for i in sorted(names)},
+            "merges": merges,
         },
     }
     replace_durably(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
@@ -143,6 +218,7 @@ class _Cut(msgspec.Struct):
     pattern: dict[Literal["Regex", "String"], str] = {}
     behavior: str = ""
     invert: bool = False
+    individual_digits: bool = False
 
 
 class _Model(msgspec.Struct):
@@ -153,6 +229,17 @@ class _Model(msgspec.Struct):
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
     ignore_merges: bool = False
+
+
+class _ModelType(msgspec.Struct):
+    type: str = "BPE"
+    byte_fallback: bool = False  # bytes are tokens of their own, beside characters
+
+
+class _AnyHuggingface(msgspec.Struct):
+    """What is read of any ``tokenizer.json``, to name what cannot be imported."""
+
+    model: _ModelType
 
 
 class _Added(msgspec.Struct):
@@ -180,8 +267,12 @@ def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
         If the file is no such tokenizer, or does something to text that loses it (a normalizer, a
         prefix space).
     """
+    data = Path(path).read_bytes()
     try:
-        content = read_json(Path(path).read_bytes(), _Huggingface)
+        kind = read_json(data, _AnyHuggingface).model
+        if kind.type == "Unigram" or kind.byte_fallback:
+            raise ValueError("it is a SentencePiece vocabulary; only byte-level BPE is known")
+        content = read_json(data, _Huggingface)
     except ValueError as error:
         raise ValueError(f"{path} is no tokenizer.json that can be read: {error}") from None
     try:
@@ -202,39 +293,25 @@ def _vocabulary_of(content: _Huggingface) -> Vocabulary:
     specials = {token.content: token.id for token in content.added_tokens}
     if len(specials) < len(content.added_tokens):
         raise ValueError("two added tokens have the same content")
-    values = {letter: byte for byte, letter in enumerate(byte_letters())}
-    ids = {_unspell(text, values): i for text, i in model.vocab.items() if text not in specials}
-    tokens = {i: token for token, i in sorted(ids.items(), key=lambda item: item[1])}
-    if len(tokens) < len(ids):
-        raise ValueError("two tokens have the same id")
-    merges = []
-    for k, entry in enumerate(model.merges):
-        pair = entry.split(" ") if isinstance(entry, str) else entry
-        parts = [ids.get(_unspell(part, values), -1) for part in pair]
-        if len(parts) != 2 or min(parts) < 0:
-            raise ValueError(f"merge {k}, {entry!r}, does not join two tokens of the vocabulary")
-        merges.append(parts)
-    return Vocabulary(
-        tokens,
-        np.array(merges, np.int32).reshape(-1, 2),
-        specials,
-        _pattern_of(content.pre_tokenizer),
-        installed_classes(),
-        model.ignore_merges,
-    )
+    pattern = _pattern_of(content.pre_tokenizer)
+    return unspelled(model.vocab, model.merges, specials, pattern, model.ignore_merges)
 
 
 def _pattern_of(whole: _Cut) -> str:
-    """Return the pattern of a ByteLevel pre-tokenizer, or of a Split before one."""
+    """Return the pattern of a ByteLevel pre-tokenizer, or of a Split or Digits before one."""
     steps = whole.pretokenizers or [whole]
     kinds = [step.type for step in steps]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"], ["Digits", "ByteLevel"]):
         raise ValueError(
             f"it cuts text by {' + '.join(map(repr, kinds))}; known is Split + ByteLevel"
         )
     level = steps[-1]
     if level.add_prefix_space:
         raise ValueError("it adds a space before the text, which is not lossless")
+    if kinds[0] == "Digits":
+        if not (steps[0].individual_digits and level.use_regex):
+            raise ValueError("only single Digits before GPT-2's pattern can be imported")
+        return DIGITS_GPT2
     if len(steps) == 1:
         return GPT2 if level.use_regex else r"(?s:.+)"
     split = steps[0]

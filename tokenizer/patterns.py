@@ -20,6 +20,14 @@ GPT4 = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
+# GPT-4's with each digit by itself
+QWEN2 = GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
+# GPT-2's, applied to what is left when each digit is a piece of its own (SmolLM): white space
+# before a digit stands at the end of such a rest.
+DIGITS_GPT2 = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"""
+    r"""|\s+(?=\p{N})|\s+(?!\S)|\s+"""
+)
 NAMED = {"gpt2": GPT2, "gpt4": GPT4}
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reference import ops
-from reference.blocks import Params, block_backward, block_forward, norm_backward, norm_forward
+from reference.blocks import block_backward, block_forward, norm_backward, norm_forward
 from reference.config import Config
 from reference.cross_entropy import nll
 from reference.model import embed_forward, head, start_pass
 from reference.params import decoder_layout
 from reference.softmax import softmax
-from reference.types import Array
+from reference.types import Array, Params
 
 
 class Trace(NamedTuple):

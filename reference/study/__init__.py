@@ -7,7 +7,16 @@ docstring says what that is: ``python -m reference.study.autoregression``.
 LADDER = (  # modules, the easiest first
     "reference.study.autoregression",
     "reference.study.losses",
-    "reference.study.bigram_mlp",
-    "reference.study.attention_poem",
+    "reference.study.attention",
+    "reference.study.classroom",
+    "reference.study.mistakes",
+    "reference.study.order",
+    "reference.study.rnn",
+    "reference.study.dropouts",
+    "tokenizer.reference",
+    "reference.study.one_token",
+    "reference.study.gpt",
+    "reference.study.tiled_attention",
     "reference.study.copy_task",
+    "reference.study.ranks",
 )

@@ -42,7 +42,9 @@ def test_a_task_that_another_process_has_is_waited_for_and_done_if_it_was_left(
     others = store.open_lock("other's")
     fcntl.flock(others, fcntl.LOCK_EX)
     tasks = [task("first"), task("other's"), task("last")]
-    worker = threading.Thread(target=work, args=(tasks, ops, store))
+    shown: list[tuple[int, int]] = []
+    show = lambda *numbers: shown.append(numbers)  # noqa: E731
+    worker = threading.Thread(target=work, args=(tasks, ops, store, show))
     worker.start()
     assert reached.wait(30)
     worker.join(0.2)
@@ -50,6 +52,7 @@ def test_a_task_that_another_process_has_is_waited_for_and_done_if_it_was_left(
     os.close(others)  # as a process does that was killed before it was done
     worker.join(30)
     assert done == ["first", "last", "other's"]
+    assert shown == [(1, 3), (1, 3), (2, 3), (3, 3)]
     work(tasks, ops, store)
     assert len(done) == 3  # not again
 

@@ -19,6 +19,7 @@ CHECK, TRAIN = ["pack", "--check", "data/train"], ["train", "run.toml"]
 ANEW = [*TRAIN, "--set", "run.out=new"]
 EVAL = ["eval", "run", "--windows", "1", "--backend", "reference"]
 GENERATE = ["generate", "run", "--backend", "reference", "--tokens", "2", "--prompt", "a"]
+SCORE = ["score", "run", "the fox", "--backend", "reference"]
 PACK = "pack in.jsonl --tokenizer t.tok -o new --processes 1".split()
 
 
@@ -63,7 +64,15 @@ def settings(rng: random.Random, world: World) -> Input:
     keys = [f"{table}.{key}" for table, keys in RUN.items() for key in keys]
     keys += ["optim.clip", "optim.beta1", "optim.eps", "run.keep", "run.patience", "run.compute"]
     keys += ["model.window", "model.rope_base", "model.norm_eps", "model.position", "data.phases"]
-    keys += ["train.schedule", "train.decay_steps", "train.final_fraction", "train.seed", "x", "."]
+    keys += [
+        "train.schedule",
+        "train.init",
+        "train.decay_steps",
+        "train.final_fraction",
+        "train.seed",
+        "x",
+        ".",
+    ]
     words = []
     for _ in range(rng.choice([1, 1, 2])):
         key = rng.choice(keys)
@@ -131,8 +140,58 @@ def checkpoints(rng: random.Random, world: World) -> Input:
     name = rng.choice(world.files("run/checkpoints/step-*/*"))
     data = world.read(name)
     data = _manifest(rng, data) if name.endswith(".json") else mutate.data(rng, data)
-    commands = [rng.choice([TRAIN, [*TRAIN, "--changed"], EVAL, GENERATE])]
-    return Input("checkpoints", {name: data}, commands)
+    uses = [TRAIN, [*TRAIN, "--changed"], EVAL, GENERATE, SCORE]
+    uses += [["export", "run", out] for out in ("new", "new.gguf")]
+    return Input("checkpoints", {name: data}, [rng.choice(uses)])
+
+
+def folders(rng: random.Random, world: World) -> Input:
+    """Hugging Face's folder of a model."""
+    name = rng.choice(["config.json"] * 3 + ["model.safetensors"] * 3 + ["tokenizer.json"])
+    whole = world.read(f"hf/{name}")
+    if name == "model.safetensors":
+        end = 8 + int.from_bytes(whole[:8], "little")
+        header, tensors = whole[8:end], whole[end:]
+        if rng.random() < 0.7:
+            header = mutate.json_text(rng, json.loads(header))
+            whole = len(header).to_bytes(8, "little") + header + tensors
+        else:
+            whole = mutate.data(rng, whole[: end + 200]) + whole[end + 200 :]
+    else:
+        whole = mutate.json_text(rng, json.loads(whole))
+    files = {f"hf/{name}": whole}
+    if rng.random() < 0.1:
+        index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+        files = {"hf/model.safetensors.index.json": mutate.json_text(rng, index)}
+    use = [["generate", "new", *GENERATE[2:]]]
+    return Input("folders", files, [["import", "hf", "-o", "new"], *use])
+
+
+def ggufs(rng: random.Random, world: World) -> Input:
+    """Metadata, places and tensors of GGUF files."""
+    name = rng.choice(["m.gguf", "m.gguf", "g.gguf"])
+    whole = bytearray(world.read(name))
+    if rng.random() < 0.5:  # a number, wherever it may lie
+        at = rng.randrange(4, min(len(whole) - 8, 12_000 if rng.random() < 0.5 else 400))
+        number = rng.choice([0, 1, 2, 7, 8, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 60, (1 << 64) - 1])
+        width = rng.choice([1, 4, 8])
+        whole[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
+    else:
+        cut = rng.choice([200, 2000, 12_000, len(whole)])
+        whole = bytearray(mutate.data(rng, bytes(whole[:cut]))) + whole[cut:]
+    extra = rng.choice([[], [], ["--without-tokenizer"]])
+    return Input("ggufs", {name: bytes(whole)}, [["import", name, "-o", "new", *extra]])
+
+
+def llm_c(rng: random.Random, world: World) -> Input:
+    """llm.c's checkpoints."""
+    whole = bytearray(world.read("g.bin"))
+    at = 4 * rng.randrange(9)
+    number = rng.choice([0, -1, 1, 3, 5, 33, 128, 2**20, 2**31 - 1, -(2**31)])
+    whole[at : at + 4] = number.to_bytes(4, "little", signed=True)
+    if rng.random() < 0.4:
+        whole = bytearray(mutate.data(rng, bytes(whole)))
+    return Input("llm_c", {"g.bin": bytes(whole)}, [["import", "g.bin", "-o", "new"]])
 
 
 def pointers(rng: random.Random, world: World) -> Input:
@@ -404,8 +463,8 @@ def kernel_caches(rng: random.Random, world: World) -> Input:
 KINDS: dict[Kind, int] = {  # how often, in parts
     **dict.fromkeys([run_files, settings, tokenizers, huggingface, json_lines], 3),
     **dict.fromkeys([shard_manifests, shards, checkpoints, pointers, journals, prompts], 2),
-    **dict.fromkeys([metrics, tiktokens, numbers, regexes], 2),
-    **dict.fromkeys([archives, kernel_caches], 1),
+    **dict.fromkeys([metrics, tiktokens, numbers, regexes, folders, ggufs], 2),
+    **dict.fromkeys([archives, kernel_caches, llm_c], 1),
 }
 
 

@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dist import cli, pack
 from tests.fuzz import mutate
 from tests.helpers import ROOT
 from tests.helpers.runs import tables
+from tests.helpers.weights import GPT2, write_random
 from tokenizer import patterns
 
 SECONDS = 20.0  # of a command
@@ -114,9 +116,15 @@ class World:
                 "tokenizer export t.tok -o t.tiktoken",
                 "pack in.jsonl --tokenizer t.tok -o data --heldout 0.3 --processes 1",
                 "train run.toml",
+                "export run hf",
+                "export run m.gguf --dtype q8_0",
             ):
                 if cli.main(words.split()) != 0:
                     raise RuntimeError(f"the world cannot be made: myllm {words}")
+            write_random(Path("gpt2"), replace(GPT2, d_ff=128))
+            for name in ("g.gguf", "g.bin"):
+                if cli.main(["export", "gpt2", name]) != 0:
+                    raise RuntimeError(f"the world cannot be made: {name}")
             self._interrupted_packing()
             _kernels(Path("kernels"))
 

@@ -12,7 +12,6 @@ angles of up to T radians are rounded to float32 before their sine is taken.
 """
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,29 +21,16 @@ from reference import ops
 from reference.config import Config
 from reference.model import logits, loss_backward, loss_forward
 from reference.params import decoder_layout
-from reference.presets import GPT2_SMALL, MYLLM_1B
 from reference.types import Array
+from tests.helpers.rounding import excess
 from tests.helpers.torch_weights import ALL, Slot, copy_in, gradients, linear_weight, plain
+from tests.helpers.weights import GPT2, LLAMA, MISTRAL, QWEN3
 
 REASON = "needs the optional extra: pip install -e '.[peers]'"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 B, T = 3, 19
-TOY: dict[str, Any] = {
-    "vocab_size": 61,
-    "d_model": 32,
-    "n_layers": 2,
-    "n_heads": 4,
-    "d_head": 8,
-    "d_ff": 48,
-    "context_length": 32,
-}
-# the peers' own default base; its parameter is spelled differently from version to version
-LLAMA = replace(MYLLM_1B, **TOY, n_kv_heads=2, rope_base=10_000.0)
-MISTRAL = replace(LLAMA, window=5)
-QWEN3 = replace(LLAMA, qk_norm=True, window=(0, 6))
-GPT2 = replace(GPT2_SMALL, **TOY, n_kv_heads=4)
 
 
 class Result(NamedTuple):
@@ -171,19 +157,6 @@ def gpt2() -> tuple[Any, dict[str, Slot]]:
             f"layers.{i}.ffn.b_down": plain(layer.mlp.c_proj.bias),
         }
     return model, slots
-
-
-def excess(theirs: Array, plain: Array, exact: Array, *, factor: float, c: float) -> float:
-    """Return the largest error as a multiple of what the rule allows: at most 1 is close enough."""
-    u = float(np.finfo(np.float32).eps) / 2
-    worst = 0.0
-    for axis in (None, -1):  # the tensor, then each row
-        error = np.linalg.norm(np.asarray(theirs - exact).reshape(-1, exact.shape[-1]), axis=axis)
-        own = np.linalg.norm(np.asarray(plain - exact).reshape(-1, exact.shape[-1]), axis=axis)
-        size = np.linalg.norm(exact.reshape(-1, exact.shape[-1]), axis=axis)
-        allowed = factor * own + c * u * size
-        worst = max(worst, float(np.max(error / np.where(allowed > 0, allowed, 1e-300))))
-    return worst
 
 
 def compare(config: Config, model: Any, slots: dict[str, Slot], seed: int) -> dict[str, float]:

@@ -359,7 +359,9 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
     "change, message",
     [
         (lambda j: j.update(normalizer={"type": "NFC"}), "normalizer changes text"),
-        (lambda j: j["model"].update(type="Unigram"), "a .Unigram. model"),
+        (lambda j: j["model"].update(type="Unigram", vocab=[["a", 0.5]]), "SentencePiece"),
+        (lambda j: j["model"].update(byte_fallback=True), "SentencePiece"),
+        (lambda j: j["model"].update(type="WordPiece"), "a .WordPiece. model"),
         (lambda j: j["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
         (lambda j: j["model"]["vocab"].update({"日": 9999}), "stands for no byte"),
         (lambda j: j["model"]["vocab"].pop("a"), "."),
@@ -385,6 +387,10 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
         (
             lambda j: j["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
             "only an isolating Split",
+        ),
+        (
+            lambda j: j["pre_tokenizer"]["pretokenizers"][0].update(type="Digits"),
+            "only single Digits",
         ),
     ],
 )

@@ -1,0 +1,287 @@
+"""GGUF, the file of llama.cpp: metadata, the places of tensors, and the tensors.
+
+::
+
+    "GGUF", version 3, number of tensors, number of keys     uint32 and uint64, little-endian
+    each key: name, type, value                              strings and lists have their length
+    each tensor: name, lengths of axes (the last first), type, place
+    padding to 32 bytes, and the tensors, each padded to 32
+
+Source: ``docs/gguf.md`` of ggml.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from dist.convert.families import GGUF
+from dist.convert.mapping import Family, Tensor, choose, named, shown
+from dist.convert.numbers import BLOCK, Stored, size_of, write_tensor
+from dist.convert.text import gguf_keys, gguf_tokenizer
+from dist.convert.transfer import Found
+from dist.evaluate import load_tokenizer
+from dist.places import new_place
+from dist.weights import Weights
+
+MAGIC = b"GGUF"
+VERSION = 3
+ALIGNMENT = 32
+# of the types of tensors: their number, and that of a file in which most are of this one
+TYPES = {"F32": (0, 0), "F16": (1, 1), "Q8_0": (8, 7), "BF16": (30, 32)}
+STRING, ARRAY, UINT32, INT32, FLOAT32, BOOL = 8, 9, 4, 5, 6, 7
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # type -> as struct calls it
+PER_TENSOR = 24  # bytes of the least that a tensor takes, so that no count is believed unseen
+
+
+# ---- out -----------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """What was written."""
+
+    family: Family
+    notes: list[str]  # sentences for the person who asked
+
+
+def export(weights: Weights, path: Path, kind: str) -> Written:
+    """Write a file that llama.cpp runs.
+
+    Raises
+    ------
+    ValueError, OSError
+        When no architecture expresses the model or its tokenizer, or the file is there already.
+    """
+    config = weights.config
+    family = choose(GGUF, config, "GGUF")
+    keys = {
+        "general.architecture": family.name,
+        "general.type": "model",
+        "general.name": weights.path.resolve().name,
+        "general.file_type": TYPES[kind][1],
+        **({"general.quantization_version": 2} if kind == "Q8_0" else {}),
+        **{name: value for name, value in family.describe(config).items() if "." in name},
+    }
+    if weights.tokenizer is None:
+        keys["tokenizer.ggml.model"] = "no_vocab"
+    else:
+        tokenizer = load_tokenizer(weights.tokenizer, weights.manifest.tokenizer_sha256)
+        keys |= gguf_keys(tokenizer, config, str(weights.path))
+    tensors = family.tensors(config)
+    kinds = {tensor.name: _kind_of(tensor, kind) for tensor in tensors}
+    notes = []
+    if kind == "Q8_0":
+        kept = [name for name in kinds if kinds[name] == "F16"]
+        if kept:
+            notes.append(f"kept as F16, since {BLOCK} does not divide their width: {named(kept)}")
+    with new_place(path) as part, part.open("wb") as file:
+        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(keys)))
+        for name, value in keys.items():
+            file.write(_string(name) + _value(value))
+        at = 0
+        for tensor in tensors:
+            axes = tensor.shape[::-1]
+            file.write(_string(tensor.name))
+            file.write(struct.pack(f"<I{len(axes)}Q", len(axes), *axes))
+            file.write(struct.pack("<IQ", TYPES[kinds[tensor.name]][0], at))
+            size = size_of(math.prod(tensor.shape), kinds[tensor.name])
+            at += size + -size % ALIGNMENT
+        _pad(file)
+        ours, parameter = "", None
+        for tensor in tensors:  # those of one parameter lie side by side
+            if tensor.ours != ours:
+                parameter = None  # before the next is read
+                ours, parameter = tensor.ours, weights.read(tensor.ours)
+            assert parameter is not None
+            write_tensor(file, tensor, parameter, kinds[tensor.name])
+            _pad(file)
+    return Written(family, notes)
+
+
+def _kind_of(tensor: Tensor, kind: str) -> str:
+    """Return how a tensor is stored; norms, biases and positions in float32, as llama.cpp has."""
+    if len(tensor.shape) == 1 or tensor.name == "position_embd.weight":
+        return "F32"
+    return "F16" if kind == "Q8_0" and tensor.shape[-1] % BLOCK else kind
+
+
+def _pad(file: IO[bytes]) -> None:
+    file.write(b"\0" * (-file.tell() % ALIGNMENT))
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """Return the type and the bytes of a value."""
+    if isinstance(value, list):
+        kind, _ = _typed(value[0])
+        count = struct.pack("<IIQ", ARRAY, kind, len(value))
+        return count + b"".join(_typed(element)[1] for element in value)
+    kind, data = _typed(value)
+    return struct.pack("<I", kind) + data
+
+
+def _typed(value: Any) -> tuple[int, bytes]:
+    if isinstance(value, str):
+        return STRING, _string(value)
+    for python, kind in ((bool, BOOL), (np.int32, INT32), (int, UINT32), (float, FLOAT32)):
+        if isinstance(value, python):
+            return kind, struct.pack(f"<{SCALARS[kind]}", value)
+    raise ValueError(f"GGUF has no type for {value!r}")
+
+
+# ---- in ------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads values of a file, and none beyond its end."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self.file = path, file
+        self.size = path.stat().st_size
+
+    def take(self, n: int) -> bytes:
+        if n > self.size - self.file.tell():
+            raise ValueError(f"{self.path} is damaged: it ends within its metadata")
+        return self.file.read(n)
+
+    def number(self, kind: str) -> Any:
+        (value,) = struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))
+        return value
+
+    def string(self) -> str:
+        data = self.take(self.number("Q"))
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.path} is damaged: {data[:40]!r} is no text") from None
+
+    def count(self, least: int, what: str) -> int:
+        """Return a number of things that take ``least`` bytes each, at least."""
+        n = int(self.number("Q"))
+        if n * least > self.size:
+            raise ValueError(f"{self.path} is damaged: it cannot hold {n:,} {what}")
+        return n
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind in SCALARS:
+            value = self.number(SCALARS[kind])
+            # of a float32 the shortest decimal that means it, as it was written
+            return float(str(np.float32(value))) if kind == FLOAT32 else value
+        if kind != ARRAY:
+            raise ValueError(f"{self.path} is damaged: there is no type {kind} of metadata")
+        inner = self.number("I")
+        if inner == STRING:
+            return [self.string() for _ in range(self.count(8, "strings"))]
+        if inner not in SCALARS:
+            raise ValueError(f"{self.path}: a list of lists in its metadata is not read")
+        code = SCALARS[inner]
+        n = self.count(struct.calcsize(f"<{code}"), "numbers")
+        return list(struct.unpack(f"<{n}{code}", self.take(n * struct.calcsize(f"<{code}"))))
+
+
+def header(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return the metadata of a file and its tensors, by name.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is damaged, or of another version.
+    """
+    with path.open("rb") as file:
+        reader = _Reader(path, file)
+        if reader.size < 24 or file.read(4) != MAGIC:
+            raise ValueError(f"{path} is no GGUF file: it does not begin as one")
+        version = reader.number("I")
+        if version not in (2, VERSION):
+            raise ValueError(f"{path} has version {version} of GGUF; versions 2 and 3 are read")
+        n_tensors = reader.count(PER_TENSOR, "tensors")
+        keys: dict[str, Any] = {}
+        for _ in range(reader.count(12, "keys")):
+            name = reader.string()
+            keys[name] = reader.value(reader.number("I"))
+        places = [_place(reader) for _ in range(n_tensors)]
+        alignment = keys.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+            raise ValueError(f"{path}: general.alignment is {shown(alignment)}")
+        data = file.tell() + -file.tell() % alignment
+        size = reader.size
+    names = {number: name for name, (number, _) in TYPES.items()}
+    stored: dict[str, Stored] = {}
+    for name, shape, number, offset in places:
+        if name in stored:
+            raise ValueError(f"{path} is damaged: it has the tensor {named([name])} twice")
+        if number not in names:
+            raise ValueError(
+                f"{path}: the tensor {named([name])} is quantized in a way that is not read here "
+                f"(type {number}); known are {', '.join(TYPES)}"
+            )
+        kind = names[number]
+        if kind == "Q8_0" and (not shape or shape[-1] % BLOCK):
+            raise ValueError(f"{path} is damaged: {BLOCK} does not divide a row of {named([name])}")
+        if data + offset + size_of(math.prod(shape), kind) > size:
+            raise ValueError(f"{path} is damaged: the tensor {named([name])} reaches past its end")
+        stored[name] = Stored(path, kind, shape, data + offset)
+    return keys, stored
+
+
+def _place(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the name, shape, type and place of a tensor."""
+    name = reader.string()
+    n_axes = reader.number("I")
+    if n_axes > 8:
+        raise ValueError(f"{reader.path} is damaged: the tensor {named([name])} has {n_axes} axes")
+    axes = [reader.number("Q") for _ in range(n_axes)]
+    return name, tuple(axes[::-1]), reader.number("I"), reader.number("Q")
+
+
+def read(path: Path, *, with_tokenizer: bool) -> Found:
+    """Return the model in a file.
+
+    Raises
+    ------
+    ValueError, OSError
+        When it is of no known architecture, or damaged.
+    """
+    keys, stored = header(path)
+    arch = keys.get("general.architecture")
+    family = next((family for family in GGUF if family.name == arch), None)
+    if family is None:
+        known = ", ".join(family.name for family in GGUF)
+        raise ValueError(
+            f"{path}: the architecture {shown(arch)} is not known here; known are {known}"
+        )
+    if keys.get("split.count", 1) not in (0, 1):
+        raise ValueError(f"{path} is one of several parts: put them together (gguf-split --merge)")
+    config = family.read({**keys, **_said_by(stored, keys, family.name)}, str(path))
+    tokenizer = None
+    if with_tokenizer and keys.get("tokenizer.ggml.model", "no_vocab") != "no_vocab":
+        try:
+            tokenizer = gguf_tokenizer(keys, config.vocab_size)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: its tokenizer cannot be imported: {error}; --without-tokenizer imports "
+                "the weights alone"
+            ) from None
+    return Found(family, config, stored, tokenizer)
+
+
+def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """Return what a file says by the tensors that it has."""
+    said: dict[str, Any] = {
+        "tied": "output.weight" not in stored,
+        "attn_bias": "blk.0.attn_q.bias" in stored,
+        "ffn_bias": "blk.0.ffn_up.bias" in stored,
+    }
+    table = stored.get("token_embd.weight")
+    if f"{arch}.vocab_size" not in keys and table is not None:  # older files leave it out
+        said[f"{arch}.vocab_size"] = table.shape[0]
+    return said

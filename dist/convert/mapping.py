@@ -1,0 +1,269 @@
+"""What a declaration of ``families.py`` means: fields to keys, parameters to tensors, and back.
+
+A family says which keys of its configuration hold which fields of ours, which fields are always
+the same, and which tensors make up each parameter of ours. Nothing else decides: a model belongs
+to a family when its configuration comes back the same from being written and read.
+
+RoPE here turns the coordinates 2j and 2j + 1 together; most others turn j and j + d/2. That is the
+same function after the columns of queries and keys change places within each head, with their
+biases and the gains of QK-norm.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reference.config import Config
+from reference.params import decoder_layout
+from reference.types import Array
+
+DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
+CHUNK = 1 << 22  # elements that are converted at once
+
+
+class Key(NamedTuple):
+    """One field of ours in their configuration."""
+
+    ours: str
+    read: Callable[[Mapping[str, Any]], Any]
+    write: Callable[[Config], dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """One parameter of ours in their tensors; ``{}`` stands for the number of the layer."""
+
+    ours: str
+    theirs: tuple[str, ...]  # side by side, they are the last axis of ours
+    transposed: bool = False  # theirs are (out, in)
+    turned: int = 0  # the first so many of them are heads that RoPE turns
+
+
+class Tensor(NamedTuple):
+    """One tensor of theirs: columns of a parameter of ours."""
+
+    name: str
+    shape: tuple[int, ...]  # as theirs
+    ours: str
+    columns: slice  # of the last axis of ours
+    transposed: bool
+    head: int  # width of the heads whose halves RoPE turns together in theirs; 0: as ours
+
+    def _order(self, low: int, high: int) -> slice | Array:
+        """Return which columns of ours are theirs low .. high - 1."""
+        if not self.head:
+            return slice(self.columns.start + low, self.columns.start + high)
+        theirs = np.arange(low, high)
+        within = theirs % self.head  # theirs has 0, 2, 4, … first, then 1, 3, 5, …
+        half = self.head // 2
+        pair, side = within % half, within // half
+        return self.columns.start + theirs - within + 2 * pair + side
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield stretches of the first axis of theirs, of which none is large."""
+        rows = max(1, CHUNK // math.prod(self.shape[1:]))
+        for low in range(0, self.shape[0], rows):
+            yield low, min(low + rows, self.shape[0])
+
+    def _place(self, low: int, high: int) -> tuple[Any, ...]:
+        """Return where theirs low .. high - 1 of the first axis lie in ours."""
+        if len(self.shape) == 1:
+            return (self._order(low, high),)
+        if self.transposed:
+            return (slice(None), self._order(low, high))
+        return (slice(low, high), self._order(0, self.shape[1]))
+
+    def take(self, parameter: Array, low: int, high: int) -> Array:
+        """Return theirs low .. high - 1 of the first axis, out of our parameter."""
+        part = parameter[self._place(low, high)]
+        return np.ascontiguousarray(part.T if self.transposed else part)
+
+    def put(self, parameter: Array, low: int, high: int, values: Array) -> None:
+        """Write theirs low .. high - 1 of the first axis into our parameter."""
+        parameter[self._place(low, high)] = values.T if self.transposed else values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models as others write it.
+
+    Parameters
+    ----------
+    name : str
+        What the format calls it, such as ``LlamaForCausalLM``.
+    says : mapping
+        Keys that say that a configuration is of this family.
+    always : mapping
+        Fields of ours that are the same in every model of it.
+    keys : tuple of Key
+    rows : tuple of Row
+        Those whose parameter a model does not have are left out.
+    half_split : bool
+        RoPE turns the halves of a head together.
+    demands : mapping
+        Keys that must have this value, or be absent, for the model to be what we know.
+    writes : mapping
+        Keys that are written for their readers, and not read.
+    ignored : tuple of str
+        Regular expressions of tensors that hold no weights.
+    prefix : str
+        What the names of all tensors but the head begin with, and may come without.
+    """
+
+    name: str
+    says: Mapping[str, Any]
+    always: Mapping[str, Any]
+    keys: tuple[Key, ...]
+    rows: tuple[Row, ...]
+    half_split: bool = True
+    demands: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    writes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """What the head is called."""
+        return next((row.theirs for row in self.rows if row.ours == "head.weight"), ())
+
+    @property
+    def embedding_name(self) -> str:
+        """What the table of tokens is called."""
+        return next(row.theirs[0] for row in self.rows if row.ours == "embedding.weight")
+
+    def describe(self, config: Config) -> dict[str, Any]:
+        """Return a model's configuration in their keys."""
+        written = {**self.says, **self.writes}
+        for key in self.keys:
+            written |= key.write(config)
+        return written
+
+    def read(self, theirs: Mapping[str, Any], where: str) -> Config:
+        """Return our configuration of a model of theirs.
+
+        Raises
+        ------
+        ValueError
+            When a key is missing or has a value that we do not know; the message names it.
+        """
+        for name, value in self.demands.items():
+            found = theirs.get(name, value)
+            if found != value and found is not None:
+                raise ValueError(
+                    f"{where}: {name} = {shown(found)} is a kind of {self.name} that is not "
+                    f"known here; known is {name} = {shown(value)}"
+                )
+        try:
+            fields = {key.ours: key.read(theirs) for key in self.keys}
+            return Config(**{**self.always, **fields})
+        except ValueError as error:
+            raise ValueError(f"{where} describes no model that can be imported: {error}") from None
+
+    def differs(self, config: Config) -> list[str]:
+        """Return the fields of a model that this family cannot express, with what it has instead.
+
+        Dropout is not among them: a trained model has none.
+        """
+        try:
+            back = self.read(self.describe(config), self.name)
+        except ValueError as error:  # such as GPT-2's heads that do not divide its width
+            return [str(error)]
+        return [
+            f"{name} = {shown(getattr(config, name))} (it has {shown(getattr(back, name))})"
+            for name, value in _meaning(config).items()
+            if not _same(value, _meaning(back).get(name))
+        ]
+
+    def tensors(self, config: Config) -> list[Tensor]:
+        """Return the tensors of a model, in the order of the rows, layer by layer.
+
+        Raises
+        ------
+        ValueError
+            When a parameter of the model has no place among them.
+        """
+        layout = decoder_layout(config)
+        found = []
+        for row in self.rows:
+            for layer in range(config.n_layers) if "{}" in row.ours else range(1):
+                ours = row.ours.format(layer)
+                if ours not in layout.offsets:
+                    break
+                shape = layout.offsets[ours][1].shape
+                names = [name.format(layer) for name in row.theirs]
+                begin = 0
+                widths = _widths(config, ours) if len(names) > 1 else (shape[-1],)
+                for i, (name, width) in enumerate(zip(names, widths, strict=True)):
+                    columns = slice(begin, begin + width)
+                    begin += width
+                    theirs = (width, *shape[:-1]) if row.transposed else (*shape[:-1], width)
+                    turned = self.half_split and i < row.turned and config.position == "rope"
+                    head = config.d_head if turned else 0
+                    found.append(Tensor(name, theirs, ours, columns, row.transposed, head))
+        placed = {tensor.ours for tensor in found}
+        missing = [name for name in layout.offsets if name not in placed]
+        if missing:
+            raise ValueError(f"{self.name} has no place for the parameter {missing[0]}")
+        return found
+
+
+def _widths(config: Config, name: str) -> tuple[int, ...]:
+    """Return how wide the parts are that a parameter of ours has side by side."""
+    if name.endswith("qkv"):
+        kv = config.n_kv_heads * config.d_head
+        return (config.n_heads * config.d_head, kv, kv)
+    return (config.d_ff, config.d_ff)  # gate and up
+
+
+def _meaning(config: Config) -> dict[str, Any]:
+    """Return what of a config matters to a trained model."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in DROPOUT}
+    most = config.context_length
+    windows = {min(config.window_of(i) or most, most) for i in range(config.n_layers)}
+    fields["window"] = (
+        windows.pop() % most
+        if len(windows) == 1
+        else tuple(config.window_of(i) % most for i in range(config.n_layers))
+    )
+    if config.position != "rope":
+        del fields["rope_base"]
+    return fields
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=2**-23)  # GGUF holds float32
+    return bool(one == other)
+
+
+def shown(value: Any) -> str:
+    """Return what a file says, for a sentence: on one line, and not all of it."""
+    return repr(value)[:60]
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first of some names, for a sentence."""
+    first = [name if name.isprintable() else repr(name) for name in names[:4]]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(name[:80] for name in first) + more
+
+
+def choose(families: tuple[Family, ...], config: Config, what: str) -> Family:
+    """Return the family that expresses a model.
+
+    Raises
+    ------
+    ValueError
+        When none does; the message names the fields that the nearest cannot.
+    """
+    differences = {family.name: family.differs(config) for family in families}
+    for family in families:
+        if not differences[family.name]:
+            return family
+    nearest = min(differences, key=lambda name: len(differences[name]))
+    raise ValueError(
+        f"{what} cannot express this model; the nearest it has, {nearest}, cannot express "
+        f"{', '.join(differences[nearest])}"
+    )

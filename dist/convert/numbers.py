@@ -1,0 +1,132 @@
+"""The kinds of numbers that files of weights hold, and tensors of them in files."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dist.convert.mapping import Tensor
+from reference.types import Array
+
+BLOCK = 32  # numbers that share a scale in Q8_0
+
+
+class Kind(NamedTuple):
+    """How numbers are stored: so many of them in so many bytes."""
+
+    numbers: int
+    n_bytes: int
+    encode: Callable[[Array], Array]  # (n,) float32 -> uint8 or the like, any shape
+    decode: Callable[[Array], Array]  # (bytes,) uint8 -> (n,) float32
+
+
+def to_bf16(x: Array) -> Array:
+    """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
+    bits = x.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+    quiet = (bits >> 16) | np.uint32(0x40)  # of NaN, which the sum above might make infinite
+    return np.where(np.isnan(x), quiet, rounded).astype("<u2")
+
+
+def from_bf16(raw: Array) -> Array:
+    """Return the float32 numbers of bfloat16."""
+    return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_half(x: Array) -> Array:
+    """Round float32 to float16.
+
+    Raises
+    ------
+    ValueError
+        When a number is too large for it.
+    """
+    with np.errstate(over="ignore"):
+        halves = x.astype("<f2")
+    if np.isinf(halves).any() and np.isfinite(x).all():
+        raise ValueError(
+            f"holds {np.abs(x).max():.3g}, and float16 goes to 65,504: choose bf16 or float32"
+        )
+    return halves
+
+
+def to_q8_0(x: Array) -> Array:
+    """Return blocks of 32 numbers as a float16 scale d and 32 int8 q: x ≈ d·q, d = max|x| / 127.
+
+    Source: ``quantize_row_q8_0_ref`` of ggml-quants.c; halves are rounded away from zero.
+    """
+    blocks = x.reshape(-1, BLOCK)
+    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
+    scaled = np.abs(blocks * inverse)
+    below = np.floor(scaled)
+    q = np.copysign(below + np.floor(2 * (scaled - below)), blocks)
+    return np.concatenate([to_half(d).view(np.uint8), q.astype(np.int8).view(np.uint8)], axis=1)
+
+
+def from_q8_0(raw: Array) -> Array:
+    """Return the numbers that blocks stand for."""
+    blocks = raw.reshape(-1, 2 + BLOCK)
+    d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    return (d * np.ascontiguousarray(blocks[:, 2:]).view(np.int8)).reshape(-1)
+
+
+KINDS = {
+    "F32": Kind(1, 4, lambda x: x.astype("<f4", copy=False), lambda raw: raw.view("<f4")),
+    "F16": Kind(1, 2, to_half, lambda raw: raw.view("<f2").astype(np.float32)),
+    "BF16": Kind(1, 2, to_bf16, from_bf16),
+    "Q8_0": Kind(BLOCK, 2 + BLOCK, to_q8_0, from_q8_0),
+}
+
+
+def size_of(n: int, kind: str) -> int:
+    """Return the bytes that ``n`` numbers take."""
+    return n // KINDS[kind].numbers * KINDS[kind].n_bytes
+
+
+def write_tensor(
+    file: io.RawIOBase | io.BufferedIOBase, tensor: Tensor, ours: Array, kind: str
+) -> None:
+    """Write a tensor of theirs, out of our parameter, a stretch at a time.
+
+    Raises
+    ------
+    ValueError
+        When it holds a number that the kind cannot.
+    """
+    for low, high in tensor.chunks():
+        values = tensor.take(ours, low, high)
+        try:
+            encoded = KINDS[kind].encode(values)
+        except ValueError as error:
+            raise ValueError(f"{tensor.name} {error}") from None
+        file.write(np.ascontiguousarray(encoded).data)
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    offset: int  # bytes
+
+    def rows(self, low: int, high: int) -> Array:
+        """Return low .. high - 1 of the first axis, float32.
+
+        Raises
+        ------
+        ValueError, OSError
+            When the file has become shorter.
+        """
+        width = int(np.prod(self.shape[1:], dtype=np.int64))
+        start, stop = (size_of(row * width, self.kind) for row in (low, high))
+        raw = np.empty(stop - start, np.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.offset + start)
+            if file.readinto(raw.data) != raw.size:
+                raise ValueError(f"{self.path} was cut short while it was being read")
+        return KINDS[self.kind].decode(raw).reshape(high - low, *self.shape[1:])

@@ -1,0 +1,106 @@
+"""From tensors in files to a checkpoint: all there, none over, each of the right shape."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from dist.convert.mapping import Family, Tensor, named, shown
+from dist.convert.numbers import KINDS, Stored
+from reference.config import Config
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Found(NamedTuple):
+    """A model of others, as it lies in their files."""
+
+    family: Family
+    config: Config
+    stored: Mapping[str, Stored]
+    tokenizer: "Tokenizer | None"
+
+
+def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Array]:
+    """Return the function that reads one parameter of ours, in the way ``write_weights`` asks.
+
+    Raises
+    ------
+    ValueError
+        When a tensor is missing, not known, or of another shape or type; the message names it.
+    """
+    tensors = found.family.tensors(found.config)
+    stored = _named(found, where)
+    for tensor in tensors:
+        kind = stored[tensor.name].kind
+        if kind not in KINDS:
+            raise ValueError(
+                f"{where}: the tensor {tensor.name} holds {shown(kind)}; known are "
+                f"{', '.join(KINDS)}"
+            )
+        if stored[tensor.name].shape != tensor.shape:
+            raise ValueError(
+                f"{where}: the tensor {tensor.name} has shape {stored[tensor.name].shape}, but the "
+                f"configuration asks for {tensor.shape}"
+            )
+    parts: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.ours, []).append(tensor)
+
+    def parameter(name: str, shape: tuple[int, ...]) -> Array:
+        whole = np.empty(shape, np.float32)
+        for tensor in parts[name]:
+            for low, high in tensor.chunks():
+                values = stored[tensor.name].rows(low, high)
+                if not np.isfinite(values).all():
+                    raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
+                tensor.put(whole, low, high, values)
+        return whole
+
+    return parameter
+
+
+def _named(found: Found, where: Path) -> dict[str, Stored]:
+    """Return the stored tensors by the names that the family has for them, exactly those."""
+    family = found.family
+    stored = dict(found.stored)
+    if family.prefix and not any(name.startswith(family.prefix) for name in stored):
+        heads = family.head_names
+        stored = {n if n in heads else family.prefix + n: at for n, at in stored.items()}
+    stored = {
+        name: at
+        for name, at in stored.items()
+        if not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+    }
+    expected = {tensor.name for tensor in family.tensors(found.config)}
+    missing = [name for name in sorted(expected) if name not in stored]
+    if missing:
+        raise ValueError(f"{where} has no tensor {named(missing)}")
+    surplus = [name for name in sorted(stored) if name not in expected]
+    if found.config.tied:  # some write the head although it is the embedding
+        for name in [name for name in surplus if name in family.head_names]:
+            if not _equal(stored[name], stored[family.embedding_name]):
+                raise ValueError(
+                    f"{where}: the tensor {name} differs from {family.embedding_name}, although "
+                    "the configuration says that they are one (tied)"
+                )
+            surplus.remove(name)
+    if surplus:
+        raise ValueError(f"{where} has a tensor that {family.name} does not know: {named(surplus)}")
+    return {name: stored[name] for name in expected}
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    if one.shape != other.shape or one.kind != other.kind:
+        return False
+    step = max(1, (1 << 22) // max(1, int(np.prod(one.shape[1:], dtype=np.int64))))
+    return all(
+        np.array_equal(
+            one.rows(i, min(i + step, one.shape[0])), other.rows(i, min(i + step, one.shape[0]))
+        )
+        for i in range(0, one.shape[0], step)
+    )

@@ -1,0 +1,222 @@
+"""Weights without the rest of a run: read from a checkpoint, or written as one, piece by piece.
+
+No more than one parameter is held at a time.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dist import checkpoint, manifest
+from dist.comm import Comm, together
+from dist.config import RunFile
+from dist.evaluate import load_tokenizer
+from dist.monitor import Memory
+from dist.places import new_place
+from dist.shards import TOKENIZER
+from dist.step import initial_weights
+from reference.config import Config
+from reference.global_norm import SUM_BLOCK
+from reference.ops import Ops
+from reference.params import Layout, decoder_layout
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Weights:
+    """The weights of a checkpoint, or of the best of a run folder.
+
+    Raises
+    ------
+    ValueError, OSError
+        When there is none, or it is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = checkpoint.find(path)
+        self.manifest = checkpoint.read_manifest(self.path)
+        self.config = checkpoint.model_of(self.manifest)
+        self.layout = decoder_layout(self.config)
+        if self.layout.size != self.manifest.parameters:
+            raise ValueError(
+                f"{self.path} holds {self.manifest.parameters:,} parameters, but its config "
+                f"describes {self.layout.size:,}"
+            )
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer beside the weights, where there is one."""
+        return self.path / TOKENIZER if self.manifest.tokenizer_sha256 else None
+
+    def read(self, name: str) -> Array:
+        """Return one parameter, float32, its CRCs checked."""
+        start, spec = self.layout.offsets[name]
+        low = start // SUM_BLOCK * SUM_BLOCK
+        high = min(-(-(start + spec.size) // SUM_BLOCK) * SUM_BLOCK, self.layout.size)
+        blocks = checkpoint.read_slice(self.path, "master", self.manifest, low, high)
+        return blocks[start - low : start - low + spec.size].reshape(spec.shape)
+
+
+# ---- where a run begins --------------------------------------------------------------------------
+
+
+def first_weights(
+    ops: Ops,
+    layout: Layout,
+    config: RunFile,
+    comm: Comm,
+    tokenizer: "Tokenizer | None",
+    *,
+    fresh: bool,
+) -> tuple[Array, str]:
+    """Return the weights that a run begins with, on every rank, and a sentence on their origin.
+
+    That is ``train.init``, or the seed alone. The vocabulary may be larger than there: the rows of
+    new ids are the mean of the others. The context may be longer or shorter, unless positions are
+    learned: then not longer. Dropout may differ.
+
+    Parameters
+    ----------
+    ops : Ops
+    layout : Layout
+    config : RunFile
+    comm : Comm
+    tokenizer : Tokenizer or None
+        That of the run's data.
+    fresh : bool
+        The run has no checkpoint yet; what one goes on with is read later.
+
+    Raises
+    ------
+    AllRanksError
+        When there is no such checkpoint, or it is another model, or one for another tokenizer.
+    """
+    if not (fresh and config.train.init):
+        return initial_weights(ops, layout, config.train.seed), ""
+    found: list[Array] = []
+
+    def read() -> str:
+        weights = Weights(config.train.init)
+        _same_model(weights.config, config.model, weights.path)
+        _same_tokenizer(weights, tokenizer)
+        flat = ops.from_numpy(np.zeros(layout.size, np.float32))
+        for name, view in layout.views(flat).items():  # as ``initial_weights`` does
+            ops.accumulate(view, ops.from_numpy(_resized(weights.read(name), view.shape)))
+        found.append(flat)  # not a result of ``together``: arrays are not to be sent
+        new = config.model.vocab_size - weights.config.vocab_size
+        more = f", and {new} new ids, whose rows are the mean of the others" if new else ""
+        return f"beginning with the weights of {weights.path}{more}"
+
+    said = together(comm, read)[0]
+    return found[0], said
+
+
+def _resized(parameter: Array, shape: tuple[int, ...]) -> Array:
+    """Return a table with rows left out at its end, or with its mean for new rows."""
+    rows, new = parameter[: shape[0]], shape[0] - len(parameter)
+    if new <= 0:
+        return np.ascontiguousarray(rows)
+    mean = parameter.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+    return np.concatenate([parameter, np.repeat(mean, new, axis=0)])
+
+
+def _same_model(there: Config, here: Config, path: Path) -> None:
+    ours, theirs = here.to_dict(), there.to_dict()
+    differ = {name for name in ours if ours[name] != theirs[name]}
+    differ -= {name for name in differ if name.startswith("dropout_")}
+    if here.vocab_size >= there.vocab_size:
+        differ.discard("vocab_size")
+    if here.position != "learned" or here.context_length <= there.context_length:
+        differ.discard("context_length")
+    if differ:
+        listed = "; ".join(
+            f"model.{name} is {theirs[name]!r} there and {ours[name]!r} here"
+            for name in ours
+            if name in differ
+        )
+        raise ValueError(
+            f"train.init: {path} holds another model: {listed}. Without [model] the run takes the "
+            "model from there; more ids are fine, and so is a longer context unless positions are "
+            "learned"
+        )
+
+
+def _same_tokenizer(weights: Weights, tokenizer: "Tokenizer | None") -> None:
+    """Refuse data whose ids mean something else to the model."""
+    sha = weights.manifest.tokenizer_sha256
+    if weights.tokenizer is None or tokenizer is None or tokenizer.sha256 == sha:
+        return
+    old, new = load_tokenizer(weights.tokenizer, sha).vocabulary, tokenizer.vocabulary
+    specials = old.special_tokens.items() <= new.special_tokens.items()
+    if not (specials and old == dataclasses.replace(new, special_tokens=old.special_tokens)):
+        raise ValueError(
+            f"train.init: the data was packed with another tokenizer than that of {weights.path}, "
+            f"so its ids mean something else: pack it with {weights.tokenizer}, or with that "
+            "tokenizer and more special tokens (myllm tokenizer extend)"
+        )
+
+
+# ---- what was imported ---------------------------------------------------------------------------
+
+
+def write_weights(
+    path: Path,
+    config: Config,
+    parameter: Callable[[str, tuple[int, ...]], Array],
+    tokenizer: "Tokenizer | None",
+) -> None:
+    """Write a checkpoint that holds weights alone.
+
+    Parameters
+    ----------
+    path : Path
+        A folder that is not there yet.
+    config : Config
+    parameter : callable
+        Takes the name and shape of a parameter and returns it, float32; called once for each, in
+        the order of the flat buffer.
+    tokenizer : Tokenizer or None
+    """
+    if path.name.startswith("step-"):
+        raise ValueError(f"{path} is named as a run names its checkpoints: choose another name")
+    layout = decoder_layout(config)
+    crcs = [0] * -(-layout.size // SUM_BLOCK)
+    with new_place(path) as part:
+        part.mkdir()
+        with (part / "master.bin").open("wb") as file:
+            at = 0
+            for name, (start, spec) in layout.offsets.items():
+                flat = np.ascontiguousarray(parameter(name, spec.shape), "<f4").reshape(-1)
+                if at != start or flat.size != spec.size:
+                    raise ValueError(f"{name} must have shape {spec.shape}")
+                file.write(flat.data)
+                done = 0
+                while done < flat.size:  # blocks reach from one parameter into the next
+                    size = min(SUM_BLOCK - at % SUM_BLOCK, flat.size - done)
+                    block = at // SUM_BLOCK
+                    crcs[block] = zlib.crc32(flat[done : done + size].data, crcs[block])
+                    at, done = at + size, done + size
+        if tokenizer is not None:
+            tokenizer.save(part / TOKENIZER)
+        manifest.write(
+            part / checkpoint.MANIFEST,
+            checkpoint.Manifest(
+                format=checkpoint.FORMAT,
+                step=0,
+                updates=0,
+                position=0,
+                seed=0,
+                tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
+                config={"model": config.to_dict()},
+                monitor=Memory(),
+                parameters=layout.size,
+                block=SUM_BLOCK,
+                crc32={"master": tuple(crcs)},
+            ),
+        )

@@ -1,0 +1,285 @@
+"""Models out to GGUF and back."""
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist import checkpoint, cli
+from dist.convert import gguf
+from dist.weights import Weights
+from reference.config import Config
+from tests.helpers.models import MODELS
+from tests.helpers.runs import text
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, write_random
+from tokenizer import Tokenizer, train_from_iterator
+from tokenizer.patterns import DIGITS_GPT2, GPT4, QWEN2
+from tokenizer.vocabulary import Vocabulary
+
+HELD = {
+    **{name: FAMILIES[name] for name in ("llama", "llama_odd", "smollm", "three_heads", "gpt2")},
+    "qwen3": replace(QWEN3, window=0, d_head=10),
+    "qwen3_untied": replace(QWEN3, window=0, tied=False),
+    "gpt2_untied": replace(GPT2, tied=False, d_ff=40),
+    "llama_long_window": replace(LLAMA, window=0, rope_base=123_456.7, norm_eps=3.3e-6),
+}
+
+
+def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, bytes]:
+    write_random(folder / "mine", config)
+    assert cli.main(["export", str(folder / "mine"), str(folder / "m.gguf"), *words]) == 0
+    assert cli.main(["import", str(folder / "m.gguf"), "-o", str(folder / "back")]) == 0
+    return tuple((folder / name / "master.bin").read_bytes() for name in ("mine", "back"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("config", HELD.values(), ids=HELD)
+def test_export_then_import_is_the_identity_bit_for_bit(config: Config, tmp_path: Path) -> None:
+    mine, back = out_and_back(tmp_path, config)
+    assert mine == back and Weights(tmp_path / "back").config == config
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("float16", 11)])
+def test_narrow_types_round_to_nearest(dtype: str, bits: int, tmp_path: Path) -> None:
+    mine, back = (np.frombuffer(b, "<f4") for b in out_and_back(tmp_path, LLAMA, "--dtype", dtype))
+    error = np.abs(mine - back)
+    floor = 2.0**-25 if dtype == "float16" else 0  # half of the smallest subnormal
+    assert (error <= np.abs(mine) * 2.0**-bits + floor).all() and error.max() > 0
+
+
+def test_q8_0_is_off_by_half_a_step_of_each_block_at_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(LLAMA, d_ff=48)  # of which 32 is no divisor
+    out_and_back(tmp_path, config, "--dtype", "q8_0")
+    said = capsys.readouterr().out
+    names = ", ".join(f"blk.{i}.ffn_down.weight" for i in range(2))
+    assert f"kept as F16, since 32 does not divide their width: {names}" in said
+    mine, back = Weights(tmp_path / "mine"), Weights(tmp_path / "back")
+    for name in mine.layout.offsets:
+        ours, theirs = mine.read(name), back.read(name)
+        if ours.ndim == 1:
+            np.testing.assert_array_equal(ours, theirs)
+        elif name.endswith("w_down"):
+            np.testing.assert_array_equal(ours.astype(np.float16).astype(np.float32), theirs)
+        else:
+            rows = ours if name.startswith("embedding") else ours.T
+            off = (theirs if name.startswith("embedding") else theirs.T) - rows
+            most = np.abs(rows).reshape(-1, 32).max(axis=1, keepdims=True)
+            # half a step of 1/127 of the greatest, and the rounding of the step to float16
+            assert (np.abs(off.reshape(-1, 32)) <= most * (0.5 / 127 + 2.0**-11) + 1e-7).all(), name
+            assert off.any()
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (replace(LLAMA, window=5), ["window = 5"]),
+        (QWEN3, ["window = (0, 6)"]),
+        (replace(QWEN3, window=0, ffn_bias=True), ["qk_norm = True"]),
+        (replace(GPT2, ffn="relu"), ["ffn = 'relu'"]),
+        (replace(GPT2, ffn="gelu"), ["ffn = 'gelu'"]),
+        (replace(GPT2, n_kv_heads=2), ["n_kv_heads = 2"]),
+        (replace(GPT2, d_head=6), ["d_head = 6"]),
+        (MODELS["alibi_mqa"], ["position = 'alibi'"]),
+        (MODELS["untied_post_rmsnorm"], ["norm_placement = 'post'"]),
+    ],
+)
+def test_what_no_architecture_can_express_is_refused_with_the_field(
+    config: Config, fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", config)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 1
+    said = capsys.readouterr().err
+    assert all(field in said for field in fields) and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["gpt4", "gpt2", QWEN2, DIGITS_GPT2])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_from_iterator([text(i) for i in range(100)], 320, pattern=request.param)
+
+
+def test_the_tokenizer_travels_along(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=323), tokenizer)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    keys, _ = gguf.header(tmp_path / "m.gguf")
+    ids = tokenizer.special_tokens
+    assert keys["tokenizer.ggml.eos_token_id"] == ids["<|eos|>"]
+    assert keys["tokenizer.ggml.eot_token_id"] == ids["<|end|>"]
+    assert keys["tokenizer.ggml.padding_token_id"] == ids["<|pad|>"]
+    assert keys["tokenizer.ggml.add_bos_token"] is False
+    assert keys["tokenizer.ggml.tokens"][320:] == ["[PAD320]", "[PAD321]", "[PAD322]"]
+    types = keys["tokenizer.ggml.token_type"]
+    assert types[320:] == [5, 5, 5] and types[ids["<|user|>"]] == 3 and types[100] == 1
+    assert "<|assistant|>" in keys["tokenizer.chat_template"]
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
+    path = checkpoint.load_model(tmp_path / "back", "reference").tokenizer
+    assert path is not None
+    back = Tokenizer.load(path).vocabulary
+    assert (back.tokens, back.special_tokens) == (
+        dict(tokenizer.vocabulary.tokens),
+        tokenizer.special_tokens,
+    )
+    assert back == tokenizer.vocabulary
+
+
+def remade(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
+    v = tokenizer.vocabulary
+    fields = {
+        **{"tokens": v.tokens, "merges": v.merges, "special_tokens": v.special_tokens},
+        **{"pattern": v.pattern, "classes": v.classes},
+        **changes,
+    }
+    return Tokenizer(Vocabulary(**fields))
+
+
+def test_tokenizers_that_llama_cpp_would_read_otherwise_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = train_from_iterator([text(i) for i in range(100)], 320)
+    tokens = dict(ours.vocabulary.tokens)
+    assert ours.vocabulary.merges is not None
+    last = max(tokens)
+    odd = {**tokens, last + 200: b"qzx"}  # made by no merge
+    specials = {"<|pad|>": 0}
+    for i, (changed, message) in enumerate(
+        {
+            remade(ours, pattern=r"\S+|\s+"): "cuts text in ways of its own",
+            remade(ours, tokens=odd): f"token {last + 200}, b'qzx', is not what its merges make",
+            remade(ours, special_tokens=specials): "no token that ends a text",
+        }.items()
+    ):
+        config = replace(LLAMA, vocab_size=600)
+        write_random(tmp_path / f"{i}", config, changed)
+        assert cli.main(["export", str(tmp_path / f"{i}"), str(tmp_path / "m.gguf")]) == 1
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+    # the same token is no hindrance to one that takes whole pieces, as this way of cutting does
+    whole = remade(ours, tokens=odd, whole_pieces=True)
+    write_random(tmp_path / "whole", replace(LLAMA, vocab_size=600), whole)
+    assert cli.main(["export", str(tmp_path / "whole"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
+    back = Tokenizer.load(tmp_path / "back" / "tokenizer.myllm").vocabulary
+    assert back.whole_pieces and back.pattern == GPT4
+
+
+def test_foreign_vocabularies_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = train_from_iterator([text(i) for i in range(100)], 320)
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=320), ours)
+    honest = gguf.gguf_keys
+    for i, (changes, message) in enumerate(
+        [
+            ({"model": "llama"}, "a vocabulary of SentencePiece"),
+            ({"pre": "tekken"}, "it cuts text by 'tekken'"),
+            ({"token_type": ["x"]}, "each with a type"),
+            ({"tokens": [0]}, "must be a list of strings"),
+        ]
+    ):
+        changed = {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+        monkeypatch.setattr(gguf, "gguf_keys", lambda *given, c=changed: {**honest(*given), **c})
+        path = tmp_path / f"{i}.gguf"
+        assert cli.main(["export", str(tmp_path / "mine"), str(path)]) == 0
+        assert cli.main(["import", str(path), "-o", str(tmp_path / "back")]) == 1
+        said = capsys.readouterr().err
+        assert message in said and "--without-tokenizer" in said
+        words = ["import", str(path), "-o", str(tmp_path / f"back{i}"), "--without-tokenizer"]
+        assert cli.main(words) == 0
+        capsys.readouterr()
+
+
+# ---- other files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "gemma"}, "the architecture 'gemma' is not known"),
+        ({"llama.attention.sliding_window": 4096}, "sliding_window = 4096"),
+        ({"llama.rope.scaling.type": "linear"}, "scaling.type = 'linear'"),
+        ({"llama.expert_count": 8}, "expert_count = 8"),
+        ({"llama.attention.value_length": 4}, "value_length must be the width of keys, 8, got 4"),
+        ({"llama.embedding_length": 64}, "has shape"),
+        ({"llama.block_count": 3}, "has no tensor blk.2."),
+        ({"llama.block_count": 1}, "does not know: blk.1."),
+        ({"general.alignment": 0}, "general.alignment is 0"),
+        ({"split.count": 2}, "one of several parts"),
+    ],
+)
+def test_models_that_are_built_otherwise_are_refused_by_name(
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    family = gguf.choose(gguf.GGUF, LLAMA, "GGUF")
+    described = {**family.describe(LLAMA), **changes}
+    monkeypatch.setattr(type(family), "describe", lambda self, config: described)
+    monkeypatch.setattr(gguf, "choose", lambda *given: family)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_older_files_without_a_vocab_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    family = gguf.choose(gguf.GGUF, LLAMA, "GGUF")
+    described = family.describe(LLAMA)
+    for name in ("vocab_size", "attention.key_length", "attention.value_length"):
+        del described[f"llama.{name}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(family), "describe", lambda self, config: described)
+        patch.setattr(gguf, "choose", lambda *given: family)
+        assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
+    assert Weights(tmp_path / "back").config == LLAMA
+
+
+def header_of(n_tensors: int, n_keys: int, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys) + rest
+
+
+NAMED = struct.pack("<Q", 1) + b"a"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no GGUF file"),
+        (b"\x89PNG" + b"\0" * 40, "no GGUF file"),
+        (header_of(0, 0, version=1), "version 1 of GGUF"),
+        (header_of(1 << 60, 0), "it cannot hold"),
+        (header_of(0, 1 << 60), "it cannot hold"),
+        (header_of(0, 1, b"\xff" * 12), "it ends within its metadata"),
+        (header_of(0, 1, struct.pack("<Q", 1) + b"\xff" + bytes(20)), "is no text"),
+        (header_of(0, 1, NAMED + struct.pack("<I", 77)), "no type 77"),
+        (header_of(0, 1, NAMED + struct.pack("<IIQ", 9, 9, 1)), "a list of lists"),
+        (header_of(0, 1, NAMED + struct.pack("<IIQ", 9, 4, 1 << 60)), "it cannot hold"),
+        (header_of(1, 0, NAMED + struct.pack("<I", 9) + bytes(80)), "has 9 axes"),
+        (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 2, 0)), "quantized in a way"),
+        (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 8, 0)), "does not divide a row"),
+        (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 0, 0)), "reaches past its end"),
+        (header_of(2, 0, 2 * (NAMED + struct.pack("<IQIQ", 1, 0, 0, 0)) + bytes(64)), "a twice"),
+        (header_of(0, 0), "the architecture None is not known"),
+    ],
+)
+def test_damaged_files_end_in_a_sentence(
+    data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

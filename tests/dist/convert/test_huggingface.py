@@ -1,0 +1,474 @@
+"""Models out to Hugging Face's folders and back."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from dist import checkpoint, cli
+from dist.convert import huggingface
+from dist.convert.families import HUGGING_FACE
+from dist.weights import Weights
+from reference.config import Config
+from tests.helpers.models import MODELS
+from tests.helpers.runs import text
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, write_random
+from tokenizer import Tokenizer, train_from_iterator
+
+
+def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, bytes]:
+    write_random(folder / "mine", config)
+    assert cli.main(["export", str(folder / "mine"), str(folder / "hf"), *words]) == 0
+    assert cli.main(["import", str(folder / "hf"), "-o", str(folder / "back")]) == 0
+    assert Weights(folder / "back").config == config
+    return tuple((folder / name / "master.bin").read_bytes() for name in ("mine", "back"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_export_then_import_is_the_identity_bit_for_bit(config: Config, tmp_path: Path) -> None:
+    mine, back = out_and_back(tmp_path, config)
+    assert mine == back
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_large_models_are_sharded(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    mine, back = out_and_back(tmp_path, config)
+    assert mine == back
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and not (tmp_path / "hf" / "model.safetensors").exists()
+    assert {path.name for path in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == len(mine)
+    assert all(path.stat().st_size < 22_000 for path in files)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("float16", 11)])
+def test_narrow_types_round_to_nearest(dtype: str, bits: int, tmp_path: Path) -> None:
+    mine, back = (np.frombuffer(b, "<f4") for b in out_and_back(tmp_path, LLAMA, "--dtype", dtype))
+    error = np.abs(mine - back)
+    floor = 2.0**-25 if dtype == "float16" else 0  # half of the smallest subnormal
+    assert (error <= np.abs(mine) * 2.0**-bits + floor).all() and error.max() > 0
+
+
+def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: Path) -> None:
+    views = write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    with safe_open(str(tmp_path / "hf" / "model.safetensors"), "np") as file:
+        names = list(file.keys())
+        gate = file.get_tensor("model.layers.1.mlp.gate_proj.weight")
+        q = file.get_tensor("model.layers.0.self_attn.q_proj.weight")
+        assert file.metadata() == {"format": "pt"}
+    assert len(names) == 2 + 9 * LLAMA.n_layers and "lm_head.weight" not in names
+    np.testing.assert_array_equal(gate, views["layers.1.ffn.w_gate_up"][:, :48].T)
+    # the second head: even coordinates first, then the odd ones
+    ours = views["layers.0.attention.wqkv"][:, 8:16]
+    np.testing.assert_array_equal(q[8:16], np.concatenate([ours[:, 0::2], ours[:, 1::2]], 1).T)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
+    assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+
+
+# ---- what cannot be expressed --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (MODELS["original"], ["norm_placement = 'post'", "position = 'sinusoidal'"]),
+        (MODELS["alibi_mqa"], ["position = 'alibi'"]),
+        (replace(GPT2, head_bias=True), ["head_bias = True"]),
+        (replace(GPT2, attn_bias=False), ["attn_bias = False"]),
+        (replace(GPT2, d_head=6), ["d_head = 6 (it has 8)"]),
+        (replace(GPT2, n_kv_heads=2), ["n_kv_heads = 2 (it has 4)"]),
+        (replace(LLAMA, window=(3, 5)), ["window = (3, 5)"]),
+        (replace(QWEN3, window=(3, 5)), ["window = (3, 5)"]),
+        (replace(MISTRAL, attn_bias=True), ["LlamaForCausalLM", "window = 5"]),
+        (replace(LLAMA, n_heads=3, n_kv_heads=1, attn_bias=True), ["n_heads = 3 (it must divide"]),
+        (replace(LLAMA, ffn="gelu"), ["ffn = 'gelu'"]),
+        (replace(LLAMA, norm="layernorm"), ["norm = 'layernorm'"]),
+    ],
+)
+def test_what_no_family_can_express_is_refused_with_the_field(
+    config: Config, fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", config)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
+    said = capsys.readouterr().err
+    assert all(field in said for field in fields) and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, window=32))
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    assert "LlamaForCausalLM" in (tmp_path / "hf" / "config.json").read_text()
+
+
+def test_dropout_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, dropout_residual=0.1, dropout_attention=0.2))
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    said = capsys.readouterr().out
+    assert "dropout_residual = 0.1 matters in training alone" in said
+    assert "dropout_attention" not in said  # it has a key
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
+    assert Weights(tmp_path / "back").config == replace(LLAMA, dropout_attention=0.2)
+
+
+@pytest.mark.parametrize("value", [1e5, -7e4])
+def test_numbers_too_large_for_float16_are_refused(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dist.weights import write_weights
+
+    views = write_random(tmp_path / "a", LLAMA)
+    views["layers.1.ffn_norm.gain"][3] = value
+    write_weights(tmp_path / "mine", LLAMA, lambda name, shape: views[name], None)
+    words = ["export", str(tmp_path / "mine"), str(tmp_path / "hf"), "--dtype", "float16"]
+    assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert "model.layers.1.post_attention_layernorm.weight holds" in said and "65,504" in said
+    assert not (tmp_path / "hf").exists()
+
+
+def test_nothing_that_is_there_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "letter.txt").write_text("dear")
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "other")]) == 0
+    assert cli.main(["import", str(tmp_path / "other"), "-o", str(tmp_path / "mine")]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert cli.main(["import", str(tmp_path / "other"), "-o", str(tmp_path / "step-00000003")]) == 1
+    assert "named as a run names its checkpoints" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "hf", "other"}
+
+
+# ---- what others write ---------------------------------------------------------------------------
+
+# config.json as it was published, with other sizes
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 24,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 40,
+    "is_llama_config": True,
+    "max_position_embeddings": 64,
+    "model_type": "llama",
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 61,
+}
+OPENAI_GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 32,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 32,
+    "resid_pdrop": 0.1,
+    "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 61,
+}
+
+
+def described(config: dict[str, Any], **changes: Any) -> Config:
+    theirs = {**config, **changes}
+    path = Path("config.json")
+    return huggingface.family_of(theirs, path).read(theirs, "config.json")
+
+
+def test_configurations_as_published_are_read() -> None:
+    smollm = described(SMOLLM2)
+    assert smollm == replace(
+        LLAMA,
+        **{"d_model": 24, "d_ff": 40, "n_heads": 3, "n_kv_heads": 1, "context_length": 64},
+        rope_base=100_000,
+    )
+    gpt2 = described(OPENAI_GPT2)
+    assert gpt2 == replace(
+        GPT2, d_ff=128, dropout_embedding=0.1, dropout_attention=0.1, dropout_residual=0.1
+    )
+    theirs = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}
+    assert described(SMOLLM2, **theirs).rope_base == 5e5  # as transformers 5 writes it
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert described(SMOLLM2, **mistral, sliding_window=7).window == 7
+    assert described(SMOLLM2, **mistral, sliding_window=None).window == 0
+    qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": 7}
+    assert described(SMOLLM2, **qwen, use_sliding_window=False).window == 0
+    late = described(SMOLLM2, **qwen, use_sliding_window=True, max_window_layers=1)
+    assert late.window == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM.* is not known here"),
+        ({"architectures": [], "model_type": "bert"}, "'bert' is not known here"),
+        ({"architectures": 5}, "5 is not known"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling .*'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear'"),
+        ({"rope_scaling": 3}, "rope_scaling must be a table"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "x"}, "hidden_size must be a positive integer"),
+        ({"hidden_size": 24, "num_attention_heads": 0}, "num_attention_heads must be"),
+        ({"rms_norm_eps": "small"}, "norm_eps must be"),
+        ({"vocab_size": 10**400}, "vocab_size must be"),
+        ({"tie_word_embeddings": 1}, "tied must be true or false"),
+    ],
+)
+def test_models_that_are_built_otherwise_are_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        described(SMOLLM2, **changes)
+
+
+def test_every_family_refuses_an_empty_configuration_with_a_sentence() -> None:
+    for family in HUGGING_FACE:
+        with pytest.raises(ValueError, match=r"config.json describes no model .* is missing"):
+            family.read(dict(family.says), "config.json")
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    with safe_open(str(path), "np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def shrink(name: str) -> Change:
+    return lambda tensors: tensors.update({name: tensors[name][:-1]})
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (LLAMA, lambda t: t.pop("model.norm.weight"), r"has no tensor model.norm.weight"),
+        (LLAMA, shrink("model.norm.weight"), r"model.norm.weight has shape \(31,\).* asks for"),
+        (LLAMA, lambda t: t.update(odd=t["model.norm.weight"]), "does not know: odd"),
+        (
+            LLAMA,
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].astype(np.int32)}),
+            "model.norm.weight holds 'I32'; known are F32",
+        ),
+        (
+            LLAMA,
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"] / 0}),
+            "model.norm.weight is not finite everywhere",
+        ),
+        (
+            LLAMA,
+            lambda t: t.update({"lm_head.weight": 2 * t["model.embed_tokens.weight"]}),
+            "lm_head.weight differs from model.embed_tokens.weight",
+        ),
+        # what says the same, or nothing
+        (LLAMA, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}), ""),
+        (
+            LLAMA,
+            lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}),
+            "",
+        ),
+        (
+            GPT2,
+            lambda t: t.update(
+                {
+                    f"transformer.h.{i}.attn.bias": np.ones((1, 1, 32, 32), np.float32)
+                    for i in (0, 1)
+                }
+            ),
+            "",
+        ),
+        (
+            GPT2,  # as OpenAI's weights were published: without the first word
+            lambda t: [t.update({n.removeprefix("transformer."): t.pop(n)}) for n in list(t)],
+            "",
+        ),
+    ],
+)
+def test_tensors_must_be_those_that_the_configuration_asks_for(
+    config: Config,
+    change: Change,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from safetensors.numpy import save_file
+
+    write_random(tmp_path / "mine", config)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = tensors_of(path)
+    with np.errstate(divide="ignore"):
+        change(tensors)
+    save_file(tensors, str(path))
+    status = cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")])
+    said = capsys.readouterr().err
+    if message:
+        assert status == 1 and re.search(message, said) and said.count("\n") == 1
+        assert not (tmp_path / "back").exists()
+    else:
+        whole = [(tmp_path / name / "master.bin").read_bytes() for name in ("mine", "back")]
+        assert status == 0 and whole[0] == whole[1]
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_from_iterator([text(i) for i in range(100)], 320)
+
+
+def test_the_tokenizer_and_its_special_ids_travel_along(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=330), tokenizer)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    read = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "hf").glob("*.json")}
+    ids = tokenizer.special_tokens
+    assert read["generation_config"] == {
+        "bos_token_id": ids["<|bos|>"],
+        "pad_token_id": ids["<|pad|>"],
+        "eos_token_id": sorted([ids["<|eos|>"], ids["<|end|>"]]),
+    }
+    assert read["tokenizer_config"]["eos_token"] == "<|eos|>"
+    assert "<|assistant|>" in read["tokenizer_config"]["chat_template"]
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
+    back = checkpoint.load_model(tmp_path / "back", "reference")
+    assert back.tokenizer is not None
+    loaded = Tokenizer.load(back.tokenizer)
+    assert loaded.vocabulary == tokenizer.vocabulary
+    capsys.readouterr()
+    words = ["--prompt", "the quick", "--tokens", "3", "--backend", "reference"]
+    assert cli.main(["generate", str(tmp_path / "back"), *words]) == 0
+    assert capsys.readouterr().out.startswith("the quick")
+    assert cli.main(["eval", str(tmp_path / "back"), "--backend", "reference"]) == 1
+    assert "name a packed folder" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("".join(text(i) for i in range(50)))
+    tokenizer.save(tmp_path / "t.tok")
+    packed = ["--tokenizer", str(tmp_path / "t.tok"), "-o", str(tmp_path / "data")]
+    packed += ["--heldout", "0", "--processes", "1"]
+    assert cli.main(["pack", str(tmp_path / "a.txt"), *packed]) == 0
+    capsys.readouterr()
+    words = ["eval", str(tmp_path / "back"), str(tmp_path / "data" / "train")]
+    assert cli.main([*words, "--backend", "reference", "--windows", "4"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_cannot_come_along_may_be_left(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=330), tokenizer)
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    assert cli.main(["export", str(tmp_path / "mine"), str(hf)]) == 0
+    content = json.loads((hf / "tokenizer.json").read_text())
+    content["model"]["byte_fallback"] = True
+    (hf / "tokenizer.json").write_text(json.dumps(content))
+    assert cli.main(["import", str(hf), "-o", str(back)]) == 1
+    said = capsys.readouterr().err
+    assert "SentencePiece" in said and "--without-tokenizer" in said
+    (hf / "tokenizer.json").rename(hf / "tokenizer.model")
+    assert cli.main(["import", str(hf), "-o", str(back)]) == 1
+    assert "tokenizer.model is a SentencePiece vocabulary" in capsys.readouterr().err
+    assert cli.main(["import", str(hf), "-o", str(back), "--without-tokenizer"]) == 0
+    assert checkpoint.load_model(back, "reference").tokenizer is None
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=300), tokenizer)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
+    assert "320 ids" in capsys.readouterr().err
+
+
+# ---- damaged files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("config.json", b"{", "is no configuration"),
+        ("config.json", b"[]", "is no configuration"),
+        ("config.json", b"{}", "the architecture None is not known"),
+        ("model.safetensors", b"", "its header is not whole"),
+        ("model.safetensors", b"\xff" * 8, "its header is not whole"),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0{}", "has no tensor model."),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0[]", "a header that cannot be read"),
+        ("model.safetensors.index.json", b"{}", "cannot be read"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', "no file of this"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', "No such file"),
+    ],
+)
+def test_damaged_files_end_in_a_sentence(
+    name: str, data: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    (tmp_path / "hf" / name).write_bytes(data)
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mine"]
+
+
+def test_a_truncated_tensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
+    assert "is damaged: the tensor model.norm.weight" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    whole = bytearray((tmp_path / "mine" / "master.bin").read_bytes())
+    whole[4000] ^= 1
+    (tmp_path / "mine" / "master.bin").write_bytes(whole)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
+    assert "is damaged" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -1,0 +1,59 @@
+"""Checkpoints with random weights, of the families that others know too."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dist.weights import write_weights
+from reference.config import Config
+from reference.params import decoder_layout
+from reference.presets import GPT2_SMALL, MYLLM_1B
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+TOY: dict[str, Any] = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "d_head": 8,
+    "d_ff": 48,
+    "context_length": 32,
+}
+# the peers' own default base; its parameter is spelled differently from version to version
+LLAMA = replace(MYLLM_1B, **TOY, n_kv_heads=2, rope_base=10_000.0)
+MISTRAL = replace(LLAMA, window=5)
+QWEN3 = replace(LLAMA, qk_norm=True, window=(0, 6))
+GPT2 = replace(GPT2_SMALL, **TOY, n_kv_heads=4)
+FAMILIES = {
+    "llama": LLAMA,
+    # heads that do not add up to the width, one of keys and values, and every bias
+    "llama_odd": replace(LLAMA, n_kv_heads=1, d_head=6, attn_bias=True, ffn_bias=True, tied=False),
+    "three_heads": replace(LLAMA, n_heads=3, n_kv_heads=3),  # LlamaConfig refuses it, Mistral's not
+    "smollm": replace(LLAMA, n_heads=3, n_kv_heads=1, d_model=24, rope_base=100_000.0),
+    "mistral": MISTRAL,
+    "qwen3": replace(QWEN3, d_head=10),
+    "qwen3_bias": replace(QWEN3, attn_bias=True, tied=False, window=0),
+    "gpt2": replace(GPT2, n_layers=3),
+    "gpt2_untied_relu": replace(GPT2, tied=False, ffn="relu", d_ff=40),
+}
+
+
+def random_weights(config: Config, seed: int = 0) -> Array:
+    """Return a flat buffer of weights in which no gain is one and no bias zero."""
+    layout = decoder_layout(config)
+    noise = np.random.default_rng(seed).standard_normal(layout.size, dtype=np.float32)
+    return layout.init(seed) + np.float32(0.1) * noise
+
+
+def write_random(
+    path: Path, config: Config, tokenizer: "Tokenizer | None" = None, seed: int = 0
+) -> dict[str, Array]:
+    """Write a checkpoint with random weights and return them by name."""
+    views = decoder_layout(config).views(random_weights(config, seed))
+    write_weights(path, config, lambda name, shape: views[name], tokenizer)
+    return views

@@ -1,0 +1,238 @@
+"""Exported models in ``transformers``, and its own imported: the same logits, ids and chats.
+
+Both are run in float32 and held to the rule of ``test_transformers.py``: the distance of theirs
+from our float64 is at most twice that of our own float32, plus c·u·s.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist import cli
+from dist.documents import chat
+from dist.pack import special_id
+from dist.weights import Weights
+from reference import ops
+from reference.config import Config
+from reference.model import logits
+from reference.types import Array
+from tests.helpers.hard_texts import HARD
+from tests.helpers.rounding import excess
+from tests.helpers.tokenizer_texts import corpus, small
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, TOY, write_random
+from tokenizer import GPT2 as GPT2_PATTERN
+from tokenizer import Tokenizer, from_huggingface, train_from_iterator
+
+REASON = "needs the optional extra: pip install -e '.[peers]'"
+torch = pytest.importorskip("torch", reason=REASON)
+transformers = pytest.importorskip("transformers", reason=REASON)
+
+B, T = 3, 19
+
+
+def distance(config: Config, params: dict[str, Array], model: Any, seed: int = 1) -> float:
+    """Return the error of a model of theirs as a multiple of what the rule allows."""
+    ids = np.random.default_rng(seed).integers(0, config.vocab_size, (B, T)).astype(np.int32)
+    with torch.no_grad():
+        peer = model.float().eval()(input_ids=torch.from_numpy(ids).long()).logits.numpy()
+    own = logits(ops, params, config, ids)
+    exact = logits(ops, {n: p.astype(np.float64) for n, p in params.items()}, config, ids)
+    c = 2 * math.sqrt(16 * config.n_layers + (T if config.position == "rope" else 0))
+    return excess(peer, own, exact, factor=2, c=c)
+
+
+def exported(folder: Path, config: Config, *words: str) -> tuple[dict[str, Array], Path]:
+    params = write_random(folder / "mine", config)
+    assert cli.main(["export", str(folder / "mine"), str(folder / "hf"), *words]) == 0
+    return params, folder / "hf"
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_exported_weights_give_our_logits_in_transformers(config: Config, tmp_path: Path) -> None:
+    params, folder = exported(tmp_path, config)
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert distance(config, params, model) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float16"])
+def test_narrow_weights_are_those_that_come_back(dtype: str, tmp_path: Path) -> None:
+    _, folder = exported(tmp_path, LLAMA, "--dtype", dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == {"bf16": torch.bfloat16, "float16": torch.float16}[dtype]
+    assert cli.main(["import", str(folder), "-o", str(tmp_path / "back")]) == 0
+    weights = Weights(tmp_path / "back")
+    params = {name: weights.read(name) for name in weights.layout.offsets}
+    assert distance(LLAMA, params, model) <= 1
+
+
+def theirs(kind: str, **options: Any) -> Any:
+    """Return a model of transformers with random weights, made from its own config."""
+    sizes = {
+        "vocab_size": TOY["vocab_size"],
+        "hidden_size": TOY["d_model"],
+        "intermediate_size": TOY["d_ff"],
+        "num_hidden_layers": TOY["n_layers"],
+        "num_attention_heads": TOY["n_heads"],
+        "num_key_value_heads": 2,
+        "max_position_embeddings": TOY["context_length"],
+    }
+    if kind == "GPT2":
+        sizes = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        options = {"bos_token_id": 0, "eos_token_id": 0, **options}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+    name = f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    model = getattr(transformers, name)(config)
+    with torch.no_grad():  # gains that are not one, biases that are not zero
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("Llama", {"tie_word_embeddings": True}, {"tied": True}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}, {"attn_bias": True, "tied": False}),
+        ("Llama", {"head_dim": 6}, {"d_head": 6}),
+        ("Mistral", {"sliding_window": 5}, {"window": 5}),
+        (
+            "Qwen3",
+            {
+                "head_dim": 8,
+                "use_sliding_window": True,
+                "sliding_window": 6,
+                "max_window_layers": 1,
+            },
+            {"window": (0, 6), "qk_norm": True},
+        ),
+        ("GPT2", {}, {"ffn": "gelu_tanh", "d_ff": 128, "tied": True}),
+        ("GPT2", {"activation_function": "gelu", "n_inner": 40}, {"ffn": "gelu", "d_ff": 40}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_models_of_transformers_are_imported_with_their_logits(
+    kind: str, options: dict[str, Any], expected: dict[str, Any], shard: str, tmp_path: Path
+) -> None:
+    model = theirs(kind, **options)
+    model.save_pretrained(tmp_path / "hf", max_shard_size=shard)
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "ours")]) == 0
+    weights = Weights(tmp_path / "ours")
+    assert {name: getattr(weights.config, name) for name in expected} == expected
+    params = {name: weights.read(name) for name in weights.layout.offsets}
+    assert weights.layout.size == sum(p.numel() for p in model.parameters())
+    assert distance(weights.config, params, model) <= 1
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_rope_with_other_pairs_would_be_noticed(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dist.convert import huggingface
+
+    mixed = [replace(family, half_split=False) for family in huggingface.HUGGING_FACE]
+    monkeypatch.setattr(huggingface, "HUGGING_FACE", tuple(mixed))
+    params, folder = exported(tmp_path, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert distance(config, params, model) > 1_000
+
+
+def test_a_window_one_token_off_would_be_noticed(tmp_path: Path) -> None:
+    params, folder = exported(tmp_path, MISTRAL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert distance(replace(MISTRAL, window=4), params, model) > 1_000
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["gpt4", "gpt2"])
+def spoken(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Any]:
+    """A tokenizer of ours, and what transformers makes of its export."""
+    folder = tmp_path_factory.mktemp("spoken")
+    ours = (
+        small() if request.param == "gpt4" else train_from_iterator(corpus(), 2000, pattern="gpt2")
+    )
+    config = replace(LLAMA, vocab_size=ours.n_vocab + 3)
+    write_random(folder / "mine", config, ours)
+    assert cli.main(["export", str(folder / "mine"), str(folder / "hf")]) == 0
+    return ours, transformers.AutoTokenizer.from_pretrained(folder / "hf")
+
+
+def test_ids_on_hard_text_are_ours(spoken: tuple[Tokenizer, Any]) -> None:
+    ours, peer = spoken
+    for text in HARD:
+        expected = ours.encode(text, allowed_special="all")
+        assert peer(text)["input_ids"] == peer.encode(text) == expected
+        assert peer.decode(expected) == ours.decode(expected)
+    assert peer.eos_token_id == ours.special_tokens["<|eos|>"]
+    assert peer.pad_token_id == ours.special_tokens["<|pad|>"]
+
+
+def test_chats_are_rendered_to_our_ids(spoken: tuple[Tokenizer, Any]) -> None:
+    ours, peer = spoken
+    messages = [
+        {"role": "system", "content": "  Be brief.\n"},
+        {"role": "user", "content": "What is 2+2? {{ x }} {% if %}"},
+        {"role": "assistant", "content": "4\n\n"},
+        {"role": "user", "content": "And Größe 中文 👩‍👩‍👧?"},
+    ]
+    ids: list[int] = []
+    for part in chat(messages):
+        text = str(part.text)
+        ids += [special_id(ours, text)] if part.control else ours.encode_ordinary(text)
+    assert peer.apply_chat_template(messages, return_dict=False) == ids
+    asked = peer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert asked == [*ids, special_id(ours, "<|assistant|>")]
+    with pytest.raises(Exception, match="role of a message must be one of system, user, assistant"):
+        peer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_greedy_continuations_are_ours(tmp_path: Path) -> None:
+    from reference.generate import generate
+
+    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
+        params, folder = exported(tmp_path / name, config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        prompt = [3, 1, 4, 1, 5]
+        own = generate(ops, params, config, [prompt], max_new_tokens=20, temperature=0)[0]
+        their = model.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )
+        assert their[0, 5:].tolist() == own
+
+
+def test_single_digits_before_gpt2_s_pattern_are_imported_with_their_ids(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers import models, pre_tokenizers, trainers
+
+    theirs = Theirs(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=alphabet, show_progress=False, special_tokens=["<s>"]
+    )
+    theirs.train_from_iterator(corpus()[::3], trainer)
+    theirs.save(str(tmp_path / "theirs.json"))
+    ours = from_huggingface(tmp_path / "theirs.json")
+    assert ours.vocabulary.pattern != GPT2_PATTERN
+    for text in (*HARD, *corpus()[::9], "x  5 \n\n7  y\t8", " 1", "1 ", "a 1\n 2"):
+        assert ours.encode_ordinary(text) == theirs.encode(text, add_special_tokens=False).ids
+    kept = json.loads((tmp_path / "theirs.json").read_text())["model"]["vocab"]
+    assert len(kept) == ours.n_vocab
