@@ -18,8 +18,9 @@ user's cache folder. A folder that can be read but not written still serves what
 is looked up, created or compiled before a kernel is first called. A folder that others can write is
 refused, and a damaged file is compiled again (``cache_files.py``).
 
-Several processes that start together on a cold cache take turns through a lock file: each kernel is
-compiled by one of them, and the others load what it wrote.
+Several processes that start together on a cold cache share the work: each kernel has a lock file,
+is compiled by one of them, and the others load what it wrote (``dist/warm.py`` lets each begin with
+another one). A kernel stays locked while those that it calls are, so no two wait for each other.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.np import numpy_support
 
-from accel import cache_files
+from accel import cache_files, launcher
 from accel.cache_files import (
     CheckedFiles,
     Damaged,
@@ -92,7 +93,8 @@ def jit(func: F | None = None, /, **options: Any) -> F | Callable[[F], F]:
     if config.DISABLE_JIT:
         return func
     locals_ = options.pop("locals", {})
-    return Kernel(func, locals_, {"nopython": True, "boundscheck": None, **options})
+    always = {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True}
+    return Kernel(func, locals_, {**always, **options})
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
@@ -106,7 +108,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         **rest: Any,
     ):
         super().__init__(py_func, locals, targetoptions, **rest)
-        self._store = _store_of(py_func)
+        self._store = store_of(py_func.__code__.co_filename)
         if self._store is not None:
             self._cache = _LazyCache(py_func, self._store)
             self._compile_here = self._compiler.compile
@@ -129,13 +131,58 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         that exists already. The stored code holds a copy of it that was optimised again together
         with its caller, and may add in another order. So the process that compiled loads, too.
         """
-        compiled = self._compile_here(args, return_type)
+        with _codegen(self.targetctx, _Compiling(self.py_func.__qualname__)):
+            compiled = self._compile_here(args, return_type)
         self._cache.store(args, compiled)
         loaded = self._cache.reload(args, self.targetctx)
         if loaded is None:
             return compiled
         self.targetctx.insert_user_function(loaded.entry_point, loaded.fndesc, [loaded.library])
         return loaded
+
+
+class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
+    """Code that is made into machine code only if it is a kernel.
+
+    Numba makes three more of every ``prange``: its body and two wrappers, each with a copy of all
+    that it calls. All end up in the kernel's own, and are optimised there.
+    """
+
+    def _optimize_final_module(self) -> None:
+        if self.name == self.codegen.kernel or self.name.startswith("__numba_parfor_gufunc"):
+            super()._optimize_final_module()
+
+    def _finalize_final_module(self) -> None:
+        if self.name == self.codegen.kernel:
+            super()._finalize_final_module()
+        else:
+            self._finalize_dynamic_globals()
+            self._finalized = True
+
+
+class _Compiling(codegen.JITCPUCodegen):  # type: ignore[misc]
+    """What makes the code of one kernel."""
+
+    _library_class = _Library
+
+    def __init__(self, kernel: str):
+        super().__init__("myllm.compiled")
+        self.kernel = kernel
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        if self._engine.is_symbol_defined(env_name):  # of the kernel itself
+            super().set_env(env_name, env)
+
+
+@contextlib.contextmanager
+def _codegen(target_context: Any, other: Any) -> Iterator[None]:
+    """Have Numba compile or load with another code generator, whose engine holds the result."""
+    common = target_context._internal_codegen
+    target_context._internal_codegen = other
+    try:
+        yield
+    finally:
+        target_context._internal_codegen = common
 
 
 def _parallel(kernel: Kernel) -> bool:
@@ -165,12 +212,13 @@ class Store:
         self._root: Path | None = None
         self._name: str | None = None
         self._apart = False
-        self._lock: int | None = None  # descriptor of the lock file while this process holds it
-        self._silent = False  # an announcement was made, here or by a process we waited for
+        self._held: dict[str, int] = {}  # kernels locked by this process -> descriptors
+        # an announcement was made, here or by another process of this machine
+        self.silent = launcher.local_rank() > 0
 
     @property
     def root(self) -> Path:
-        """The folder that holds the caches and the lock file."""
+        """The folder that holds the caches."""
         if self._root is None:
             self._root = default_root() or temporary_root("the user has no home folder")
             self._keep_apart_if_changed()
@@ -204,7 +252,7 @@ class Store:
 
     @contextlib.contextmanager
     def compiling(self, py_func: Callable[..., Any]) -> Iterator[None]:
-        """Surround one load-or-compile; the outermost one gives the lock back."""
+        """Surround one load-or-compile, and give back the lock that it took."""
         global _active
         if _active is not None and _active is not self:
             raise RuntimeError(
@@ -212,22 +260,38 @@ class Store:
                 f"{_active.sources}, whose cache would not notice a change of it: "
                 "keep kernels that call each other in one folder"
             )
-        outermost = _active is None
+        before, held = _active, set(self._held)
         _active = self
         try:
             yield
         finally:
-            if outermost:
-                _active = None
-                self._unlock()
+            _active = before
+            for name in self._held.keys() - held:
+                os.close(self._held.pop(name))  # closing gives the lock back
 
-    def lock(self) -> None:
-        """Take the lock that lets one process at a time compile; waits while another one does."""
-        if self._lock is not None:
+    def lock(self, py_func: Callable[..., Any]) -> None:
+        """Take the lock that lets one process compile a kernel; waits while another one does."""
+        name = f"{py_func.__module__}.{py_func.__qualname__}"
+        if name in self._held:
             return
         self._keep_apart_if_changed()
+        self._held[name] = descriptor = self.open_lock(name)
         try:
-            self._lock = self._open_lock()
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.silent = True  # the process that holds it has said what is going on
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def open_lock(self, name: str) -> int:
+        """Return the descriptor of a file of this name in the cache folder, which is made.
+
+        Raises
+        ------
+        OSError
+            If the folder that the user has chosen cannot be written.
+        """
+        try:
+            descriptor = self._open(name)
         except OSError as error:
             if named_root() is not None:
                 raise OSError(
@@ -236,34 +300,26 @@ class Store:
                     f"make it writable or point {named_root()} elsewhere",
                 ) from error
             self._root = temporary_root(f"{self.root} cannot be written ({error.strerror})")
-            self._lock = self._open_lock()
+            descriptor = self._open(name)
         check_private(self.root, self.folder)  # what was made in the meantime, too
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._silent = True  # the process that holds it has said what is going on
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return descriptor
 
     def announce(self, py_func: Callable[..., Any]) -> None:
         """Say once what the wait is for."""
-        if not self._silent:
-            self._silent = True
+        if not self.silent:
+            self.silent = True
             package = py_func.__module__.rpartition(".")[0]
             seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
             about = "" if seconds is None else f", ~{seconds} s if all are needed"
             say(f"compiling kernels of {package or py_func.__module__} once{about}")
 
-    def _open_lock(self) -> int:
+    def _open(self, name: str) -> int:
         self.root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.folder):
             folder.mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=self.folder).close()  # a folder of another user exists, too
-        return os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)  # closing gives the lock back
-            self._lock = None
+        path = self.folder / f"{name}.lock"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _keep_apart_if_changed(self) -> None:
         """If the sources have changed, keep the kernels of this process in a folder of its own."""
@@ -286,9 +342,9 @@ _stores: dict[Path, Store] = {}
 _active: Store | None = None  # the store of the kernel being compiled; guarded by Numba's own lock
 
 
-def _store_of(py_func: Callable[..., Any]) -> Store | None:
-    """Return the store of a function's folder; None for one typed at a prompt."""
-    path = Path(py_func.__code__.co_filename)
+def store_of(file: str) -> Store | None:
+    """Return the store of a source file's folder; None for what was typed at a prompt."""
+    path = Path(file)
     if not path.is_file():
         return None
     return _stores.setdefault(path.parent, Store(path.parent))
@@ -346,7 +402,7 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         """Return the stored code for ``sig``; None, with the lock held, if it must be compiled."""
         found = self._read(sig, target_context)
         if found is None:
-            self._store.lock()
+            self._store.lock(self._py_func)
             found = self._read(sig, target_context)  # the process we waited for may have written it
         if found is None:
             self._store.announce(self._py_func)
@@ -385,18 +441,15 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         # Each in its own engine: a common one would bind a kernel's calls to the first copy of
         # the callee that was loaded, which may have been optimised for another caller.
         files = self._files()
-        common = target_context._internal_codegen
-        target_context._internal_codegen = codegen.JITCPUCodegen("myllm.stored")
         try:
-            return files.load_overload(sig, target_context)
+            with _codegen(target_context, codegen.JITCPUCodegen("myllm.stored")):
+                return files.load_overload(sig, target_context)
         except OSError:
             return None  # no such folder, or not ours to read: taking the lock tells which, and why
         except Damaged as error:
             # A full disk, a power cut, a bad block. Forget the file; it is written anew.
             say(f"a damaged kernel is compiled again: {error}")
-            self._store.lock()
+            self._store.lock(self._py_func)
             with contextlib.suppress(OSError):
                 error.args[0].unlink()
             return None
-        finally:
-            target_context._internal_codegen = common

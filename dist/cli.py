@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("dist.use:generate", "let a trained model write"),
     "score": Command("dist.score:main", "how likely a model finds a text, token by token"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
+    "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),
     "export": Command(
         "dist.convert.commands:export", "weights and tokenizer for Hugging Face or llama.cpp"
     ),
@@ -42,6 +43,10 @@ COMMANDS: dict[str, Command] = {
         "accel.bench.cpu:main", "time the cpu backend, beside PyTorch if it is there"
     ),
     "verify": Command("accel.verify.cli:run", "hold any kernel, in any language, to the reference"),
+    "study ablations": Command(
+        "dist.study.ablations.cli:run", "positions, norms and heads, tried on small models"
+    ),
+    "study": Command("dist.study.cli:run", "the ladder rung by rung, and graded exercises"),
     "tokenizer train": Command("tokenizer.cli:train", "learn a byte-level BPE vocabulary"),
     "tokenizer encode": Command("tokenizer.cli:encode", "text to ids"),
     "tokenizer decode": Command("tokenizer.cli:decode", "ids to text"),

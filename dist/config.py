@@ -85,7 +85,7 @@ class Run:
 
     out: str  # folder of the run
     backend: str = "cpu"
-    compute: str = "float32"
+    compute: str = "float32"  # or bf16; auto: whichever is the faster here
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
@@ -94,6 +94,7 @@ class Run:
     keep: int = 2  # newest checkpoints kept, beside the best
     patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
     timeout: float = 0.0  # seconds at one piece of work, then a rank hangs; 0: as measured, × 20
+    log_every: int = 10  # steps from one line to the next, where there is no terminal
     tensorboard: bool = False  # write event files for TensorBoard, too
     sample_every: int = 0  # steps; 0: never
     sample_prompt: str = ""
@@ -223,7 +224,7 @@ def check(config: RunFile) -> None:
     for name, value in not_negative.items():
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    for name in ("keep", "patience", "eval_windows"):
+    for name in ("keep", "patience", "eval_windows", "log_every"):
         if getattr(run, name) < 1:
             raise ValueError(f"run.{name} must be at least 1, got {getattr(run, name)}")
     if not run.timeout >= 0:

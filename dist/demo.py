@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from accel import load as load_backend
-from dist import checkpoint, cli, config, monitor, pack
+from dist import checkpoint, cli, config, mode, monitor, pack, warm
 from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
 from dist.corpus import Text, near_duplicates, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
-from dist.launch import find_mpirun, launch
+from dist.launch import cores, find_mpirun, launch
 from dist.use import draw, write_text
 from reference import ops as reference_ops
 from reference.model import loss_backward, loss_forward
@@ -86,7 +86,9 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("--minutes", type=float, default=5.0, help="for everything (default 5)")
     args.add_argument("--ranks", type=int, default=2, help="MPI ranks (default 2)")
     args.add_argument("--out", default="demo", help="folder for all results (default demo)")
-    args.add_argument("--compute", default="float32", help="float32 (default) or bf16")
+    args.add_argument(
+        "--compute", default=mode.AUTO, help="float32, bf16 or auto: the faster one here (default)"
+    )
     given = args.parse_args(argv)
     deadline = time.monotonic() + 60 * given.minutes
     if not given.minutes > 0:
@@ -94,18 +96,25 @@ def main(argv: Sequence[str]) -> int:
     config.load("demo").accumulation(given.ranks)
     if given.ranks > 1:
         find_mpirun()  # now rather than after a minute of preparation
-    load_backend("cpu", compute=given.compute)
-
     paths = Paths(Path(given.out))
     paths.out.mkdir(parents=True, exist_ok=True)
-    prepare_corpus(paths)
-    prepare_tokenizer(paths)
-    if not (paths.data / "train" / "manifest.json").exists():
-        say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
-        settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
-        pack.pack([str(paths.corpus)], paths.data, settings)
-    if not paths.run_file.exists():
-        choose_steps(paths, deadline, given.ranks, given.compute)
+    probe = settings_of(paths, PROBE_STEPS, paths.out / "probe", given.compute)
+    if given.compute == mode.AUTO and paths.run_file.exists():
+        given.compute = config.load(paths.run_file).run.compute
+    elif given.compute == mode.AUTO:
+        probe, chosen = mode.settled(probe, None)
+        given.compute = probe.run.compute
+        say(chosen)
+    load_backend("cpu", compute=given.compute)
+    with warm.helpers(probe, max(1, cores() - 1), writes=True):
+        prepare_corpus(paths)
+        prepare_tokenizer(paths)
+        if not (paths.data / "train" / "manifest.json").exists():
+            say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
+            settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
+            pack.pack([str(paths.corpus)], paths.data, settings)
+        if not paths.run_file.exists():
+            choose_steps(paths, deadline, given.ranks, given.compute)
     say(f"training: myllm train {paths.run_file} --ranks {given.ranks}")
     status = train(paths.run_file, given.ranks)
     if status:

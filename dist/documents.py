@@ -1,16 +1,19 @@
 """From what people have on disk to documents: the inputs of ``myllm pack``.
 
-Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, a
-Parquet file has one a row. ``.jsonl`` has one a line: a text field, or ``prompt`` and
-``completion``, or chat ``messages``. A ``prompt`` with a text, not a completion, is left out.
+Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, or
+several where it is long (``pieces``); a Parquet file has one a row. ``.jsonl`` has one a line: a
+text field, or ``prompt`` and ``completion``, or chat ``messages``. A ``prompt`` with a text, not a
+completion, is left out.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tokenizer.read import Source, is_json_lines, opened
+from tokenizer.read import Source, is_json_lines, is_table, opened
 
+PIECE_BYTES = 1 << 15  # about 8,000 tokens
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 # what ends a text: ours, and those of vocabularies that were imported
 EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -64,7 +67,8 @@ def read_documents(
     for name in files:
         if not is_json_lines(name):
             for text in Source([name], field, report_bad).texts():
-                yield Document(name, (Part(text),))
+                for piece in (text,) if is_table(name) else pieces(text):
+                    yield Document(name, (Part(piece),))
             continue
         with opened(name) as (file, _):
             for number, line in enumerate(file, 1):
@@ -79,6 +83,24 @@ def read_documents(
                             f"{where}: {error} (--skip-bad-lines leaves such lines out)"
                         ) from error
                     report_bad(f"{where}: {error}")
+
+
+def pieces(text: bytes) -> Iterator[bytes]:
+    """Cut a long text into documents, so that some of it can be held out.
+
+    Each has ``PIECE_BYTES`` or a little more and ends with a paragraph (a blank line), or where
+    none ends within as many more, with a line; a text without lines stays whole.
+    """
+    start = 0
+    while len(text) - start > 2 * PIECE_BYTES:
+        near = start + PIECE_BYTES
+        found = re.compile(rb"\n\s*\n").search(text, near, near + PIECE_BYTES)
+        found = found or re.compile(rb"\n").search(text, near)
+        if found is None:
+            break
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 def document_of(record: Any, where: str, field: str) -> Document:

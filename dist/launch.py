@@ -84,6 +84,8 @@ def environment(ranks: int) -> dict[str, str]:
     # the ranks import this very package, wherever they are started
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    if sys.stdout.isatty():
+        env.setdefault("MYLLM_TERMINAL", str(shutil.get_terminal_size().columns))
     if ranks > cores():
         # more ranks than cores: one that waits must leave the core to those that work
         env.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")

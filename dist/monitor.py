@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Annotated, Any, TextIO, cast
 import msgspec
 import numpy as np
 
+from accel import launcher
 from dist.comm import Comm, sentence, warn
 from dist.manifest import Count
 from dist.watchdog import Watch
@@ -241,19 +243,24 @@ def bytes_text(n: float) -> str:
     return f"{n:,.1f} TiB"
 
 
-def step_line(record: dict[str, Any], total_steps: int, elapsed: float, eta: float) -> str:
-    """Return the one line of a step."""
+def step_line(record: dict[str, Any], total_steps: int, eta: float) -> str:
+    """Return the line of a step, at most 80 columns wide; ``metrics.jsonl`` has more."""
     width = len(str(total_steps))
-    z = record.get("z")
-    note = "  SKIPPED: not finite" if record.get("skipped") else ""
-    if z is not None and z > 6:
-        note += f"  spike: {z:.1f} deviations above the mean"
     return (
         f"step {record['step']:>{width}}/{total_steps}  loss {record['loss']:.4f}  "
-        f"norm {record['norm']:.3f}  lr {record['lr']:.2e}  {record['ms']:.0f} ms  "
-        f"{record['tokens_per_s']:,.0f} tok/s  {100 * record['utilisation']:.0f}% of peak  "
-        f"{bytes_text(record['memory'])}  {duration(elapsed)}  ETA {duration(eta)}{note}"
+        f"norm {record['norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
+        f"{100 * record['utilisation']:.0f}% peak  ETA {duration(eta)}"
     )
+
+
+def remark(record: dict[str, Any]) -> str | None:
+    """Return a sentence on a step that was not as the others, None of one that was."""
+    if record.get("skipped"):
+        return f"step {record['step']}: SKIPPED, loss or gradient was not finite"
+    z = record.get("z")
+    if z is not None and z > 6:
+        return f"step {record['step']}: the loss is a spike, {z:.1f} deviations above its mean"
+    return None
 
 
 class Output:
@@ -298,25 +305,34 @@ def say_lost(error: OSError) -> None:
 
 
 class Console:
-    """Where rank 0 speaks: plain lines, and if ``bar``, a bar below them on a terminal.
+    """Where rank 0 speaks: on a terminal above a bar that moves with every step, else in lines.
 
-    Other ranks have a console that says nothing. Under mpirun there can be no bar: Open MPI gives
-    its ranks a terminal of their own making even when the output goes to a file.
+    Other ranks have a console that says nothing. Whether there is a terminal our own launcher says
+    in ``$MYLLM_TERMINAL``, its width in columns: ranks under mpirun cannot see it, and Open MPI
+    gives them one of its own making even when the output goes to a file.
     """
 
-    def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, bar: bool) -> None:
+    def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, every: int) -> None:
         self.speaks, self._watch = speaks, watch
         self._stream = Output(sys.stdout)
+        self._total, self._every = total_steps, every
         self._progress: Any = None
-        if speaks and bar and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+        columns = terminal_columns(self._stream) if speaks else 0
+        if columns:
             from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn
 
-            console = RichConsole(file=cast(TextIO, self._stream), highlight=False, soft_wrap=True)
-            self._progress = Progress(
-                BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), console=console
+            console = RichConsole(
+                file=cast(TextIO, self._stream),
+                force_terminal=True,
+                width=columns,
+                highlight=False,
+                soft_wrap=True,
             )
-            self._task = self._progress.add_task("train", total=total_steps)
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False), BarColumn(None), console=console
+            )
+            self._task = self._progress.add_task("", total=total_steps)
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -329,13 +345,29 @@ class Console:
                 self._stream.write(line + "\n")
                 self._stream.flush()
 
-    def at(self, step: int) -> None:
-        """Move the bar."""
+    def step(self, record: dict[str, Any], eta: float) -> None:
+        """Tell of a step: in the bar, or in a line if it is its turn."""
+        line, step = step_line(record, self._total, eta), record["step"]
         if self._progress is not None:
             self._progress.start()  # not before: until then a signal ends the process at once
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, description=line)
+        elif step % self._every == 0 or step in (1, self._total):
+            self.say(line)
+        said = remark(record)
+        if said is not None:
+            self.say(said)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def terminal_columns(stream: Output) -> int:
+    """Return how wide the terminal is that this process speaks to; 0 where there is none."""
+    if os.environ.get("TERM") == "dumb":
+        return 0
+    if launcher.size() > 1:
+        said = os.environ.get("MYLLM_TERMINAL", "")
+        return int(said) if said.isdecimal() else 0
+    return shutil.get_terminal_size().columns if stream.isatty() else 0

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from dist import manifest, shards
-from dist.documents import EOS_NAMES, Document, read_documents
+from dist.documents import EOS_NAMES, PIECE_BYTES, Document, read_documents
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -223,7 +223,7 @@ def encode_all(
 def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:
     """Return a hash of what a packing is made from, to know it again."""
     stats = [(name, os.stat(name)) for name in files if name != "-"]
-    parts: list[Any] = [settings._asdict(), tokenizer_sha256]
+    parts: list[Any] = [settings._asdict(), tokenizer_sha256, PIECE_BYTES]
     parts += [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -338,6 +338,11 @@ def _pack(
             raise ValueError(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
                 f"and {counts.empty} were empty; give more documents, or a smaller --heldout"
+            )
+        if settings.heldout and not counts.packed["heldout"]:
+            raise ValueError(
+                f"none of the {counts.packed['train']} documents was held out for evaluation: give "
+                f"a larger --heldout than {settings.heldout}, or --heldout 0 to train on all"
             )
         facts = {
             "tokenizer_sha256": tokenizer.sha256,

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from accel import launcher
 from accel import load as load_backend
-from dist import checkpoint, monitor
+from dist import checkpoint, mode, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together, warn
 from dist.config import RunFile, from_tables
@@ -31,6 +31,7 @@ from dist.data import TrainingData, Windows
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.lock import locked
 from dist.step import Stepper
+from dist.warm import compile_kernels
 from dist.weights import first_weights
 from reference.flops import training_flops
 from reference.generate import generate
@@ -140,13 +141,17 @@ class Trainer:
     def __init__(
         self, config: RunFile, comm: Comm, *, changed: bool = False, begin: str | None = None
     ) -> None:
-        self.config, self.comm = config, comm
+        self.comm = comm
         self._held = ExitStack()  # the lock of the run's folder, on rank 0
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
         self.unchecked: list[str] = []  # sentences on what older versions left without checksums
         comm.watch.follow(self.out, config.run.timeout)
+        folder = self.out / CHECKPOINTS
+        newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
+        config, self.chosen = together(comm, lambda: mode.settled(config, newest), only=0)[0]
+        self.config = config
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
@@ -202,6 +207,7 @@ class Trainer:
                     f"run.sample_prompt has {length} tokens, which leaves no room to write in a "
                     f"context of {self.config.window}: shorten it"
                 )
+        compile_kernels(self.config)
 
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
         state: checkpoint.State = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
@@ -238,7 +244,8 @@ class Trainer:
             When too many steps in a row were not finite.
         """
         config, comm = self.config, self.comm
-        self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, bar=comm.size == 1)
+        every = config.run.log_every
+        self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, every=every)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self.saving: checkpoint.Saving | None = None  # being written
@@ -278,8 +285,7 @@ class Trainer:
             record["memory"] = sum(memory for _, memory, *_ in everyone)
             elapsed = time.perf_counter() - started
             eta = elapsed / (self.step - first_step) * (config.steps - self.step)
-            self.console.say(monitor.step_line(record, config.steps, elapsed, eta))
-            self.console.at(self.step)
+            self.console.step(record, eta)
             self._write(record)
             if all(done for *_, done in everyone):
                 self._finish_saving()
@@ -366,15 +372,14 @@ class Trainer:
     def _introduce(self) -> None:
         config, comm = self.config, self.comm
         n = self.stepper.layout.size
-        self.console.say(config.to_toml())
-        self.console.say(f"this run file is saved as {self.out / CONFIG}")
+        self.console.say(f"all settings are in {self.out / CONFIG}")
         self.console.say(
             f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library}), "
             f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
             f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
         )
-        if self.carried:
-            self.console.say(self.carried)
+        for said in filter(None, (self.chosen, self.carried)):
+            self.console.say(said)
         for source in self.data.sources:
             d = source.dataset
             rest = d.n_tokens - d.n_windows * d.window

@@ -22,7 +22,8 @@ def adamw(
 ) -> None:
     """Take one step of AdamW: master, m and v (n,) are updated in place.
 
-    Loshchilov & Hutter 2019, algorithm 2, on g = grad_scale · grad::
+    Loshchilov & Hutter 2019, algorithm 2, for step t, parameters θ (master), learning rate lr and
+    decay λ, on g = grad_scale · grad::
 
         m ← β₁ m + (1 - β₁) g                 running mean
         v ← β₂ v + (1 - β₂) g²                running uncentred variance

@@ -20,14 +20,9 @@ Backward, from the last line up, for the gradient do of one head::
 and dk, dv are summed over the G query heads that read the same key/value head. The ALiBi bias is a
 constant. Here the whole T × S table P is kept.
 
-A fast kernel never has that table (Dao et al. 2022, "FlashAttention"). It walks over the keys a
-tile at a time, with the maximum m of the scores so far, l = Σ exp(s - m) and o = Σ exp(s - m) κ v.
-When a tile raises the maximum to m', every term so far is a factor exp(m' - m) too large::
-
-    exp(s - m') = exp(s - m) exp(m - m'),  so  l ← l exp(m - m') + Σ_tile exp(s - m'),  o likewise
-
-and o / l at the end is the o_t above. Of each row it keeps lse = m + log l alone, from which the
-backward makes P_tu = exp(s_tu - lse_t) again. The sum in ds needs no table either::
+``study/attention.py`` is the way from one head to here, and ``study/tiled_attention.py`` the way
+on: a fast kernel never has that table. With dropout κ goes with v, in what the tiles sum up and in
+the number that takes the place of the sum in ds::
 
     δ_t = Σ_u dP_tu P_tu = Σ_u κ_tu (do_t·v_u) P_tu = do_t · Σ_u P_tu κ_tu v_u = do_t·o_t
 """

@@ -5,7 +5,7 @@ passed in. So one composition serves every backend, and each backward is the for
 last line to the first, with every op replaced by its backward.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,10 +20,7 @@ from reference.ops import (
     block_site,
 )
 from reference.params import Layout
-from reference.types import Array, DropoutKey
-
-Params = Mapping[str, Array]
-Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
+from reference.types import Array, DropoutKey, Grads, Params
 
 # What a forward does not keep, because the backward recomputes it, with the same bits:
 #   none    nothing is recomputed

@@ -1,8 +1,8 @@
 """The loss of a language model: minus the log-probability of each next token, summed.
 
-For logits z and target y: ℓ = -log softmax(z)_y = log Σ_j exp(z_j) - z_y = lse(z) - z_y. With m the
-maximum of z, lse(z) = m + log Σ_j exp(z_j - m), which does not overflow. The gradient is the whole
-reason why softmax and cross-entropy belong together::
+For logits z and target y: ℓ = -log softmax(z)_y = log Σ_j exp(z_j) - z_y = lse(z) - z_y. (lse: the
+log of a sum of exponentials.) With m the maximum of z, lse(z) = m + log Σ_j exp(z_j - m), which
+does not overflow. The gradient is the whole reason why softmax and cross-entropy belong together::
 
     ∂ℓ/∂z_j = exp(z_j)/Σ exp(z) - [j = y] = p_j - onehot(y)_j
 

@@ -1,8 +1,8 @@
 """Embedding: a row of a table for each token id.
 
-y[n] = table[id_n]. As a matrix product y = onehot(ids) · table, so dtable = onehot(ids)ᵀ dy: the
-gradient of a row is the sum of dy over every position that looked it up. Rows nobody looked up
-get zero.
+For the n-th token y[n] = table[id_n]. As a matrix product y = onehot(ids) · table, with a row of
+zeros and a one at the id for each token, so dtable = onehot(ids)ᵀ dy: the gradient of a row is the
+sum of dy over every position that looked it up. Rows nobody looked up get zero.
 """
 
 from typing import NamedTuple

@@ -20,8 +20,6 @@ import numpy as np
 
 from reference.blocks import (
     BlockCache,
-    Grads,
-    Params,
     Pass,
     block_backward,
     block_forward,
@@ -41,7 +39,7 @@ from reference.params import (
     norm_specs,
 )
 from reference.presets import ORIGINAL_DECODER
-from reference.types import Array, DropoutKey, Loss
+from reference.types import Array, DropoutKey, Grads, Loss, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

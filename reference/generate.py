@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from reference.blocks import Params
 from reference.checks import check_ids
 from reference.config import Config
 from reference.model import prefill
 from reference.ops import Ops
 from reference.softmax import softmax
-from reference.types import Array
+from reference.types import Array, Params
 
 
 def filter_logits(logits: Array, top_k: int | None = None, top_p: float | None = None) -> Array:

@@ -11,7 +11,8 @@ term, in h², removed by Richardson's extrapolation: (4 D(h/2) - D(h))/3 is off 
 best depends on the curvature against the rounding, so the best of three is taken. In float64 a
 right backward agrees to about 1e-10; the bar is 1e-7. Where a gradient almost vanishes (RMSNorm of
 a single coordinate, say, is its sign), the rounding of f alone makes up the quotient, so what
-rounding can account for, about u Σ|f ∘ u|/h, is never held against the backward.
+rounding can account for, about ε Σ|f ∘ u|/h with ε the rounding of a number near 1, is never held
+against the backward.
 
 The method is that of HIPS/autograd's ``check_vjp``.
 """

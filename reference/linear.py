@@ -1,6 +1,7 @@
 """The linear layer: y = x W + b, rows of x in, rows of y out.
 
-With y_no = Σ_i x_ni W_io + b_o and dy the gradient of the loss with respect to y::
+With n a row, i a coordinate in and o one out, y_no = Σ_i x_ni W_io + b_o. With dy the gradient of
+the loss with respect to y::
 
     dx_ni = Σ_o dy_no ∂y_no/∂x_ni = Σ_o dy_no W_io      dx = dy Wᵀ
     dW_io = Σ_n dy_no x_ni                              dW = xᵀ dy

@@ -21,8 +21,6 @@ from reference.alibi import alibi_slopes
 from reference.blocks import (
     BlockCache,
     BlockInput,
-    Grads,
-    Params,
     Pass,
     Recompute,
     Remember,
@@ -37,7 +35,7 @@ from reference.kv import check_decode, held, room
 from reference.ops import EMBEDDING_SITE, Ops
 from reference.params import Layout, check_names, decoder_layout
 from reference.sinusoidal import sinusoidal_table
-from reference.types import Array, DropoutKey, KVCache, Loss
+from reference.types import Array, DropoutKey, Grads, KVCache, Loss, Params
 
 
 class EmbedCache(NamedTuple):

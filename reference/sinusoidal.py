@@ -15,6 +15,8 @@ from reference.types import Array
 def sinusoidal_table(length: int, width: int, dtype: npt.DTypeLike = np.float32) -> Array:
     """Return PE (length, width): PE[p, 2i] = sin(p / 10000^(2i/width)), PE[p, 2i+1] the cosine.
 
+    p is the position and i counts pairs of coordinates, from fast waves to slow ones.
+
     The paper multiplies the embedding by √D before adding this; the models here do not.
     """
     if width % 2:

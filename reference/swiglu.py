@@ -1,8 +1,8 @@
 """SwiGLU: a gate decides how much of each coordinate passes.
 
-Shazeer 2020, "GLU variants improve transformer", eq. 6: y = silu(g) ∘ u with silu(g) = g σ(g) and
-x = [g, u], the gate first. With σ(g) = 1/(1 + e^-g), σ' = e^-g/(1 + e^-g)² = σ (1 - σ), so by the
-product rule silu'(g) = σ + g σ (1 - σ) and::
+Shazeer 2020, "GLU variants improve transformer", eq. 6: y = silu(g) ∘ u with silu(g) = g σ(g).
+x = [g, u] holds the gate g, then the up u, which the gate lets pass. With σ(g) = 1/(1 + e^-g),
+σ' = e^-g/(1 + e^-g)² = σ (1 - σ), so by the product rule silu'(g) = σ + g σ (1 - σ) and::
 
     dg = dy ∘ u ∘ σ ∘ (1 + g (1 - σ))          du = dy ∘ g ∘ σ
 """

@@ -1,6 +1,6 @@
 """The few types that every op and every backend share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 Ids = npt.NDArray[np.int32]
+
+Params = Mapping[str, Array]  # name -> the parameter
+Grads = Mapping[str, Array]  # name -> view of the flat gradient, written by a backward
 
 
 class Loss(NamedTuple):

@@ -72,7 +72,7 @@ class Source:
             cross; else each comes as a whole.
         """
         for name in self.files:
-            if _unpacked(name).endswith(".parquet"):
+            if is_table(name):
                 yield from self._parquet(name)
                 self._advance(name, None)
                 continue
@@ -226,6 +226,11 @@ def expand(paths: Sequence[str]) -> list[str]:
 def is_json_lines(name: str) -> bool:
     """Tell whether a file holds a JSON object a line, packed or not."""
     return _unpacked(name).endswith((".jsonl", ".ndjson"))
+
+
+def is_table(name: str) -> bool:
+    """Tell whether a file holds a text a row."""
+    return _unpacked(name).endswith(".parquet")
 
 
 def is_plain(name: str) -> bool:

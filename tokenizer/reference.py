@@ -12,6 +12,10 @@ Four ideas, in the order they are used:
 2. ``count``: how often each distinct word occurs, all that training needs to know of a text;
 3. ``train``: words and counts -> merges, in the order they were learned;
 4. ``encode_word``: one word -> ids, by replaying the merges, the earliest learned first.
+
+Ten merges of a poem, one by one, and a word that it does not have::
+
+    python -m tokenizer.reference
 """
 
 import heapq
@@ -22,8 +26,8 @@ from typing import TypeVar
 
 import regex
 
-from tokenizer.classes import UnicodeClasses
-from tokenizer.patterns import matches
+from tokenizer.classes import UnicodeClasses, installed_classes
+from tokenizer.patterns import GPT4, matches
 
 MAX_TOKEN_BYTES = 4096  # every merge may double a token: some end must be set
 
@@ -203,3 +207,50 @@ def encode_symbols(symbols: list[int], ranks: Mapping[Pair, tuple[int, int]]) ->
                 symbols[i : i + 2] = [new]
                 break
     return symbols
+
+
+# --- seen one by one -----------------------------------------------------------------------------
+
+POEM = """\
+slow is the tide and slower the sand
+low is the light on the lowest land
+wide is the water and wider the bay
+and the wind, the wind has widened the day
+"""
+
+
+def main() -> None:
+    """Learn ten merges of the poem and print what each does to it; then encode another word."""
+    words = count([POEM], regex.compile(GPT4), installed_classes())
+    merges = train(words, 10)
+    texts = [bytes([byte]).decode("latin-1") for byte in range(256)]  # of each id, as it is read
+    ids = {word: list(word) for word in words}
+    print(f"{POEM}\n{len(POEM)} bytes are {words.total()} words, {len(words)} different:")
+    print(" ", *(f"{word.decode()!r}·{n}" for word, n in words.most_common(6)), "…\n")
+    print("  merge  most frequent pair   times   new id   tokens of the poem")
+    for k, pair in enumerate(merges):
+        pairs: Counter[Pair] = Counter()
+        for word, n in words.items():
+            for found in pairwise(ids[word]):
+                pairs[found] += n
+        texts.append(texts[pair[0]] + texts[pair[1]])
+        ids = {word: merge(symbols, pair, 256 + k) for word, symbols in ids.items()}
+        left, right = (repr(texts[i]) for i in pair)
+        n_tokens = sum(n * len(ids[word]) for word, n in words.items())
+        print(f"{k + 1:>5}    {left + ' + ' + right:<20}{pairs[pair]:>5}{256 + k:>9}{n_tokens:>11}")
+
+    ranks = {pair: (k, 256 + k) for k, pair in enumerate(merges)}
+    print("\nThe word ' slowest', which the poem does not have, by the merges in their order:\n")
+    before: list[int] = []
+    for k in range(len(merges) + 1):
+        known = {pair: new for pair, new in ranks.items() if new[0] < k}
+        symbols = encode_word(b" slowest", range(256), known)
+        if symbols != before:
+            shown = " · ".join(texts[i] for i in symbols).replace(" ", "\u2423", 1)
+            print(f"  after {k:>2} merges   {shown}")
+        before = symbols
+    print("  ids              ", *before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,10 @@
-"""Attention for the CPU: ``reference/attention.py`` tile by tile, in memory linear in T.
+"""Read reference/study/tiled_attention.py first: attention for the CPU, in memory linear in T.
 
-The mathematics is the reference's, and who may see whom its ``Visibility``; how it is cut into
-tiles and tasks is told in ``attention_kernels.py``. This file says where arrays lie in memory, and
-allocates what leaves. Arrays are read where they are, whatever the strides of their first three
-axes; q, k and v are usually views of one array (B, T, Hq + 2·Hkv, d), and then dq, dk and dv are as
-well, so that joining them costs nothing.
+The mathematics is ``reference/attention.py``'s, and who may see whom its ``Visibility``; how it is
+cut into tiles and tasks is told in ``attention_kernels.py``. This file says where arrays lie in
+memory, and allocates what leaves. Arrays are read where they are, whatever the strides of their
+first three axes; q, k and v are usually views of one array (B, T, Hq + 2·Hkv, d), and then dq, dk
+and dv are as well, so that joining them costs nothing.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Tiled exact attention, forward and backward, for float32 and float64.
+"""Read reference/study/tiled_attention.py first: this is its two loops, for float32 and float64.
 
 ``forward`` and ``backward`` are those of ``reference/attention.py``; a tile of queries meets the
 keys in its range of ``reference/visibility.py`` and no others.
@@ -15,12 +15,12 @@ keys below the diagonal for every i. For a query tile, Qᵀ is copied once, scal
 tile::
 
     Sᵀ = K Qᵀ                   64·64·d multiply-adds
-    top' = max(top, S); P = 2^(S - top'); total = total · 2^(top - top') + Σ P
-    O = O · 2^(top - top') + P V         64·64·dv multiply-adds
+    m' = max(m, S); P = 2^(S - m'); l = l · 2^(m - m') + Σ P
+    O = O · 2^(m - m') + P V         64·64·dv multiply-adds
 
 Sᵀ, Qᵀ and O (16 KiB each at d = 64) fill the first-level cache; K and V come from the second level
-or beyond: 32 KiB for 2 · 64·64·64 multiply-adds, 0.06 bytes each. O is divided by ``total`` when it
-is written out.
+or beyond: 32 KiB for 2 · 64·64·64 multiply-adds, 0.06 bytes each. O is divided by l when it is
+written out.
 
 Backward. A task owns a run of query tiles of the G heads that read one key/value head: it writes
 their dQ, and sums dK and dV of its own in scratch memory. For each query tile Qᵀ, dOᵀ, Q and dO are
@@ -163,11 +163,11 @@ def _forward_tile(
 
     qt, o, s = at(own, room.queries_t), at(own, room.o), at(own, room.s)
     factors, drawn = at(own, room.factors), at(own, room.drawn)
-    top, total, correction = at(own, room.top), at(own, room.total), at(own, room.correction)
+    m, l, shrink = at(own, room.m), at(own, room.l), at(own, room.shrink)
 
     transpose(row(q, b, t0, h, scale), q.position, d, n, qt, width, scale * type(scale)(LOG2_E))
-    fill(top, type(scale)(START), width)
-    fill(total, scale * 0, width)
+    fill(m, type(scale)(START), width)
+    fill(l, scale * 0, width)
     fill(o, scale * 0, n * dv)
     low, end = keys_of(sizes, call.mask, t0, t0 + n)
     for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
@@ -179,24 +179,24 @@ def _forward_tile(
         tile_gemm(nk, width, d, at(keys, u0 * d), d, 1, qt, width, s, width, False)
         mask_tile(s, call, tile, kind)
         for c in range(width):
-            correction[c] = top[c]
-        running_maximum(s, top, width, nk)
+            shrink[c] = m[c]
+        running_maximum(s, m, width, nk)
         for c in range(width):
-            x = exp2(correction[c] - top[c])
-            correction[c] = x
-            total[c] *= x
-        exponentials(s, top, total, width, nk)
+            x = exp2(shrink[c] - m[c])
+            shrink[c] = x
+            l[c] *= x
+        exponentials(s, m, l, width, nk)
         if call.dropout.active:
             dropout_tile(factors, drawn, call, tile)
             multiply(s, factors, nk * width)
         for t in range(n):
-            if correction[t] != 1:
-                scale_row(at(o, t * dv), correction[t], dv)
+            if shrink[t] != 1:
+                scale_row(at(o, t * dv), shrink[t], dv)
         tile_gemm(n, dv, nk, s, 1, width, at(values, u0 * dv), dv, o, dv, True)
     for t in range(n):
-        some = total[t] != 0
-        scale_row(at(o, t * dv), 1 / total[t] if some else scale * 0, dv)
-        lse2[t0 + t] = top[t] + np.log2(total[t]) if some else type(scale)(UNSEEN)
+        some = l[t] != 0
+        scale_row(at(o, t * dv), 1 / l[t] if some else scale * 0, dv)
+        lse2[t0 + t] = m[t] + np.log2(l[t]) if some else type(scale)(UNSEEN)
     copy_rows(o, dv, row(call.out, b, t0, h, scale), call.out.position, n, dv)
 
 
@@ -288,7 +288,7 @@ def _backward_tile(
     queries, gradient = at(own, room.queries), at(own, room.gradient)
     dqueries, s, dp = at(own, room.dq), at(own, room.s), at(own, room.dp)
     factors, drawn = at(own, room.factors), at(own, room.drawn)
-    top, delta = at(own, room.lse2), at(own, room.delta)
+    lse, delta = at(own, room.lse2), at(own, room.delta)
 
     copy_rows(row(q, b, t0, h, scale), q.position, queries, d, n, d)
     copy_rows(row(dout, b, t0, h, scale), dout.position, gradient, dv, n, dv)
@@ -296,10 +296,10 @@ def _backward_tile(
     transpose(gradient, dv, dv, n, gradient_t, width, zero + 1)
     fill(dqueries, zero, n * d)
     for t in range(n):
-        top[t] = lse2[t0 + t]
+        lse[t] = lse2[t0 + t]
         delta[t] = dot(at(gradient, t * dv), row(call.out, b, t0 + t, h, scale), dv)
     for t in range(n, width):
-        top[t] = type(scale)(UNSEEN)
+        lse[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
     low, end = keys_of(sizes, call.mask, t0, t0 + n)
@@ -316,7 +316,7 @@ def _backward_tile(
         if call.dropout.active:
             dropout_tile(factors, drawn, call, tile)
             multiply(dp, factors, nk * width)
-        score_gradients(s, dp, top, delta, scale, width, nk)
+        score_gradients(s, dp, lse, delta, scale, width, nk)
         if call.dropout.active:
             multiply(s, factors, nk * width)
         tile_gemm(nk, dv, n, s, width, 1, gradient, dv, at(dvalues, u0 * dv), dv, True)

@@ -1,8 +1,8 @@
-"""How attention is cut and laid out, in both compute modes: records, scratch memory, tasks.
+"""Read reference/study/tiled_attention.py first: here is how its arrays and loops are cut.
 
-The sizes are those of ``reference/attention.py``, the rules those of ``reference/visibility.py``. A
-record is what kernels take in place of ten parameters: what is added to one reaches every function
-that reads it.
+Records, scratch memory and tasks, in both compute modes. The sizes are those of
+``reference/attention.py``, the rules those of ``reference/visibility.py``. A record is what kernels
+take in place of ten parameters: what is added to one reaches every function that reads it.
 """
 
 import functools
@@ -134,9 +134,9 @@ class ForwardRoom(NamedTuple):
     p: int  # (nk, width), an operand, bf16
     factors: int  # (nk, width), of dropout
     drawn: int  # (nk + 7, width), behind them
-    top: int  # (width,)
-    total: int  # (width,)
-    correction: int  # (width,)
+    m: int  # (width,)
+    l: int  # (width,)
+    shrink: int  # (width,)
     end: int
 
 
@@ -184,7 +184,7 @@ def lay_out(room: type[Any], sizes: Sizes, operands: Operands) -> Any:
         **dict.fromkeys(("s", "dp", "factors"), tile),
         **dict.fromkeys(("p", "p_rows", "ds_rows", "ds_columns"), bf16 * tile // pair),
         "drawn": tile + 7 * BLOCK,
-        **dict.fromkeys(("top", "total", "correction", "lse2", "delta"), BLOCK),
+        **dict.fromkeys(("m", "l", "shrink", "lse2", "delta"), BLOCK),
     }
     return room(*accumulate((counts[name] for name in room._fields[:-1]), initial=0))
 

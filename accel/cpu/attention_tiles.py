@@ -1,4 +1,4 @@
-"""The element-wise half of tiled attention: what happens to one tile of scores.
+"""Read reference/study/tiled_attention.py first: here is what happens to one tile of scores.
 
 ``keys_of`` and ``queries_of`` are those of ``reference/visibility.py``, and ``tile_kind`` and
 ``mask_tile`` its ``allowed``, tile by tile; what is done to scores is ``reference/attention.py``'s
@@ -215,8 +215,8 @@ def transpose(
 
 
 @jit(fastmath=FAST)
-def running_maximum(s: Any, top: Any, width: int, nk: int) -> None:
-    """top[c] = max(top[c], the scores of column c). NaN scores do not win here; exp2 keeps them."""
+def running_maximum(s: Any, m: Any, width: int, nk: int) -> None:
+    """m[c] = max(m[c], the scores of column c). NaN scores do not win here; exp2 keeps them."""
     r = 0
     while r + 4 <= nk:
         a, b = at(s, r * width), at(s, (r + 1) * width)
@@ -225,34 +225,34 @@ def running_maximum(s: Any, top: Any, width: int, nk: int) -> None:
             ab = a[i] if a[i] > b[i] else b[i]
             cd = c[i] if c[i] > d[i] else d[i]
             x = ab if ab > cd else cd
-            top[i] = x if x > top[i] else top[i]
+            m[i] = x if x > m[i] else m[i]
         r += 4
     while r < nk:
         a = at(s, r * width)
         for i in range(width):
-            top[i] = a[i] if a[i] > top[i] else top[i]
+            m[i] = a[i] if a[i] > m[i] else m[i]
         r += 1
 
 
 @jit(fastmath=FAST)
-def exponentials(s: Any, top: Any, total: Any, width: int, nk: int) -> None:
-    """S = 2^(S - top), and each column's sum is added to total."""
+def exponentials(s: Any, m: Any, l: Any, width: int, nk: int) -> None:
+    """S = 2^(S - m), and each column's sum is added to l."""
     r = 0
     while r + 2 <= nk:
         a, b = at(s, r * width), at(s, (r + 1) * width)
         for c in range(width):
-            x = exp2(a[c] - top[c])
-            y = exp2(b[c] - top[c])
+            x = exp2(a[c] - m[c])
+            y = exp2(b[c] - m[c])
             a[c] = x
             b[c] = y
-            total[c] += x + y
+            l[c] += x + y
         r += 2
     if r < nk:
         a = at(s, r * width)
         for c in range(width):
-            x = exp2(a[c] - top[c])
+            x = exp2(a[c] - m[c])
             a[c] = x
-            total[c] += x
+            l[c] += x
 
 
 @jit(fastmath=FAST)

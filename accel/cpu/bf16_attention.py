@@ -1,14 +1,15 @@
-"""Tiled attention in the mode bf16: bfloat16 operands, float32 scores, softmax and sums.
+"""Read reference/study/tiled_attention.py first: its two loops in the mode bf16.
 
-``forward`` and ``backward`` are those of ``reference/attention.py``; a tile of queries meets the
-keys in its range of ``reference/visibility.py`` and no others.
+Operands are bfloat16; scores, softmax and sums are float32. ``forward`` and ``backward`` are those
+of ``reference/attention.py``; a tile of queries meets the keys in its range of
+``reference/visibility.py`` and no others.
 
 The order of work is that of ``attention_kernels.py``, and so are the functions that mask, bias and
 drop. What differs is that operands are packed tiles (``bf16_tiles.py``) and that everything is kept
 transposed, keys or widths along the rows and queries along the columns. Then softmax runs across
 queries, and P and dS come out of it as tiles of the next product without being transposed::
 
-    forward    Sᵀ = K (Q')ᵀ     P = 2^(Sᵀ - top)     Oᵀ = Vᵀ P        Q' = scale · log₂e · Q
+    forward    Sᵀ = K (Q')ᵀ     P = 2^(Sᵀ - m)       Oᵀ = Vᵀ P        Q' = scale · log₂e · Q
     backward   Sᵀ = K (Q')ᵀ     dPᵀ = V dOᵀ          P, dS as in attention_kernels.py
                dV = P dO        dK = dS Q'           dQᵀ = Kᵀ dS
 
@@ -193,9 +194,7 @@ def _forward_tile(
 
     floats, words = pointer(own, scale), pointer(own, np.uint32(0))
     spare, queries = at(floats, room.spare), at(floats, room.scaled)
-    top, total, correction = (
-        at(floats, room.top), at(floats, room.total), at(floats, room.correction)
-    )  # fmt: skip
+    m, l, shrink = at(floats, room.m), at(floats, room.l), at(floats, room.shrink)
     ot, s, p = at(floats, room.o), at(floats, room.s), at(words, room.p)
     packed_queries = at(words, room.queries_t)
     factors, drawn = at(floats, room.factors), at(floats, room.drawn)
@@ -205,8 +204,8 @@ def _forward_tile(
     for c in range(0, width, SIDE):
         target = at(packed_queries, c // SIDE * d_steps * STEP)
         pack_rows(at(queries, c * d), d, min(SIDE, n - c), d, target, 1, spare)
-    fill(top, type(scale)(START), width)
-    fill(total, zero, width)
+    fill(m, type(scale)(START), width)
+    fill(l, zero, width)
     fill(ot, zero, SIDE * dv_steps * width)
     low, end = keys_of(sizes, call.mask, t0, t0 + n)
     for u0 in range(low // BLOCK * BLOCK, end, KEYS):
@@ -223,16 +222,16 @@ def _forward_tile(
         mask_tile(s, call, tile, kind)
         fill(at(s, nk * width), type(scale)(LOW), (key_steps * SIDE - nk) * width)
         for c in range(width):
-            correction[c] = top[c]
-        running_maximum(s, top, width, nk)
+            shrink[c] = m[c]
+        running_maximum(s, m, width, nk)
         changed = False
         for c in range(width):
-            x = exp2(correction[c] - top[c])
-            correction[c] = x
-            total[c] *= x
+            x = exp2(shrink[c] - m[c])
+            shrink[c] = x
+            l[c] *= x
             changed = changed or x != one
         if call.dropout.active:
-            exponentials(s, top, total, width, key_steps * SIDE)
+            exponentials(s, m, l, width, key_steps * SIDE)
             dropout_tile(factors, drawn, call, tile)
             multiply(s, factors, nk * width)
             for step in range(key_steps):
@@ -241,26 +240,26 @@ def _forward_tile(
         else:
             for c in range(0, width, 16):
                 target = at(p, c // SIDE * key_steps * STEP + c % SIDE * 16)
-                probabilities(at(s, c), width, key_steps, at(top, c), at(total, c), target)
+                probabilities(at(s, c), width, key_steps, at(m, c), at(l, c), target)
         if changed:
             for e in range(dv):
                 line = at(ot, e * width)
                 for c in range(width):
-                    line[c] *= correction[c]
+                    line[c] *= shrink[c]
         for e in range(0, SIDE * dv_steps, SIDE):
             for c in range(0, width, SIDE):
                 x = at(values, (e // SIDE * steps + first) * STEP)
                 y = at(p, c // SIDE * key_steps * STEP)
                 block(x, y, at(ot, e * width + c), width, key_steps, True)
     for c in range(width):
-        some = total[c] != zero
-        correction[c] = one / total[c] if some else zero
+        some = l[c] != zero
+        shrink[c] = one / l[c] if some else zero
         if c < n:
-            lse2[t0 + c] = top[c] + np.log2(total[c]) if some else type(scale)(UNSEEN)
+            lse2[t0 + c] = m[c] + np.log2(l[c]) if some else type(scale)(UNSEEN)
     for e in range(dv):
         line = at(ot, e * width)
         for c in range(width):
-            line[c] *= correction[c]
+            line[c] *= shrink[c]
     out = row(call.out, b, t0, h, scale)
     _write_transposed(ot, width, out, call.out.position, n, dv, spare)
 
@@ -362,7 +361,7 @@ def _backward_tile(
 
     floats, words = pointer(own, scale), pointer(own, np.uint32(0))
     spare, source, dqt = at(floats, room.spare), at(floats, room.scaled), at(floats, room.dq)
-    top, delta = at(floats, room.lse2), at(floats, room.delta)
+    lse, delta = at(floats, room.lse2), at(floats, room.delta)
     s, dp = at(floats, room.s), at(floats, room.dp)
     factors, drawn = at(floats, room.factors), at(floats, room.drawn)
     queries_t, gradient_t = at(words, room.queries_t), at(words, room.gradient_t)
@@ -383,10 +382,10 @@ def _backward_tile(
         pack_columns(y, dout.position, left, dv, at(gradient, j * STEP), panel, 1, spare)
     fill(dqt, zero, d_pad * width)
     for t in range(n):
-        top[t] = lse2[t0 + t]
+        lse[t] = lse2[t0 + t]
         delta[t] = dot(at(upstream, t * dout.position), row(call.out, b, t0 + t, h, scale), dv)
     for t in range(n, width):
-        top[t] = type(scale)(UNSEEN)
+        lse[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
     low, end = keys_of(sizes, call.mask, t0, t0 + n)
@@ -407,7 +406,7 @@ def _backward_tile(
             dropout_tile(factors, drawn, call, tile)
             fill(at(factors, nk * width), zero, (rows - nk) * width)
             multiply(dp, factors, rows * width)
-            score_gradients(s, dp, top, delta, zero + 1, width, rows)
+            score_gradients(s, dp, lse, delta, zero + 1, width, rows)
             multiply(s, factors, rows * width)
             for j in range(key_steps):
                 x, y = at(s, j * SIDE * width), at(dp, j * SIDE * width)
@@ -421,7 +420,7 @@ def _backward_tile(
                 for c in range(query_steps):
                     here, panel = j * SIDE * width + c * SIDE, (j * query_steps + c) * STEP
                     gradients(
-                        at(s, here), at(dp, here), width, at(top, c * SIDE), at(delta, c * SIDE),
+                        at(s, here), at(dp, here), width, at(lse, c * SIDE), at(delta, c * SIDE),
                         at(p_rows, panel), at(ds_rows, panel),
                         at(ds_columns, (c * key_steps + j) * STEP),
                     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The softmax of attention between packed tiles: from scores in float32 to packed bfloat16.
+"""Read reference/study/tiled_attention.py first: its softmax, between packed tiles of bfloat16.
 
 ``probabilities`` and ``gradients`` are P and dS of ``reference/attention.py``, of one tile; who may
 see whom has been settled in the scores.
@@ -85,27 +85,27 @@ def _store_pairs(builder: Builder, value: Value, p: Value) -> None:
 
 @intrinsic
 def probabilities(
-    typingctx: Context, s: Any, width: Any, steps: Any, top: Any, total: Any, target: Any
+    typingctx: Context, s: Any, width: Any, steps: Any, m: Any, l: Any, target: Any
 ) -> Any:
-    """P = 2^(S - top) of 16 queries, packed; their sums are added to ``total``.
+    """P = 2^(S - m) of 16 queries, packed; their sums are added to ``l``.
 
     Parameters
     ----------
     s : pointer to float32
         The scores: 32 · ``steps`` keys (rows, ``width`` elements apart), 16 queries (columns).
-    top, total : pointer to float32
+    m, l : pointer to float32
         16 numbers each.
     target : pointer to uint32
         One half of each step of a panel of the right operand: steps are 512 elements apart.
     """
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        s, width, steps, top, total, target = args
-        ceiling = load_floats(builder, top)
+        s, width, steps, m, l, target = args
+        ceiling = load_floats(builder, m)
         with cgutils.for_range(builder, steps) as loop:
             row = builder.gep(s, [builder.mul(loop.index, builder.mul(width, constant(32)))])
             tile = builder.gep(target, [builder.mul(loop.index, constant(STEP))])
-            sums = [load_floats(builder, total), _splat(0.0)]
+            sums = [load_floats(builder, l), _splat(0.0)]
             for pair in range(16):
                 both = []
                 for k in range(2):
@@ -115,11 +115,11 @@ def probabilities(
                     sums[k] = builder.fadd(sums[k], both[k])
                 p = builder.gep(tile, [constant(16 * pair)])
                 _store_pairs(builder, pairs_of(builder, *both), p)
-            total_vector = builder.bitcast(total, ir.PointerType(FLOATS))
+            total_vector = builder.bitcast(l, ir.PointerType(FLOATS))
             builder.store(builder.fadd(*sums), total_vector, align=4)
         return context.get_dummy_value()
 
-    return types.none(s, types.int64, types.int64, top, total, target), codegen
+    return types.none(s, types.int64, types.int64, m, l, target), codegen
 
 
 @intrinsic

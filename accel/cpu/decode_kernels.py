@@ -9,7 +9,7 @@ stored as bfloat16.
   partial sums are added in order. The head (V, D) is a dot product a row.
 * Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
   head of one row, with all query heads of the group; the blocks are joined by their maxima and
-  sums, as in tiled attention.
+  sums, as tiles are in ``reference/study/tiled_attention.py``.
 
 What a kernel is told of a model stands in records, by name. Where a record holds an address, 0 says
 that the model has no such array.

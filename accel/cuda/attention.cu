@@ -1,3 +1,5 @@
+// Read reference/study/tiled_attention.py first: m, l, lse and delta are its.
+//
 // Attention for any head widths and either element type, in float arithmetic: tiles of shared
 // memory and one lane per key. This is the strict path and the plain statement of the algorithm
 // (Dao et al. 2022); attention_mma.cu is the fast one.

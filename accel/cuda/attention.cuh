@@ -1,3 +1,5 @@
+// Read reference/study/tiled_attention.py first: lse and delta are its.
+//
 // What the attention kernels share: who may see whom, the bias, the dropout, and their parameters.
 //
 // Arrays are (B, T, H, d) with any strides but one along d; strides count elements: q_b, q_t, q_h are

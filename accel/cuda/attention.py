@@ -1,4 +1,4 @@
-"""Attention, exact and tiled: neither scores nor probabilities ever leave the chip.
+"""Read reference/study/tiled_attention.py first: its tables never leave the chip.
 
 Kernels: ``attention_mma.cu`` on tensor cores, for bf16 with widths up to 128 that are multiples of
 8; ``attention.cu`` for float32 and any other widths. Forward keeps the output and one float a row,

@@ -1,3 +1,5 @@
+// Read reference/study/tiled_attention.py first: m, l, shrink, lse and delta are its.
+//
 // Attention in bf16 on tensor cores (mma.sync m16n8k16), for head widths up to HEAD (64 or 128) that
 // are multiples of 8; narrower ones are padded with zeros on the way into shared memory. The
 // algorithm is attention.cu's (Dao et al. 2022; Dao 2023 for the loop order).

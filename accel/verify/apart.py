@@ -30,7 +30,7 @@ from accel.verify.contract import Case
 from accel.verify.files import case_command, save_failure
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, simpler
-from accel.verify.subject import Subject, SubjectError, as_subject, load_file
+from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
 from accel.verify.trial import Judged
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -46,6 +46,7 @@ class Source(NamedTuple):
     module: str = ""
     backend: str = ""
     compute: str = "float32"
+    op: str = ""  # the module holds this op alone, as a file of reference/ or accel/cpu/ does
 
     @property
     def command(self) -> str:
@@ -60,7 +61,7 @@ class Source(NamedTuple):
     def load(self) -> Subject:
         """Load it, in this process."""
         if self.module:
-            return load_file(self.module)
+            return load_op(self.module, self.op) if self.op else load_file(self.module)
         module = importlib.import_module("accel").load(self.backend, compute=self.compute)
         return as_subject(module, self.name, self.command)
 

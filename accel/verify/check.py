@@ -42,6 +42,8 @@ class Options:
     thorough: bool = False
     shrink: bool = True
     save: Path | None = None  # the folder for .npz files of failures; None writes none
+    # more mistakes to guess at: a sentence, and an op with that mistake, as ``load_op`` takes it
+    mistakes: tuple[tuple[str, str], ...] = ()
 
 
 def check_module(
@@ -271,10 +273,11 @@ def _leave_out(found: OpReport) -> None:
 
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
-    failure.hints = hints_for(subject, failure.case, failure.judged)
+    more = options.mistakes
+    failure.hints = hints_for(subject, failure.case, failure.judged, more)
     if len(failure.hints) > 1 and failure.telling is not None:
         # a small case has many explanations, of which a large one leaves few
-        others = hints_for(subject, *failure.telling)
+        others = hints_for(subject, *failure.telling, more)
         failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
     failure.hints = failure.hints[:MAX_HINTS]
     failure.telling = None

@@ -28,6 +28,7 @@ examples:
   myllm verify --module mykernels.py          whatever ops that module offers
   myllm verify --module mykernels.py --op attention --dtype bf16 --seed 7
   myllm verify --module mykernels.py --case verify-failures/attention-dk-float32.npz
+  myllm verify --adapters adapters.py         run_rmsnorm, run_rope, … of the course exercise
   myllm verify --golden vectors               write golden vectors, for any language
   myllm verify --against results              check what another program made of them
 
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")
+    add("--adapters", type=Path, metavar="FILE.py", help="check the adapters of a course exercise")
     add("--json", action="store_true", help="print the report as JSON on stdout")
     add("--golden", type=Path, metavar="DIR", help="write golden vectors into DIR")
     add("--against", type=Path, metavar="DIR", help="check results computed from golden vectors")
@@ -89,6 +91,16 @@ def run(argv: list[str]) -> int:
         parser().error("--examples must be positive")
     if not arguments.timeout > 0:
         parser().error("--timeout must be positive")
+    if arguments.adapters is not None:
+        from accel.verify import adapters
+
+        return adapters.run(
+            arguments.adapters,
+            out,
+            seed=arguments.seed,
+            examples=arguments.examples,
+            timeout=arguments.timeout,
+        )
     if arguments.golden is not None:
         count = write_golden(arguments.golden, seed=arguments.seed, ops=arguments.op)
         out.print(

@@ -9,26 +9,34 @@ one op stand in its room.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from accel.verify.contract import Case, reference_results
 from accel.verify.ops import Mistakes, room
-from accel.verify.subject import Subject
+from accel.verify.subject import Subject, functions_of
 from accel.verify.trial import Judged, run_case
 from reference.types import Array
 
 _CLOSE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
 
 
-def hints_for(subject: Subject, case: Case, judged: Judged) -> list[str]:
-    """Return the guesses that explain a failure, the most telling first."""
+def hints_for(
+    subject: Subject, case: Case, judged: Judged, more: Iterable[tuple[str, str]] = ()
+) -> list[str]:
+    """Return the guesses that explain a failure, the most telling first.
+
+    ``more`` are mistakes beside those that the op's room knows: a sentence, and an op with that
+    mistake, as ``load_op`` takes it.
+    """
     found: list[str] = list(_of_parts(case, judged))
     if judged.kind in ("value", "shape", "nonfinite") and judged.got is not None:
         with np.errstate(all="ignore"):  # a mistake may well divide by zero
-            found += [*_of_values(case, judged), *_of_mistakes(case, judged)]
+            found += [*_of_values(case, judged), *_of_mistakes(case, judged, more)]
     if judged.kind in ("value", "second", "nonfinite", "shape", "raised"):
         found += list(_of_manner(subject, case, judged))
     if not found:
@@ -142,14 +150,23 @@ def _name_ratio(case: Case, name: str, ratio: float) -> str:
 # ---- from mistakes of the reference --------------------------------------------------------------
 
 
-def _of_mistakes(case: Case, judged: Judged) -> Iterator[str]:
-    for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case)):
+def _of_mistakes(case: Case, judged: Judged, more: Iterable[tuple[str, str]]) -> Iterator[str]:
+    given = ((says, partial(_results_of, source, case)) for says, source in more)
+    for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case), given):
         try:
             results = reference_results(wrong, np.float64) if isinstance(wrong, Case) else wrong()
         except (ValueError, IndexError):
             continue  # the mistake does not apply to these shapes
         if judged.name in results and _explains(results[judged.name], judged.got, judged.exact):
             yield f"{text} That gives the {judged.name} which the kernel gave."
+
+
+def _results_of(source: str, case: Case) -> dict[str, Array]:
+    """Return the results of a case of an op whose source is given."""
+    module = ModuleType("mistaken")
+    exec(compile(source, "<mistaken>", "exec"), vars(module))
+    ops = SimpleNamespace(**functions_of(case.op, module))
+    return reference_results(case, np.float64, ops)
 
 
 def _left_out(case: Case) -> Mistakes:

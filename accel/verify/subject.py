@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,9 @@ import numpy as np
 from accel.verify.contract import DTYPES, contract_parameters
 from accel.verify.ops import room
 from reference import ops as reference
+from reference.boundary import Boundary, plain
 from reference.contract import Op
-from reference.ops import OPS
+from reference.ops import HOST, OPS
 from reference.types import Array
 
 
@@ -260,6 +261,94 @@ def load_file(path: str | Path) -> Subject:
     SubjectError
         When there is no such file, it does not import, or it offers no op of the contract.
     """
+    module = import_file(path)
+    return as_subject(module, Path(path).name, f"--module {shlex.quote(str(path))}")
+
+
+def load_op(path: str | Path, op: str) -> Subject:
+    """Load a file that holds one op as a file of ``reference/`` or ``accel/cpu/`` does.
+
+    Raises
+    ------
+    SubjectError
+        When there is no such file, it does not import, or lacks a function.
+    """
+    functions = functions_of(op, import_file(path))
+    offered = SimpleNamespace(**functions, __file__=str(path))
+    return as_subject(offered, Path(path).name, f"--module {shlex.quote(str(path))}")
+
+
+def functions_of(op: str, module: Any) -> dict[str, Callable[..., Any]]:
+    """Return the public functions of an op from a module with its mathematics or its kernels.
+
+    The former are ``forward`` and ``backward`` as in ``reference/``, the latter named after the op.
+
+    Raises
+    ------
+    SubjectError
+        When one is missing.
+    """
+    spec = OPS[op]
+    plainly = ("forward", "backward") if spec.backward else spec.names
+    named = all(hasattr(module, name) for name in spec.names)
+    missing = [] if named else [name for name in plainly if not hasattr(module, name)]
+    if missing:
+        where = getattr(module, "__file__", "the module")
+        raise SubjectError(f"there is no function {' and no '.join(missing)} in {where}")
+    if named:
+        own = {name: getattr(module, name) for name in spec.names}
+    else:
+        own = plain(spec, _counted(spec, module))
+    boundary = Boundary(spec, HOST)
+    return {
+        name: boundary.backward(function)
+        if spec.backward and name == spec.backward_name
+        else boundary.forward(function)
+        for name, function in own.items()
+    }
+
+
+def _counted(spec: Op, module: Any) -> Any:
+    """Return the mathematics of an op with a word on what it returns, where that is not enough."""
+    if not spec.backward:
+        return module
+
+    def forward(*arrays: Any, **options: Any) -> Any:
+        found = module.forward(*arrays, **options)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"forward must return (out, cache), but returned {_kind(found)}")
+        return found
+
+    def backward(dout: Any, cache: Any) -> Any:
+        found = module.backward(dout, cache)
+        owed = [f"d{name}" for name in spec.gradients]
+        given = len(found) if isinstance(found, tuple) else int(found is not None)
+        if given != len(owed):
+            raise TypeError(
+                f"backward must return {', '.join(owed)} (None for what was not given), "
+                f"but returned {_kind(found)}"
+            )
+        return found
+
+    return SimpleNamespace(forward=forward, backward=backward)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None: is there a return?"
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"one {type(value).__name__}"
+
+
+def import_file(path: str | Path) -> ModuleType:
+    """Import a file.
+
+    Raises
+    ------
+    SubjectError
+        When there is no such file or it does not import.
+    """
     path = Path(path)
     if not path.is_file():
         raise SubjectError(f"there is no file {path}; give the path of a Python module")
@@ -283,7 +372,7 @@ def load_file(path: str | Path) -> Subject:
         raise SubjectError(
             f"{path} does not import: {type(error).__name__}: {_first_line(error)}{line}"
         ) from error
-    return as_subject(module, path.name, f"--module {shlex.quote(str(path))}")
+    return module
 
 
 def as_subject(module: Any, name: str | None = None, command: str | None = None) -> Subject:

@@ -1,0 +1,22 @@
+"""The ladder: files that each show one thing, in the order in which they are best read.
+
+Each rung is a module with a ``main`` that prints what it shows, and the first sentence of its
+docstring says what that is: ``python -m reference.study.autoregression``.
+"""
+
+LADDER = (  # modules, the easiest first
+    "reference.study.autoregression",
+    "reference.study.losses",
+    "reference.study.attention",
+    "reference.study.classroom",
+    "reference.study.mistakes",
+    "reference.study.order",
+    "reference.study.rnn",
+    "reference.study.dropouts",
+    "tokenizer.reference",
+    "reference.study.one_token",
+    "reference.study.gpt",
+    "reference.study.tiled_attention",
+    "reference.study.copy_task",
+    "reference.study.ranks",
+)

@@ -2,7 +2,8 @@
 
 Yule 1927, "On a method of investigating periodicities in disturbed series". This is a language
 model without the language: the past goes in, the next element comes out, and the loss is the mean
-of squared errors. With p numbers of context::
+of squared errors. For a series s, with p numbers of context and a weight w for each, the prediction
+ŷ_t of s_t is::
 
     ŷ_t = w_1 s_(t-p) + … + w_p s_(t-1)
 
@@ -17,8 +18,8 @@ The best w makes the gradient of ‖X w - y‖² vanish, 2 Xᵀ(X w - y) = 0, so
     w = (XᵀX)⁻¹ Xᵀ y
 
 which is the formula to remember and not the one to compute: neighbouring columns of X are almost
-equal, and XᵀX has the square of the condition number of X. ``numpy.linalg.lstsq`` solves the same
-problem from the singular values of X itself.
+equal, and XᵀX has the square of the condition number of X (by how much solving can magnify errors).
+``numpy.linalg.lstsq`` solves the same problem from the singular values of X itself.
 
     python -m reference.study.autoregression
 """

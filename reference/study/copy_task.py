@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from reference import ops
-from reference.blocks import Grads, Params
 from reference.encoder_decoder import (
     EncoderDecoderConfig,
     encoder_decoder_layout,
@@ -31,7 +30,7 @@ from reference.encoder_decoder import (
 )
 from reference.params import INIT_STD
 from reference.study.fit import fit
-from reference.types import Array, Ids
+from reference.types import Array, Grads, Ids, Params
 
 START, END, SYMBOLS = 0, 1, 10  # symbols are the ids from 2 on
 LENGTHS = (3, 8)  # fewest and most symbols in a sequence

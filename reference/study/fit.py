@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from reference.adamw import adamw
-from reference.blocks import Grads, Params
 from reference.params import Layout
 from reference.schedule import learning_rate
-from reference.types import Array
+from reference.types import Array, Grads, Params
 
 # writes the gradient of the mean loss into its second argument and returns the loss
 LossAndGrads = Callable[[Params, Grads], float]

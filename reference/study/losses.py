@@ -1,4 +1,4 @@
-"""Four losses that could train a next-word model, and what goes wrong with each.
+"""Five losses that could train a next-word model, and what goes wrong with each.
 
 A model gives scores z (V,) for the next word; y is the word that came. The words after one context
 follow a distribution q (V,), so what training minimises is Σ_y q_y ℓ(z, y). Cross-entropy,
@@ -19,6 +19,15 @@ hinge, max(0, 1 + max_(j≠y) z_j - z_y) (Crammer & Singer 2001)
     Asks for a margin of one and no more. It depends on the majority only: q = (0.6, 0.4) and
     (0.9, 0.1) have the same best scores, from which neither q can be read. With no word above one
     half it is least where all scores are equal, and has learned nothing.
+contrastive, -log (e^z_y / (e^z_y + e^z_j)) with a word j drawn from some noise n (V,)
+    Tells the word that came from one that was drawn, and needs two scores where cross-entropy needs
+    V (Gutmann & Hyvärinen 2010; van den Oord et al. 2018, eq. 4, with one word of noise). It is
+    least at z = log(q / n): what it learns is how much likelier a word is here than in the noise.
+    Where n is how often words occur, common words score low, and softmax(z) is not q, but
+    softmax(z + log n) is: n must be known to read a probability from it.
+
+The picture in the README of ``reference`` has each loss, and its slope, against the probability p
+that the model gives to the word that came.
 
     python -m reference.study.losses
 """
@@ -56,6 +65,18 @@ def hinge(z: Array, y: int) -> tuple[float, Array]:
     rival = int(np.argmax(np.where(np.arange(len(z)) == y, -np.inf, z)))
     loss = max(0.0, float(1 + z[rival] - z[y]))
     return loss, (loss > 0) * (_onehot(rival, len(z)) - _onehot(y, len(z)))
+
+
+def contrastive(noise: Array) -> ScoreLoss:
+    """Return the mean over words j drawn from ``noise`` (V,) of log(1 + e^(z_j - z_y))."""
+
+    def loss(z: Array, y: int) -> tuple[float, Array]:
+        mistaken = noise / (1 + np.exp(z[y] - z))  # drawn, and taken for the word that came
+        return float(noise @ np.logaddexp(0, z - z[y])), mistaken - mistaken.sum() * _onehot(
+            y, len(z)
+        )
+
+    return loss
 
 
 def cross_entropy(z: Array, y: int) -> tuple[float, Array]:
@@ -124,6 +145,13 @@ def main() -> None:
         shown = [" ".join(f"{p:.2f}" for p in p_settled) for p_settled in settled]
         true = " ".join(f"{chance:.2f}" for chance in chances)
         print(f"  true {true:<16} hinge {shown[0]:<16} cross-entropy {shown[1]}")
+
+    print("\ncontrastive: learns what is likelier here than in the noise.")
+    q, noise = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.3, 0.1])
+    z = descend(contrastive(noise), np.zeros(3), q, steps=5_000, rate=0.1)
+    for name, shown_p in (("true", q), ("noise", noise), ("softmax(z)", softmax(z)),
+                          ("softmax(z + log noise)", softmax(z + np.log(noise)))):  # fmt: skip
+        print(f"  {name:<24}" + " ".join(f"{chance:.2f}" for chance in shown_p))
 
 
 def _onehot(y: int, size: int) -> Array:

@@ -28,6 +28,12 @@ def encode(text: str = POEM) -> tuple[Ids, list[str]]:
     return np.array([number[word] for word in words], dtype=np.int32), vocabulary
 
 
+def between_marks(text: str) -> tuple[Ids, list[str]]:
+    """Return the ids of <start>, the words and <end>, and the vocabulary."""
+    ids, words = encode(text)
+    return np.concatenate([[len(words)], ids, [len(words) + 1]]), [*words, "<start>", "<end>"]
+
+
 def decode(ids: Ids, vocabulary: list[str]) -> str:
     """Return the text of ids (N,): words with a space between, except around ends of lines."""
     text = " ".join(vocabulary[i] for i in ids)
@@ -50,4 +56,4 @@ def bigram_entropy(counts: Array) -> float:
     joint = counts / counts.sum()
     conditional = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     seen = counts > 0
-    return float(-np.sum(joint[seen] * np.log(conditional[seen])))
+    return float(np.sum(joint[seen] * -np.log(conditional[seen]))) + 0.0

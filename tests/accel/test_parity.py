@@ -7,7 +7,6 @@ heads) and holds results and gradients to the rule in ``accel/tolerance.py``.
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from accel.verify.contract import DTYPES
 from accel.verify.subject import applies
 from reference import ops as reference
 from reference.ops import NAMES, OPS, SERVICES
+from tests.helpers.contract import cases, cotangent
 
 CHECKED = sorted({name.removesuffix("_forward").removesuffix("_backward") for name in NAMES})
 UNCHECKED = set(SERVICES)  # what every check uses
@@ -56,41 +56,13 @@ def reference_forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_no_op_calls_its_reference_op(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = accel.load("cpu")
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> Any:
-        return rng.standard_normal(shape, dtype=np.float32)
-
-    ids = np.zeros((2, 3), np.int32)
-    x = normal(2, 3, 8)
-    q = normal(2, 3, 4, 2)
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "add": ((x, x), {}),
-        "scale": ((x,), {"factor": 2.0}),
-        "embedding": ((ids, normal(5, 8)), {}),
-        "linear": ((x, normal(8, 4), normal(4)), {}),
-        "split_heads": ((q,), {"heads": (2, 1, 1)}),
-        "merge_heads": ((q,), {}),
-        "rmsnorm": ((x, normal(8)), {"eps": 1e-5}),
-        "layernorm": ((x, normal(8), normal(8)), {"eps": 1e-5}),
-        "rope": ((q,), {"base": 1e4}),
-        "attention": ((q, q, q), {}),
-        "swiglu": ((x,), {}),
-        "gelu": ((x,), {}),
-        "gelu_tanh": ((x,), {}),
-        "relu": ((x,), {}),
-        "dropout": ((x,), {"p": 0.5, "key": reference.DropoutKey(1, 2, 3, 4)}),
-        "linear_cross_entropy": ((x, normal(5, 8), ids), {}),
-    }
-    assert set(calls) == {n.removesuffix("_forward") for n in NAMES if n.endswith("_forward")}
     with reference_forbidden(monkeypatch):
-        for op, (arrays, options) in calls.items():
+        for op, (arrays, options) in cases(np.float32).items():
             out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
-            dout = 1.0 if op == "linear_cross_entropy" else out
-            getattr(ops, f"{op}_backward")(dout, cache)
+            getattr(ops, f"{op}_backward")(cotangent(out), cache)
+        x, flat = np.ones((2, 3, 8), np.float32), np.ones(100, np.float32)
         ops.softmax(x)
-        ops.logits(x, normal(5, 8))
-        flat = normal(100)
+        ops.logits(x, x[0])
         ops.global_norm(flat)
         ops.accumulate(flat, flat.copy())
         settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dist import cli, pack
-from dist.documents import Part, chat, document_of
+from dist.documents import PIECE_BYTES, Part, chat, document_of, pieces
 from dist.shards import Dataset, check_crcs, read_manifest
 from reference.types import Array
 from tests.helpers.runs import text
@@ -191,6 +191,31 @@ def test_bad_lines_are_reported_with_file_and_line(
     assert not (tmp_path / "d" / "heldout").exists()
 
 
+@pytest.mark.parametrize("between", [b"\n\n", b"\r\n \r\n", b"\n", b" "])
+def test_a_long_text_is_cut_behind_paragraphs_or_lines_and_nothing_of_it_is_lost(
+    between: bytes,
+) -> None:
+    whole = between.join(b"word %d" % i * 50 for i in range(700))
+    parts = list(pieces(whole))
+    assert b"".join(parts) == whole
+    if between == b" ":
+        assert parts == [whole]
+        return
+    assert all(part.endswith(between) for part in parts[:-1])
+    assert all(PIECE_BYTES <= len(part) < 2 * PIECE_BYTES for part in parts[:-1])
+    assert list(pieces(whole[: 2 * PIECE_BYTES])) == [whole[: 2 * PIECE_BYTES]]
+
+
+def test_some_of_one_long_file_is_held_out(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "book.txt").write_text("\n\n".join(text(i) for i in range(20_000)))
+    out = tmp_path / "d"
+    assert run(tmp_path / "book.txt", out, tokenizer_file, "--heldout", "0.1") == 0
+    sizes = [len(tokens_of(out / split)) for split in ("train", "heldout")]
+    assert 0.02 < sizes[1] / sum(sizes) < 0.25
+
+
 def test_prompts_are_masked_and_completions_are_not(tmp_path: Path, tokenizer_file: Path) -> None:
     records: list[dict[str, Any]] = [
         {"text": "plain"},
@@ -251,6 +276,7 @@ def test_truncate_makes_one_window_a_document(
         ("empty", (), "holds no file"),
         ("blank.txt", (), "there is nothing to train on: all of the texts are empty"),
         ("blank", ("--heldout", "0"), "there is nothing to train on: all of the texts are empty"),
+        ("a.txt", (), "none of the 1 documents was held out"),
         ("a.txt", ("--heldout", "0.999999"), "1 documents were held out and 0 were empty"),
         ("broken.txt.gz", (), "broken.txt.gz cannot be unpacked"),
         ("changed.txt.gz", (), "changed.txt.gz cannot be unpacked"),

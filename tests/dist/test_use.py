@@ -1,6 +1,5 @@
 """What is done with a trained model: generate, eval, plot; samples while training."""
 
-import json
 import math
 import re
 import zlib
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 from dist import checkpoint, cli, monitor, use
-from dist.config import from_tables
 from dist.evaluate import Evaluation, token_lengths
-from tests.helpers.runs import save_run_file, tables, text
+from tests.helpers.runs import prepare_texts, save_run_file, text
 from tokenizer import Tokenizer, train_from_iterator
 
 
@@ -21,20 +19,14 @@ from tokenizer import Tokenizer, train_from_iterator
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of a model that has learned a little."""
     folder = tmp_path_factory.mktemp("run")
-    train_from_iterator([text(i) for i in range(100)], 320).save(folder / "t.tok")
-    (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": text(i)}) for i in range(400)))
-    words = [str(folder / "a.jsonl"), "--tokenizer", str(folder / "t.tok"), "--heldout", "0.1"]
-    assert cli.main(["pack", *words, "-o", str(folder), "--processes", "1"]) == 0
     changes: dict[str, Any] = {
-        "model__vocab_size": 330,  # more than the tokenizer's
-        "model__context_length": 48,
         "train__steps": 60,
         "run__eval_every": 30,
         "run__sample_every": 60,
         "run__sample_prompt": "the quick",
         "run__eval_windows": 9999,
     }
-    config = from_tables(tables(folder, **changes))
+    config = prepare_texts(folder, **changes)
     assert cli.main(["train", str(save_run_file(config, folder / "run.toml"))]) == 0
     return folder / "run"
 

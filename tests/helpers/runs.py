@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from dist import checkpoint, cli, monitor
 from dist.config import RunFile, from_tables
 from dist.writer import ShardWriter
 from reference.types import Array
+from tokenizer import train_from_iterator
 
 VOCAB = 40
 EOS = 2
@@ -78,6 +80,16 @@ def with_run(config: RunFile, **changes: Any) -> RunFile:
 def text(number: int) -> str:
     rng = np.random.default_rng(number)
     return " ".join(rng.choice(WORDS, int(rng.integers(5, 40)))) + f" {number}\n"
+
+
+def prepare_texts(folder: Path, **overrides: Any) -> RunFile:
+    """Train a tokenizer, pack texts with it, and return the run file of a model that reads them."""
+    train_from_iterator([text(i) for i in range(100)], 320).save(folder / "t.tok")
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": text(i)}) for i in range(400)))
+    words = [str(folder / "a.jsonl"), "--tokenizer", str(folder / "t.tok"), "--heldout", "0.1"]
+    assert cli.main(["pack", *words, "-o", str(folder), "--processes", "1"]) == 0
+    more = {"model__vocab_size": 330, "model__context_length": 48}  # more than the tokenizer's
+    return from_tables(tables(folder, **more, **overrides))
 
 
 def save_run_file(config: RunFile, path: Path) -> Path:

@@ -1,19 +1,25 @@
 """NaN travels: what an op makes of NaN and infinity is declared, and held to on every backend."""
 
+import functools
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import accel
+from accel.cuda import device as devices
 from reference import ops as reference
 from reference.contract import Op
 from reference.ops import OPS
 from reference.types import Array
+from tests.cuda_shim import require
+from tests.cuda_shim.device import ShimDevice
 from tests.helpers.contract import cases, cotangent
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid|divide|overflow):RuntimeWarning")
-BACKENDS = ("reference", "cpu", "cpu bf16")
+BACKENDS = ("reference", "cpu", "cpu bf16", "cuda", "cuda bf16")
 WITHOUT_LETTERS = ("add", "split_heads")  # whose outputs no string of letters describes
 FLOATS = [
     (op.name, operand.name)
@@ -23,16 +29,47 @@ FLOATS = [
 ]
 
 
-def load(backend: str) -> Any:
+shim = functools.cache(ShimDevice)  # which keeps the kernels that it has compiled
+
+
+@pytest.fixture
+def ops(backend: str) -> Iterator[Any]:
     name, _, compute = backend.partition(" ")
-    return reference if name == "reference" else accel.load(name, compute=compute or "float32")
+    if name == "reference":
+        yield reference
+    elif name == "cpu":
+        yield accel.load(name, compute=compute or "float32")
+    else:
+        require.shim()
+        before = devices.use(shim())
+        yield importlib.import_module(f"accel.cuda.ops_{compute}" if compute else "accel.cuda.ops")
+        devices.use(before)
 
 
-def output(ops: Any, op: Op, arrays: dict[str, Any], options: dict[str, Any]) -> list[Array]:
-    out, _ = getattr(ops, op.forward_name)(**arrays, **options)
-    if hasattr(out, "total"):
-        return [np.asarray(out.total)]
-    return [np.array(part) for part in (out if isinstance(out, tuple) else (out,))]
+def put(ops: Any, value: Any, *, activation: bool = True) -> Any:
+    """Return an array, or a tuple of them, where the backend's arrays lie."""
+    if isinstance(value, tuple):
+        return tuple(put(ops, part) for part in value)
+    if isinstance(value, np.ndarray):
+        return ops.from_numpy(value.copy(), activation=activation)
+    return value
+
+
+def got(ops: Any, value: Any) -> list[Array]:
+    """Return what an op gave, one or several, as arrays of NumPy's."""
+    if hasattr(value, "total"):
+        return [np.asarray(value.total)]
+    parts = value if isinstance(value, tuple) else (value,)
+    return [np.array(ops.to_numpy(part)) for part in parts]
+
+
+def forward(
+    ops: Any, op: Op, arrays: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[Array], Any]:
+    kinds = {o.name: o.kind for o in op.operands}  # ALiBi's slopes are float32 in every mode
+    arrays = {n: put(ops, a, activation=kinds[n] != "constant") for n, a in arrays.items()}
+    out, cache = getattr(ops, op.forward_name)(**arrays, **options)
+    return got(ops, out), cache
 
 
 def given(name: str) -> tuple[Op, dict[str, Any], dict[str, Any]]:
@@ -42,10 +79,10 @@ def given(name: str) -> tuple[Op, dict[str, Any], dict[str, Any]]:
     return op, {key: a for key, a in arrays.items() if a is not None}, options
 
 
-def put(arrays: dict[str, Any], name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
-    changed = arrays[name].copy()
-    changed[at] = value
-    return {**arrays, name: changed}
+def changed(arrays: dict[str, Any], name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
+    array = arrays[name].copy()
+    array[at] = value
+    return {**arrays, name: array}
 
 
 def outside(op: Op, name: str, at: tuple[int, ...], shape: tuple[int, ...]) -> Array:
@@ -78,18 +115,17 @@ def outside(op: Op, name: str, at: tuple[int, ...], shape: tuple[int, ...]) -> A
 @pytest.mark.parametrize(("name", "operand"), FLOATS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_reaches_what_depends_on_it_and_stays_within_its_letters(
-    name: str, operand: str, backend: str, value: float
+    name: str, operand: str, ops: Any, value: float
 ) -> None:
-    ops = load(backend)
     op, arrays, options = given(name)
     rng = np.random.default_rng(3)
-    plain = output(ops, op, arrays, options)
+    plain, _ = forward(ops, op, arrays, options)
     for _ in range(5):
         at = tuple(int(rng.integers(0, n)) for n in arrays[operand].shape)
-        results = output(ops, op, put(arrays, operand, at, value), options)
-        moved = output(reference, op, put(arrays, operand, at, 1.5), options)
-        still = output(reference, op, put(arrays, operand, at, 2.5), options)
-        exact = output(reference, op, put(arrays, operand, at, value), options)
+        results = forward(ops, op, changed(arrays, operand, at, value), options)[0]
+        moved = forward(reference, op, changed(arrays, operand, at, 1.5), options)[0]
+        still = forward(reference, op, changed(arrays, operand, at, 2.5), options)[0]
+        exact = forward(reference, op, changed(arrays, operand, at, value), options)[0]
         for result, a, b, own, before in zip(results, moved, still, exact, plain, strict=True):
             if np.isnan(value):
                 assert np.isnan(result[a != b]).all(), "a NaN was lost on the way"
@@ -104,22 +140,18 @@ def test_what_is_not_finite_reaches_what_depends_on_it_and_stays_within_its_lett
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [op.name for op in OPS.values() if op.backward])
-def test_nan_in_a_cotangent_reaches_every_gradient_that_depends_on_it(
-    name: str, backend: str
-) -> None:
-    ops = load(backend)
+def test_nan_in_a_cotangent_reaches_every_gradient_that_depends_on_it(name: str, ops: Any) -> None:
     op, arrays, options = given(name)
 
     def gradients(module: Any, value: float) -> list[Array]:
-        out, cache = getattr(module, op.forward_name)(**arrays, **options)
-        dout = cotangent(out)
+        _, cache = forward(module, op, arrays, options)
+        dout = cotangent(getattr(reference, op.forward_name)(**arrays, **options)[0])
         first = dout[0] if isinstance(dout, tuple) else dout
         if isinstance(first, float):
             dout = value
         else:
             first.reshape(-1)[first.size // 2] = value
-        found = getattr(module, op.backward_name)(dout, cache)
-        return [np.array(g) for g in (found if isinstance(found, tuple) else (found,))]
+        return got(module, getattr(module, op.backward_name)(put(module, dout), cache))
 
     compared = zip(
         gradients(ops, np.nan), gradients(reference, 1.5), gradients(reference, 2.5), strict=True
@@ -129,12 +161,14 @@ def test_nan_in_a_cotangent_reaches_every_gradient_that_depends_on_it(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_in_a_gradient_reaches_its_own_parameter_and_no_other(backend: str) -> None:
-    ops = load(backend)
-    master, m, v, grad = (np.full(300, n, np.float32) for n in (1, 0, 0, 0.5))
+def test_nan_in_a_gradient_reaches_its_own_parameter_and_no_other(ops: Any) -> None:
+    grad = np.full(300, 0.5, np.float32)
     grad[70] = np.nan
+    state = [ops.from_numpy(np.full(300, n, np.float32)) for n in (1, 0, 0)]
+    gradient = ops.from_numpy(grad)
     usual = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-    ops.adamw(master, m, v, grad, n_decayed=100, weight_decay=0.1, **usual)
-    for array in (master, m, v):
-        np.testing.assert_array_equal(np.flatnonzero(np.isnan(array)), [70])
-    assert np.isnan(ops.global_norm(grad)) and np.isnan(ops.square_sums(grad)).sum() == 1
+    ops.adamw(*state, gradient, n_decayed=100, weight_decay=0.1, **usual)
+    for array in state:
+        np.testing.assert_array_equal(np.flatnonzero(np.isnan(ops.to_numpy(array))), [70])
+    assert np.isnan(ops.global_norm(gradient))
+    assert np.isnan(ops.to_numpy(ops.square_sums(gradient))).sum() == 1

@@ -1,9 +1,13 @@
 """The study models: each rung of the ladder shows what its file says it shows."""
 
+import ast
+import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,21 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
-from reference.blocks import Params
 from reference.gradcheck import check_vjp
-from reference.params import Layout
 from reference.softmax import softmax
-from reference.study import attention_poem, autoregression, bigram_mlp, copy_task, losses
-from reference.study.attention_poem import Knows
-from reference.study.fit import LossAndGrads
+from reference.study import LADDER, autoregression, copy_task, losses
 from reference.study.poem import POEM, bigram_counts, bigram_entropy, decode, encode
 from reference.types import Array
-
-Poet = tuple[Params, list[float]]  # what attention_poem.learn returns
+from tests.helpers import ROOT
 
 IDS, VOCABULARY = encode()
 COUNTS = bigram_counts(IDS, len(VOCABULARY))
-ENTROPY = bigram_entropy(COUNTS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,21 +32,6 @@ def one_thread() -> Iterator[None]:
     """Keep BLAS to one thread: on matrices this small, threads only wait for each other."""
     with threadpool_limits(1):
         yield
-
-
-def check_model(layout: Layout, loss_and_grads: LossAndGrads) -> None:
-    """Hold the gradient of a study model's mean loss, by every parameter, to differences."""
-
-    def forward(**params: Array) -> tuple[Array, tuple[Array, ...]]:
-        grads = layout.views(np.full(layout.size, np.nan))
-        return np.asarray(loss_and_grads(params, grads)), tuple(grads.values())
-
-    def backward(dloss: Array, grads: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(dloss * grad for grad in grads)
-
-    check_vjp(
-        forward, backward, layout.views(layout.init(seed=1, dtype=np.float64)), tolerance=1e-6
-    )
 
 
 def check_loss(loss: Callable[..., tuple[float, Any]], z: Array, y: int) -> None:
@@ -70,7 +53,7 @@ def test_poem_is_encoded_without_loss() -> None:
 
 def test_poem_leaves_a_one_word_reader_in_doubt() -> None:
     assert np.count_nonzero(COUNTS[VOCABULARY.index("the")]) == 5
-    assert ENTROPY > 0.7
+    assert bigram_entropy(COUNTS) > 0.7
 
 
 def test_bigram_entropy_of_a_hand_counted_text() -> None:
@@ -135,91 +118,6 @@ def test_errors_feed_on_errors_when_the_model_reads_its_own_guesses() -> None:
     assert autoregression.rms(free - y) > 2 * autoregression.rms(X @ w - y)
 
 
-# ---- one word of context -------------------------------------------------------------------------
-
-
-def test_bigram_mlp_gradient_matches_differences() -> None:
-    layout = bigram_mlp.mlp_layout(len(VOCABULARY), width=6, hidden=5)
-    check_model(
-        layout,
-        lambda params, grads: bigram_mlp.loss_and_grads(params, grads, IDS[:-1], IDS[1:]),
-    )
-
-
-def test_bigram_mlp_comes_down_to_the_entropy_of_bigrams_and_no_further() -> None:
-    params, history = bigram_mlp.learn(IDS, len(VOCABULARY))
-    assert min(history) >= ENTROPY
-    assert history[-1] - ENTROPY < 1e-4
-    # and there its predictions are the frequencies of the text
-    seen = np.unique(IDS[:-1])
-    p = softmax(bigram_mlp.forward(params, seen.astype(np.int32))[0])
-    frequencies = COUNTS[seen] / COUNTS[seen].sum(axis=1, keepdims=True)
-    assert np.max(np.abs(p - frequencies)) < 2e-3
-
-
-@given(st.integers(0, 2**32 - 1), st.floats(0.1, 30))
-def test_no_weights_bring_the_bigram_mlp_below_the_entropy(seed: int, spread: float) -> None:
-    layout = bigram_mlp.mlp_layout(len(VOCABULARY), width=4, hidden=3)
-    flat = spread * np.random.default_rng(seed).standard_normal(layout.size)
-    grads = layout.views(np.zeros(layout.size))
-    assert bigram_mlp.loss_and_grads(layout.views(flat), grads, IDS[:-1], IDS[1:]) >= ENTROPY
-
-
-# ---- the whole prefix ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def poet() -> Poet:
-    return attention_poem.learn(IDS, len(VOCABULARY))
-
-
-def test_attention_poem_gradient_matches_differences() -> None:
-    layout = attention_poem.attention_layout(len(VOCABULARY), width=6)
-    check_model(layout, lambda params, grads: attention_poem.loss_and_grads(params, grads, IDS))
-
-
-def test_attention_recites_the_poem(poet: Poet) -> None:
-    params, history = poet
-    recited = attention_poem.recite(params, IDS[:1], len(IDS))
-    assert decode(recited, VOCABULARY) == POEM
-    assert history[-1] < 0.01 < ENTROPY
-
-
-def test_attention_cannot_recite_before_it_has_learned() -> None:
-    layout = attention_poem.attention_layout(len(VOCABULARY))
-    params = layout.views(layout.init(seed=0, dtype=np.float64))
-    assert decode(attention_poem.recite(params, IDS[:1], len(IDS)), VOCABULARY) != POEM
-
-
-def test_attention_never_sees_the_word_it_predicts(poet: Poet) -> None:
-    params, _ = poet
-    z, _ = attention_poem.forward(params, IDS)
-    for t in (0, 1, 17, len(IDS) - 1):
-        changed = IDS.copy()
-        changed[t] = (changed[t] + 1) % len(VOCABULARY)
-        z_changed, _ = attention_poem.forward(params, changed)
-        np.testing.assert_array_equal(z_changed[:t], z[:t])
-        assert not np.allclose(z_changed[t], z[t])
-
-
-def test_place_or_prefix_tell_one_word_s_occurrences_apart(poet: Poet) -> None:
-    def final_loss(place: bool, prefix: bool) -> float:
-        return attention_poem.learn(IDS, len(VOCABULARY), Knows(place, prefix))[1][-1]
-
-    assert final_loss(False, False) == pytest.approx(ENTROPY, abs=1e-3)  # one word, once more
-    assert final_loss(True, False) < 0.01  # the place is enough: the poem as a list
-    assert final_loss(False, True) < 0.1 < ENTROPY  # and so, nearly, is the prefix
-
-
-def test_attention_reads_the_prefix_unless_told_not_to(poet: Poet) -> None:
-    params, _ = poet
-    changed = IDS.copy()
-    changed[3] = (changed[3] + 1) % len(VOCABULARY)
-    for knows, differs in ((Knows(), True), (Knows(prefix=False), False)):
-        z, z_changed = (attention_poem.forward(params, ids, knows)[0] for ids in (IDS, changed))
-        assert (z[10] != z_changed[10]).any() == differs
-
-
 # ---- losses --------------------------------------------------------------------------------------
 
 SCORES = st.lists(st.integers(-800, 800), min_size=2, max_size=6).map(lambda z: np.array(z) / 100)
@@ -231,6 +129,7 @@ def test_gradients_of_the_losses_match_differences(z: Array, data: st.DataObject
     z = z / 4  # where p is not so near to 0 or 1 that differences lose its digits
     check_loss(losses.squared_error_on_onehots, z, y)
     check_loss(losses.cross_entropy, z, y)
+    check_loss(losses.contrastive(random_q(len(z), len(z))), z, y)
     check_loss(losses.squared_error_on_ids, z[0] + 0.001, y)  # off the minimum, where all is 0
 
 
@@ -318,6 +217,22 @@ def test_hinge_has_the_same_best_scores_for_a_slight_and_a_large_majority() -> N
     assert large[0] - large[1] == pytest.approx(1, abs=0.02)
 
 
+@given(st.integers(0, 2**32 - 1), SCORES)
+def test_contrastive_is_least_at_the_ratio_to_the_noise(seed: int, z: Array) -> None:
+    q, noise = random_q(seed, len(z)), random_q(seed + 1, len(z))
+    loss = losses.contrastive(noise)
+    best, slope = losses.expected(loss, np.log(q / noise), q)
+    assert np.abs(slope).max() < 1e-12
+    assert losses.expected(loss, z, q)[0] >= best - 1e-12
+
+
+def test_contrastive_against_one_sure_word_is_cross_entropy_of_two() -> None:
+    z = np.array([0.3, -1.2])
+    only_the_other = losses.contrastive(np.array([0.0, 1.0]))
+    assert only_the_other(z, 0)[0] == pytest.approx(losses.cross_entropy(z, 0)[0])
+    assert only_the_other(z, 0)[1] == pytest.approx(losses.cross_entropy(z, 0)[1])
+
+
 def test_cross_entropy_descends_to_the_true_distribution() -> None:
     for q in (np.array([0.6, 0.4]), np.array([0.4, 0.3, 0.3])):
         z = losses.descend(losses.cross_entropy, np.zeros(len(q)), q, steps=5_000, rate=0.1)
@@ -351,6 +266,13 @@ def test_encoder_decoder_copies_sequences_it_never_saw() -> None:
     assert copy_task.copied(copy_task.write(params, new), new).all()
 
 
+def test_the_copy_task_counts_its_sequences_rightly() -> None:
+    assert (
+        sum(copy_task.SYMBOLS**n for n in range(3, 9)) == 111_111_000
+    )  # "111 million" on its page
+    assert copy_task.__doc__ and "111 million sequences" in copy_task.__doc__
+
+
 def test_copying_is_judged_by_every_symbol_and_the_end() -> None:
     batch = copy_task.draw(np.random.default_rng(1), 50)
     assert copy_task.copied(batch.source, batch).all()
@@ -372,21 +294,125 @@ def test_unseen_leaves_out_what_was_trained_on() -> None:
 # ---- the commands --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("autoregression", "reading its own"),
-        ("bigram_mlp", "no one-word model can do better"),
-        ("attention_poem", POEM),
-        ("losses", "hears the majority only"),
-        ("copy_task", "never seen are copied exactly"),
-    ],
-)
-def test_each_rung_runs_and_says_what_it_shows(name: str, says: str) -> None:
-    command = [sys.executable, "-W", "error", "-m", f"reference.study.{name}"]
+SAYS = {  # a piece of what each rung prints
+    "reference.study.autoregression": "reading its own",
+    "reference.study.losses": "hears the majority only",
+    "reference.study.attention": "takes home",
+    "reference.study.classroom": POEM,
+    "reference.study.mistakes": "two names     E moves by 2.00 lr, W_up by 1.00 lr",
+    "reference.study.order": "without positions",
+    "reference.study.rnn": "passes U 63 times",
+    "reference.study.dropouts": "1.7778 times as long",
+    "tokenizer.reference": "␣ · s · low · e · s · t",
+    "reference.study.one_token": "merge 2    b + an occurs 1 time:  ban an a",
+    "reference.study.gpt": "Explicit is better than implicit.\nSimple is",
+    "reference.study.tiled_attention": "four times the table",
+    "reference.study.copy_task": "never seen are copied exactly",
+    "reference.study.ranks": "same for any number of ranks",
+}
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_each_rung_runs_and_says_what_it_shows(name: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", name]
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", timeout=120, env=one_thread
+        command, capture_output=True, encoding="utf-8", timeout=120, env=one_thread, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    assert says in done.stdout and done.stderr == ""
+    assert SAYS[name] in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_each_rung_is_a_page_and_says_in_a_sentence_what_it_is(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__ and module.__doc__.splitlines()[0].endswith(".")
+    assert f"python -m {name}" in module.__doc__
+    lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= (200 if name.startswith("reference.study") else 300)
+
+
+def test_the_page_of_the_ladder_lists_every_rung_in_order() -> None:
+    page = (ROOT / "reference" / "study" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`python -m ([\w.]+)`", page)
+    assert listed == list(LADDER)
+
+
+# ---- the order -----------------------------------------------------------------------------------
+
+REFERENCE = ROOT / "reference"
+ORDER = (REFERENCE / "README.md").read_text(encoding="utf-8")
+ORDER = ORDER[ORDER.index("## Reading order") : ORDER.index("## The ops")]
+LATER = {
+    ("params.py", "config.py"),  # of params.py the class Layout comes first
+    ("study/one_token.py", "study/one_token_page.py"),  # what it writes
+}
+TOKENIZER = {"../tokenizer/reference.py"}
+
+
+def read_at() -> dict[str, int]:
+    """Return the numbered step at which the order first names each file."""
+    steps: dict[str, int] = {}
+    step = 0
+    for line in ORDER.splitlines():
+        found = re.match(r"(\d+)\. ", line)
+        step = int(found[1]) if found else step
+        for name in re.findall(r"\]\(([\w./]+\.py)\)", line):
+            steps.setdefault(name, step)
+    return steps
+
+
+def needs(path: Path) -> set[str]:
+    """Return the files of the reference that a file imports, types and ops aside."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reference"):
+            for alias in node.names:
+                parts = [*str(node.module).split(".")[1:], alias.name]
+                file = Path(*parts).with_suffix(".py")
+                found.add(str(file if (REFERENCE / file).exists() else file.parent))
+    files = {name if name.endswith(".py") else f"{name}.py" for name in found}
+    return {name for name in files if (REFERENCE / name).exists()} - {"types.py", "ops.py"}
+
+
+def test_the_order_names_every_file() -> None:
+    written = {str(path.relative_to(REFERENCE)) for path in REFERENCE.rglob("*.py")}
+    drawn = {"study/pictures.py", "study/svg.py", "study/one_token_page.py"}  # in study/README.md
+    assert written - {"__init__.py", "study/__init__.py"} - drawn == set(read_at()) - TOKENIZER
+
+
+def test_nothing_is_read_before_what_it_needs() -> None:
+    steps = read_at()
+    last = {"ops.py", "contract.py", "boundary.py"}  # how the ops are offered, not how they work
+    for name in set(steps) - last - TOKENIZER:
+        for other in needs(REFERENCE / name):
+            if (name, other) not in LATER and other != "study/svg.py":
+                assert steps[other] <= steps[name], f"{name} is read before {other}"
+
+
+def test_rungs_are_read_in_the_order_of_the_ladder() -> None:
+    files = [name.removeprefix("reference.").replace(".", "/") + ".py" for name in LADDER]
+    places = [re.search(rf"\]\((\.\./)?{file}\)", ORDER) for file in files]
+    starts = [place.start() for place in places if place]
+    assert starts == sorted(starts) and len(starts) == len(LADDER)
+
+
+def test_every_picture_is_shown_and_every_one_shown_exists() -> None:
+    shown = set(re.findall(r'<img src="study/(pictures/\w+\.svg)"', ORDER))
+    kept = {str(p.relative_to(REFERENCE / "study")) for p in REFERENCE.rglob("*.svg")}
+    assert shown == kept
+
+
+def test_every_letter_of_an_op_is_in_the_table_of_letters() -> None:
+    page = (REFERENCE / "README.md").read_text(encoding="utf-8")
+    notation = page[page.index("| letter |") : page.index("Weights are `(in, out)`")]
+    known = set(re.findall(r"\w+", " ".join(re.findall(r"^\| ([\w, ]+) \|", notation, re.M)))) | {
+        "j"
+    }
+    table = page[page.index("| op | computes") : page.index("## A whole training step")]
+    columns = [
+        cell for row in table.splitlines()[2:] for cell in row.split("|")[3:6:2]
+    ]  # takes, gives
+    shapes = re.findall(r"\(([^()]*)\)", " ".join(columns))
+    letters = {x for shape in shapes for x in re.findall(r"[A-Za-z]+", shape)}
+    assert {"B", "Hkv", "dv", "I", "n"} <= letters <= known

@@ -3,13 +3,16 @@
 import itertools
 import math
 import random
+import re
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.tokenizer_texts import corpus
+from tokenizer import reference
 from tokenizer.study import character_bpe, unigram, word_level
 from tokenizer.study.compare import table
 
@@ -199,3 +202,25 @@ def test_the_table_compares_four_tokenizers() -> None:
         table(long, 400)
     with pytest.raises(ValueError, match="holds no word"):
         table(" \n", 400)
+
+
+# --- the merges of a poem, one by one ------------------------------------------------------------
+
+
+def test_what_is_printed_of_ten_merges_is_true(capsys: pytest.CaptureFixture[str]) -> None:
+    reference.main()
+    said = capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +'(.*)' \+ '(.*?)' +(\d+) +(\d+) +(\d+)$", said, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == list(range(1, 11))
+    # the poem again, as strings, each merge by replacing text between marks
+    poem = said[: said.index("\n\n")] + "\n"
+    words = [f"·{'·'.join(word)}·" for word in re.findall(r" ?\w+|\n|,", poem)]
+    assert "".join(words).replace("·", "") == poem
+    for _, left, right, times, _, n_tokens in rows:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word in words:
+            pairs.update(pairwise(word.strip("·").split("·")))
+        assert pairs[left, right] == int(times) == max(pairs.values())
+        words = [word.replace(f"·{left}·{right}·", f"·{left}{right}·") for word in words]
+        assert sum(word.count("·") - 1 for word in words) == int(n_tokens)
+    assert "after 10 merges   ␣ · s · low · e · s · t" in said

@@ -1,0 +1,182 @@
+"""Functions that are no ops of the contract, held to a right one by calling both.
+
+A guess at a mistake is a function too: one that gives what was got, in every call that is wrong,
+is a hint.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.verify.report import first_difference
+from reference.types import Array
+
+SHOWN = 300  # characters of an argument or a result
+
+
+class Call(NamedTuple):
+    """One call: how it is written, and what makes it."""
+
+    text: str
+    make: Callable[[], Any]
+
+
+class Raised(NamedTuple):
+    """What came of a call that raised."""
+
+    kind: str
+    says: str
+
+
+class Verdict(NamedTuple):
+    """What was found."""
+
+    right: bool
+    calls: int
+    text: str  # of what is wrong, with hints
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """Return what a call gives: its result, or what it raised."""
+    try:
+        with np.errstate(all="ignore"):
+            found = make()
+            return list(found) if isinstance(found, GeneratorType) else found
+    except (Exception, SystemExit) as error:
+        lines = str(error).splitlines() or [""]
+        return Raised(type(error).__name__, lines[0][:200])
+
+
+def judge(
+    name: str,
+    calls: Sequence[Call],
+    right: Sequence[Sequence[Any]],
+    mistakes: Iterable[tuple[str, Callable[[], Sequence[Any]]]],
+    close: float,
+) -> Verdict:
+    """Make the calls and compare.
+
+    Parameters
+    ----------
+    name : str
+        Of what is judged.
+    calls : sequence of Call
+    right : sequence of sequences
+        For each call every result that is right.
+    mistakes : iterable of (str, callable)
+        A hint, and what gives the results that the mistake makes of all calls.
+    close : float
+        How far a float may be off, of the largest element; 0: not by a bit.
+    """
+    got = [outcome(call.make) for call in calls]
+    wrong: dict[int, str] = {}
+    for i, (each, have) in enumerate(zip(right, got, strict=True)):
+        problems = [difference(want, have, close) for want in each]
+        if all(problems):
+            wrong[i] = problems[0]
+    if not wrong:
+        return Verdict(True, len(calls), "")
+    least = min(wrong, key=lambda i: len(calls[i].text))
+    lines = [
+        f"FAIL {name}: wrong in {len(wrong)} of {len(calls)} calls",
+        f"  smallest: {calls[least].text}",
+        f"    {wrong[least]}",
+        f"    expected {short(right[least][0])}",
+        f"    got      {short(got[least])}",
+    ]
+    hints: dict[str, None] = {}
+    for says, results in mistakes:
+        guessed = results()
+        if all(_explains(guessed[i], got[i], right[i][0], close) for i in wrong):
+            hints[f"  hint: {says}"] = None
+    return Verdict(False, len(calls), "\n".join([*lines, *hints]))
+
+
+def _explains(guess: Any, got: Any, right: Any, close: float) -> bool:
+    """Whether a guess gives what was got, or nearly all of what separates that from the right."""
+    if not difference(guess, got, close):
+        return True
+    if not close:
+        return False
+    guesses, found, wanted = (_numbers(x) for x in (guess, got, right))
+    if guesses is None or found is None or wanted is None:
+        return False
+    if not guesses.shape == found.shape == wanted.shape:
+        return False
+    with np.errstate(invalid="ignore"):
+        off = float(np.linalg.norm(found - wanted))
+        return 0 < off < np.inf and float(np.linalg.norm(found - guesses)) <= 0.1 * off
+
+
+def _numbers(value: Any) -> Array | None:
+    """Return the floats of a result in one array; None where it is made of other things."""
+    parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not parts or not all(isinstance(p, (np.ndarray, np.generic, float)) for p in parts):
+        return None
+    arrays = [np.asarray(part).reshape(-1) for part in parts]
+    return np.concatenate(arrays) if all(a.dtype.kind == "f" for a in arrays) else None
+
+
+def difference(want: Any, got: Any, close: float) -> str:
+    """Say in what a result differs, "" when it does not."""
+    if isinstance(want, Raised) or isinstance(got, Raised):
+        if isinstance(want, Raised) and isinstance(got, Raised):
+            same = want.kind == got.kind
+            return "" if same else f"raises {got.kind}: {got.says}; should raise {want.kind}"
+        if isinstance(want, Raised):
+            return f"returns, but should raise {want.kind}: {want.says}"
+        return f"raises {got.kind}: {got.says}"
+    if got is None and want is not None:
+        return "returns None: is there a return?"
+    if isinstance(want, (np.ndarray, np.generic, float)):
+        return _array_difference(np.asarray(want), got, close)
+    if isinstance(want, (list, tuple)):
+        if not isinstance(got, (list, tuple)) or len(got) != len(want):
+            n = f"{len(got)} items" if isinstance(got, (list, tuple)) else type(got).__name__
+            return f"returns {n}, should be {len(want)} items"
+        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+            part = difference(a, b, close)
+            if part:
+                return f"item {i}: {part}"
+        return ""
+    return "" if want == got else f"is {short(got)}, should be {short(want)}"
+
+
+def _array_difference(want: Array, got: Any, close: float) -> str:
+    try:
+        have = np.asarray(got)
+    except (ValueError, TypeError, RuntimeError):
+        have = np.empty(0, object)
+    if have.dtype.kind not in "fiub":
+        return f"returns a {type(got).__name__} that is no array of numbers"
+    if have.shape != want.shape:
+        return f"has shape {have.shape}, should have {want.shape}"
+    if want.dtype.kind != "f" or not close:
+        if np.array_equal(want, have, equal_nan=want.dtype.kind == have.dtype.kind == "f"):
+            return ""
+    else:
+        room = close * float(np.abs(want[np.isfinite(want)]).max(initial=0))
+        with np.errstate(invalid="ignore"):
+            near = (want == have) | (np.isnan(want) & np.isnan(have)) | (abs(want - have) <= room)
+        if np.all(near):
+            return ""
+    with np.errstate(invalid="ignore"):  # where both are infinite
+        return first_difference("the result", have, want)
+
+
+def short(value: Any) -> str:
+    """Return an argument or a result as people read it, cut where it gets long."""
+    if isinstance(value, Raised):
+        return f"{value.kind}: {value.says}"
+    if isinstance(value, np.ndarray):
+        text = np.array2string(value, precision=6, separator=", ", threshold=30)
+        text = " ".join(text.split())
+    elif isinstance(value, (list, tuple)) and any(isinstance(v, np.ndarray) for v in value):
+        text = f"[{', '.join(short(v) for v in value)}]"
+    elif isinstance(value, type) or hasattr(value, "__file__"):
+        text = value.__name__.rpartition(".")[2]
+    else:
+        text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

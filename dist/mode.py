@@ -1,0 +1,84 @@
+"""Which mode the cpu backend computes in, where ``run.compute = "auto"`` leaves that open.
+
+Each mode that the processor offers multiplies matrices of the model's own widths, forward and
+backward, for a second; the faster one is taken. It is found out once: what was chosen stands in the
+run's resolved file and its checkpoints, and a resumed run keeps it, so that its bits stay the same.
+"""
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from accel import COMPUTE
+from accel import load as load_backend
+from dist import checkpoint
+from dist.config import RunFile
+from reference.ops import Ops
+
+AUTO = "auto"
+SECONDS = 1.0  # of measuring each mode
+ROWS = 1024  # of the left operand, at most
+
+
+def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
+    """Return the run with its mode chosen, and a sentence on that; "" where nothing was open.
+
+    Parameters
+    ----------
+    run : RunFile
+    newest : Path, optional
+        The checkpoint that the run goes on from, whose mode it keeps.
+    """
+    if run.run.compute != AUTO:
+        return run, ""
+    if newest is not None:
+        before = checkpoint.read_manifest(newest).config["run"]["compute"]
+        return _with(run, before), f"compute: {before}, as before"
+    seconds = measure(run)
+    best = min(seconds, key=lambda mode: seconds[mode])
+    times = ", ".join(f"{mode} {1e3 * t:.1f} ms" for mode, t in seconds.items())
+    only = "" if len(seconds) > 1 else ", the only one here"
+    return _with(run, best), f"compute: {best}{only} (a product of this model: {times})"
+
+
+def _with(run: RunFile, mode: str) -> RunFile:
+    return dataclasses.replace(run, run=dataclasses.replace(run.run, compute=mode))
+
+
+def measure(run: RunFile) -> dict[str, float]:
+    """Return the seconds that a product takes in each mode that this machine offers."""
+    found: dict[str, float] = {}
+    for mode in COMPUTE:
+        try:
+            ops = load_backend(run.run.backend, compute=mode)
+        except (ImportError, ValueError):  # a processor without bf16, say
+            if mode == COMPUTE[0]:
+                raise
+            continue
+        found[mode] = _product(ops, run)
+    return found
+
+
+def _product(ops: Ops, run: RunFile) -> float:
+    rng = np.random.default_rng(0)
+    rows, width = run.train.micro_batch * run.window, run.model.d_model
+    x = ops.from_numpy(rng.standard_normal((min(rows, ROWS), width), np.float32), activation=True)
+    master = ops.from_numpy(rng.standard_normal((width, run.model.d_ff), np.float32))
+    weight = ops.parameters({"weight": master})["weight"]
+
+    def once() -> float:
+        started = time.perf_counter()
+        with ops.step():
+            out, cache = ops.linear_forward(x, weight)
+            ops.to_numpy(ops.linear_backward(out, cache)[1])  # waits, where work is asynchronous
+        return time.perf_counter() - started
+
+    once()  # compiles
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(times) < 3:
+        times.append(once())
+    return statistics.median(times)

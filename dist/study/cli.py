@@ -1,0 +1,152 @@
+"""``myllm study``: the ladder, rung by rung, and exercises that are graded."""
+
+import argparse
+import ast
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist.study.blank import exercise_text
+from dist.study.exercise import Exercise, source_of
+from dist.study.grade import TIMEOUT, grade
+from dist.study.tracks import EXERCISES, TRACKS
+from reference.study import LADDER
+
+_EPILOG = """\
+examples:
+  myllm study                                 the rungs, and the exercises by track
+  myllm study losses                          run a rung of the ladder
+  myllm study rmsnorm                         write study_rmsnorm.py: its backward is blank
+  myllm study rmsnorm --check study_rmsnorm.py
+  myllm study rmsnorm --level 2               its forward is blank; level 3: its Numba kernel
+  myllm study attention --level 1             the exercise, where a rung has the same name
+
+exit status: 0 right, 1 not yet, 2 wrong usage.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="myllm study",
+        description="Run a rung of the ladder, or write an exercise and have it graded.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="a rung or an exercise (none: list both)")
+    add("--level", type=int, metavar="N", help="of an exercise: what is blank, see the list")
+    add("-o", "--out", type=Path, metavar="FILE.py", help="where the exercise is written")
+    add("--force", action="store_true", help="replace a file that is there")
+    add("--check", type=Path, metavar="FILE.py", help="grade this file")
+    add(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help="seconds after which a call without an answer is given up (default %(default)g)",
+    )
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run ``myllm study`` and return its exit status."""
+    rungs = {_rung(module): module for module in LADDER}
+    arguments, rest = parser().parse_known_args(argv)
+    name = arguments.name
+    asked = arguments.check or arguments.out or arguments.force or arguments.level is not None
+    if name is None:
+        if asked or rest:
+            parser().error("say of which exercise; myllm study lists them")
+        print(listing())
+        return 0
+    if name in rungs and not asked:
+        return _run_rung(rungs[name], rest, name)
+    if rest:
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if name not in EXERCISES:
+        if name in rungs:
+            parser().error(f"{name} is a rung, not an exercise: myllm study {name} runs it")
+        parser().error(f"there is no rung and no exercise {name!r}; myllm study lists them")
+    exercise = EXERCISES[name]
+    if arguments.check:
+        return _check(exercise, arguments.check, arguments.timeout)
+    level = 1 if arguments.level is None else arguments.level
+    if not 1 <= level <= len(exercise.levels):
+        parser().error(f"{name} has level{'s' * (len(exercise.levels) > 1)} {_levels(exercise)}")
+    out = arguments.out or Path(f"study_{name}{f'_{level}' * (level > 1)}.py")
+    return _write(exercise, level, out, arguments.force)
+
+
+# ---- the list ------------------------------------------------------------------------------------
+
+
+def listing() -> str:
+    """Return the rungs in order, and the exercises by track."""
+    lines = ["The ladder: myllm study NAME runs a rung.", ""]
+    width = max(len(_rung(module)) for module in LADDER)
+    for module in LADDER:
+        about = (ast.get_docstring(ast.parse(source_of(module))) or "").split("\n")[0]
+        lines.append(f"  {_rung(module):<{width}}  {about}")
+    lines += ["", "Exercises: myllm study NAME writes one, --check FILE grades it.", ""]
+    width = max(map(len, EXERCISES))
+    for track, exercises in TRACKS.items():
+        lines.append(f"  {track}")
+        lines += [f"    {e.name:<{width}}  {_levels(e)}" for e in exercises]
+        lines.append("")
+    lines.append("Experiments: myllm study ablations tries positions, norms and heads.")
+    return "\n".join(lines)
+
+
+def _rung(module: str) -> str:
+    """Return what a rung is called."""
+    return module.removeprefix("reference.study.")
+
+
+def _levels(exercise: Exercise) -> str:
+    blanks = [f"{n} {blank}" for n, blank in enumerate(exercise.levels, 1)]
+    return blanks[0][2:] if len(blanks) == 1 else ", ".join(blanks)
+
+
+# ---- what is done --------------------------------------------------------------------------------
+
+
+def _run_rung(module: str, rest: list[str], name: str) -> int:
+    before, sys.argv = sys.argv, [f"myllm study {name}", *rest]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        raise ValueError(end.code) from None
+    finally:
+        sys.argv = before
+    if name in EXERCISES:
+        print(f"\n(the exercise of that name: myllm study {name} --level 1)")
+    return 0
+
+
+def _write(exercise: Exercise, level: int, out: Path, force: bool) -> int:
+    check = f"myllm study {exercise.name} --check {out}"
+    text = exercise_text(exercise, level, check)
+    try:
+        with open(out, "w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(
+            f"{out} is there already and stays as it is: {check} grades it, -o FILE.py writes "
+            "elsewhere, --force replaces it"
+        ) from None
+    print(f"{out}: write {exercise.levels[level - 1]}, then {check}")
+    return 0
+
+
+def _check(exercise: Exercise, path: Path, timeout: float) -> int:
+    found = grade(exercise, path, timeout=timeout)
+    if not found.right:
+        print(found.text)
+        return 1
+    home = exercise.home.replace(".", "/") + ".py"
+    print(f"{exercise.name}: right in {found.calls} cases. Compare yours with {home}.")
+    return 0

@@ -1,0 +1,181 @@
+"""Somebody's file held to the reference: ops by ``accel.verify``, other functions by calls.
+
+A function is called with the same arguments as the solution, and so is each mistake that learners
+make in it: one that gives what the file gives, in every call that is wrong, is named.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.verify import check
+from accel.verify.apart import Source, check_apart
+from accel.verify.calls import Call, Verdict, judge, outcome, short
+from accel.verify.report import failure_text
+from accel.verify.subject import import_file
+from dist.study.blank import MARK, parameters
+from dist.study.exercise import Exercise, Options, mistaken, module_of, source_of
+from dist.study.tracks import EXERCISES
+
+SEED = 0
+TIMEOUT = 60.0  # seconds without an answer
+CLOSE = 1e-9  # of the largest element: float64, in any order of summation
+
+
+def grade(exercise: Exercise, path: Path, *, timeout: float = TIMEOUT) -> Verdict:
+    """Hold a file to the reference.
+
+    Raises
+    ------
+    ValueError
+        When the file is no attempt at this exercise: missing, unfinished, of another one.
+    """
+    check_file(exercise, path)
+    return (_grade_function if exercise.cases else _grade_op)(exercise, path, timeout)
+
+
+def check_file(exercise: Exercise, path: Path) -> None:
+    """Raise unless a file can be an attempt at an exercise, with a sentence on what to do."""
+    name, again = exercise.name, f"myllm study {exercise.name} -o ANOTHER.py"
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; myllm study {name} -o {path} writes it")
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        line = getattr(error, "lineno", None)
+        where = f", line {line}" if line else ""
+        raise ValueError(f"{path}{where}: this is no Python: {error}") from None
+    first = (ast.get_docstring(tree) or "").split("\n")[0]
+    of = first.removeprefix("Exercise ").split(",")[0] if first.startswith("Exercise ") else name
+    if of != name:
+        raise ValueError(f"{path} is of the exercise {of}: myllm study {of} --check {path}")
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    kernels = any(f"_{name}_" in found for found in functions)
+    wanted = [exercise.function] if exercise.cases else exercise.levels[:2]
+    home = exercise.home
+    if kernels and exercise.kernels:
+        wanted, home = [f"_{name}_forward", f"_{name}_backward"], exercise.kernels
+    for function in wanted:
+        short = function.split(".")[-1]
+        if short not in functions:
+            raise ValueError(
+                f"{path} has no function {short}: was it overwritten? {again} writes the exercise "
+                "anew"
+            )
+        now = parameters(source_of(home), function)
+        given = functions[short].args
+        own = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        if len(own) != len(now):
+            raise ValueError(
+                f"{path}: {short} takes {', '.join(own) or 'nothing'}, but it is to take "
+                f"{', '.join(now)}: changed by hand, or written by an earlier version? {again} "
+                "writes the exercise as it is now"
+            )
+    for function, node in functions.items():
+        last = node.body[-1]
+        if MARK in ast.unparse(last) and f"write {function}" in ast.unparse(last):
+            raise ValueError(f"{path}, line {last.lineno}: {function} is still blank; write it")
+
+
+# ---- an op ---------------------------------------------------------------------------------------
+
+
+def _grade_op(exercise: Exercise, path: Path, timeout: float) -> Verdict:
+    options = check.Options(
+        ops=(exercise.name,),
+        dtypes=("float64",),
+        seed=SEED,
+        mistakes=tuple((m.says, mistaken(exercise, m)) for m in exercise.mistakes),
+    )
+    source = Source(module=str(path), op=exercise.name)
+    report = check_apart(source, options, timeout=timeout)
+    texts = []
+    for failure in report.failures:
+        failure.rerun = failure.file = ""
+        texts.append(failure_text(failure))
+    return Verdict(report.ok, report.cases, "\n\n".join(texts))
+
+
+# ---- a function ----------------------------------------------------------------------------------
+
+
+def _grade_function(exercise: Exercise, path: Path, timeout: float) -> Verdict:
+    """Grade in a process of its own, which may crash or never come back."""
+    with tempfile.TemporaryDirectory(prefix="myllm-study-") as folder:
+        answer = Path(folder) / "answer.json"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from dist.study.grade import work; work()"
+        words = [sys.executable, "-c", code, exercise.name, str(path), str(answer)]
+        try:
+            done = subprocess.run(words, timeout=timeout, stdout=2, check=False)
+        except subprocess.TimeoutExpired:
+            return Verdict(False, 0, f"FAIL {exercise.name}: no answer within {timeout:g} s")
+        if not answer.exists():
+            how = f"ended the process with status {done.returncode}"
+            return Verdict(False, 0, f"FAIL {exercise.name}: {exercise.function} {how}")
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if "refused" in found:
+        raise ValueError(found["refused"])
+    return Verdict(**found)
+
+
+def work() -> None:
+    """Grade the file that the command line names, and write what was found, in the process."""
+    name, path, answer = sys.argv[1:]
+    with redirect_stdout(sys.stderr):
+        try:
+            module = import_file(path)
+            found: dict[str, Any] = grade_module(EXERCISES[name], module)._asdict()
+        except ValueError as error:
+            found = {"refused": str(error)}
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+
+
+def grade_module(exercise: Exercise, module: Any) -> Verdict:
+    """Grade a module with the function of an exercise."""
+    texts = [", ".join(map(short, case)) for case in _cases(exercise)]
+    calls = [
+        Call(f"{exercise.function}({text})", make)
+        for text, make in zip(texts, _calls(exercise, module), strict=True)
+    ]
+
+    def results(text: str) -> list[Any]:
+        return [outcome(make) for make in _calls(exercise, module_of(text, "solution"))]
+
+    return judge(
+        exercise.name,
+        calls,
+        [[result] for result in results(source_of(exercise.home))],
+        [(m.says, partial(results, mistaken(exercise, m))) for m in exercise.mistakes],
+        0.0 if exercise.bits else CLOSE,
+    )
+
+
+def _cases(exercise: Exercise) -> Iterator[tuple[Any, ...]]:
+    assert exercise.cases is not None
+    return exercise.cases(np.random.default_rng(SEED))
+
+
+def _calls(exercise: Exercise, module: Any) -> list[Callable[[], Any]]:
+    return [partial(_called, exercise, module, case) for case in _cases(exercise)]
+
+
+def _called(exercise: Exercise, module: Any, case: tuple[Any, ...]) -> Any:
+    """Call a function, or a method of what the case makes."""
+    function: Any = module
+    *owner, name = exercise.function.split(".")
+    if owner:
+        fields = len(case) - exercise.arguments
+        function, case = getattr(module, owner[0])(*case[:fields]), case[fields:]
+    named = [part for part in case if isinstance(part, Options)]
+    plain = [part for part in case if not isinstance(part, Options)]
+    return getattr(function, name)(*plain, **(named[0] if named else {}))

@@ -1,0 +1,248 @@
+"""Attention: probabilities, positions, who may see whom, and the whole."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dist.study.exercise import Exercise, Mistake
+from reference.softmax import softmax
+
+
+def _probabilities(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for shape in ((2,), (1,), (3,), (2, 3), (2, 1, 4), (5, 7)):
+        yield rng.normal(size=shape), softmax(rng.normal(size=shape))
+
+
+def _tables(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for length, width in ((1, 2), (2, 2), (3, 4), (5, 6), (8, 16), (33, 34)):
+        yield length, width, np.float64
+
+
+def _heads(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for n in range(1, 21):
+        yield n, np.float64
+
+
+def _who(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    """Yield the rules of an attention, for a method of the record that they make."""
+    for T, S in ((1, 1), (2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (5, 7)):
+        for causal, window in ((True, 0), (False, 0), (True, 1), (True, 2), (False, 2)):
+            yield T, S, causal, window
+        yield T, S, True, 0, None, rng.random((2, S)) < 0.6
+        if S >= T:
+            yield T, S, True, 2, None, None, np.cumsum(rng.random((2, S)) < 0.4, axis=1)
+
+
+def _choices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    yield np.log([0.5, 0.3, 0.2]), None, 0.5
+    yield np.log([0.2, 0.5, 0.3]), None, 0.6
+    yield np.zeros(3), 2, None
+    for n in (1, 2, 5, 9):
+        z = rng.normal(size=n)
+        for k in (None, 1, 3):
+            for p in (None, 0.1, 0.7, 0.95):
+                yield z, k, p
+
+
+EXERCISES = (
+    Exercise(
+        "softmax",
+        "reference.softmax",
+        """\
+p_i = exp(z_i) / Σ_j exp(z_j) over the last axis: scores become probabilities. A constant added to
+every score changes nothing, so take the row's maximum off first, and exp never overflows. Every row
+is a distribution of its own.""",
+        (
+            Mistake(
+                "is the sum taken over all elements? Every row has its own.",
+                {"np.sum(e, axis=-1, keepdims=True)": "np.sum(e)"},
+            ),
+            Mistake(
+                "is the sum taken over the first axis? It goes over the last.",
+                {"np.sum(e, axis=-1, keepdims=True)": "np.sum(e, axis=0, keepdims=True)"},
+            ),
+        ),
+    ),
+    Exercise(
+        "softmax_backward",
+        "reference.softmax",
+        """\
+Each p_i depends on every score: ∂p_i/∂z_j = p_i (δ_ij - p_j), δ_ij one where i = j, else zero. Sum
+dp_i times that over i, and you need no matrix: what remains is p times something. What pushes all
+probabilities up together must cancel, as they sum to one.""",
+        (
+            Mistake(
+                "is the term Σ dp p missing? A score moves all probabilities, not its own alone.",
+                {"(dp - np.sum(dp * p, axis=-1, keepdims=True))": "dp"},
+            ),
+            Mistake(
+                "is it the diagonal alone, p (1 - p)? A score moves the other probabilities too.",
+                {"(dp - np.sum(dp * p, axis=-1, keepdims=True))": "dp * (1 - p)"},
+            ),
+            Mistake(
+                "is dp not weighted by p in the sum? It is Σ dp p.",
+                {"np.sum(dp * p, axis=-1, keepdims=True)": "np.sum(dp, axis=-1, keepdims=True)"},
+            ),
+            Mistake(
+                "is the sum taken over all rows? Every row has its own.",
+                {"np.sum(dp * p, axis=-1, keepdims=True)": "np.sum(dp * p)"},
+            ),
+        ),
+        function="softmax_backward",
+        cases=_probabilities,
+    ),
+    Exercise(
+        "sinusoidal",
+        "reference.sinusoidal",
+        """\
+Position p gets the row sin(p ω_i), cos(p ω_i) for i = 0, 1, …, width/2 - 1, with ω_i =
+10000^(-2i/width). Sine and cosine of one ω stand side by side, in columns 2i and 2i + 1. So a shift
+by k is the same rotation of every pair, wherever it starts.""",
+        (
+            Mistake(
+                "is the exponent i/width where it is 2i/width?",
+                {"np.arange(0, width, 2)": "np.arange(width // 2)"},
+            ),
+            Mistake(
+                "do the cosines stand behind all the sines? They take turns.",
+                {
+                    "np.stack([np.sin(angle), np.cos(angle)], axis=-1)": "np.concatenate("
+                    "[np.sin(angle), np.cos(angle)], axis=-1)"
+                },
+            ),
+            Mistake(
+                "are positions counted from 1? The first is 0.",
+                {"np.arange(length)[:, None]": "np.arange(1, length + 1)[:, None]"},
+            ),
+            Mistake(
+                "is the exponent's sign turned? Later pairs turn more slowly.",
+                {"10_000.0 ** (-np.arange": "10_000.0 ** (np.arange"},
+            ),
+        ),
+        function="sinusoidal_table",
+        cases=_tables,
+    ),
+    Exercise(
+        "rope",
+        "reference.rope",
+        """\
+Each pair of coordinates (x_2j, x_2j+1) of the token at position t turns by the angle t ω_j, ω_j =
+base^(-2j/d). A rotation's transpose is its inverse, so its gradient is turned back by the same
+angle. Only the first rotate_heads heads turn, all of them when that is None.""",
+        given=("_rotate",),
+    ),
+    Exercise(
+        "alibi",
+        "reference.alibi",
+        """\
+Each head lowers a score by its slope times the distance, and the slopes of n heads, n a power of
+two, are 2^(-8/n), 2^(-16/n), …, 2^-8. For another number take the slopes of the next lower power of
+two, then every second one of the next higher power's, from its first, until there are n. None or
+fewer heads are refused by a ValueError.""",
+        (
+            Mistake(
+                "are the further slopes the first ones of the next power? It is every second one.",
+                {"[0::2][: n_heads - lower]": "[: n_heads - lower]"},
+            ),
+            Mistake(
+                "do the exponents start at 0? The first slope is 2^(-8/n).",
+                {"np.arange(1, n + 1) / n": "np.arange(n) / n"},
+            ),
+            Mistake(
+                "is the formula for powers of two used for every n?",
+                {
+                    "lower = 2 ** int(math.log2(n_heads))": "lower = n_heads",
+                },
+            ),
+        ),
+        function="alibi_slopes",
+        cases=_heads,
+    ),
+    Exercise(
+        "visibility",
+        "reference.visibility",
+        """\
+T queries are the last T of S positions: query t stands at t' = t + (S - T), and distance is t' - u
+for key u. causal allows u ≤ t', window w allows |t' - u| < w, key_mask and documents are one for
+each row of the batch. A key is seen when every rule that is asked for allows it.""",
+        (
+            Mistake(
+                "is the window one too wide? The query's own position is one of the w.",
+                {"np.abs(self.distance) < self.window": "np.abs(self.distance) <= self.window"},
+            ),
+            Mistake(
+                "does a query not see its own position? causal allows u = t'.",
+                {"self.distance >= 0": "self.distance > 0"},
+            ),
+            Mistake(
+                "are the queries' documents taken from the first T positions? They are the last T.",
+                {"self.documents[:, S - T :, None]": "self.documents[:, :T, None]"},
+            ),
+            Mistake(
+                "is key_mask turned around? True takes part.",
+                {"may & self.key_mask[:, None, :]": "may & ~self.key_mask[:, None, :]"},
+            ),
+        ),
+        function="Visibility.allowed",
+        cases=_who,
+    ),
+    Exercise(
+        "attention",
+        "reference.attention",
+        """\
+For one head s_tu = scale · q_t·k_u, P = softmax over the keys that t may see, o_t = Σ_u P_tu κ_tu
+v_u, κ the dropout. Go back from the last line: dv and dP first, then ds through the softmax, then
+dq and dk, both with the scale. G query heads read one key/value head, so its dk and dv are sums
+over the group.""",
+        (
+            Mistake(
+                "is the scale missing in dq? s is scale · q·k, so it multiplies ds.",
+                {"dq = scale * (ds @ k)": "dq = ds @ k"},
+            ),
+            Mistake(
+                "is the scale missing in dk? s is scale · q·k, so it multiplies ds.",
+                {"dk = scale * np.sum(ds": "dk = np.sum(ds"},
+            ),
+            Mistake(
+                "is dP taken for ds? It has to pass through the softmax.",
+                {"ds = softmax_backward(dP, P)": "ds = dP"},
+            ),
+            Mistake(
+                "is P dP taken for ds? The softmax takes off the mean Σ P dP as well.",
+                {"ds = softmax_backward(dP, P)": "ds = P * dP"},
+            ),
+            Mistake(
+                "is the group averaged? Heads that share a key/value head add their gradients.",
+                {"dv = np.sum(dropped": "dv = np.mean(dropped"},
+            ),
+        ),
+    ),
+    Exercise(
+        "sampling",
+        "reference.generate",
+        """\
+Of the logits keep the top_k largest, of these the smallest set whose probability reaches top_p, and
+put -inf for all others. The entry with which the sum reaches top_p stays, so at least one does.
+Equal logits favour the lower id, and probabilities for top_p are those among the k kept.""",
+        (
+            Mistake(
+                "is the entry that reaches top_p left out? It stays.",
+                {"np.concatenate([[True], before[:-1] < top_p])": "before <= top_p"},
+            ),
+            Mistake(
+                "is one entry too many kept? Those before it reach top_p already.",
+                {
+                    "np.concatenate([[True], before[:-1] < top_p])": "np.concatenate([[True, True],"
+                    " before[:-2] < top_p])[: len(before)]"
+                },
+            ),
+            Mistake(
+                "do equal logits favour the higher id? Sort stably, largest first.",
+                {'np.argsort(-logits, kind="stable")': 'np.argsort(logits, kind="stable")[::-1]'},
+            ),
+        ),
+        function="filter_logits",
+        cases=_choices,
+    ),
+)

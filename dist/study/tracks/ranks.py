@@ -1,0 +1,259 @@
+"""Optimizer and ranks: a step, how long it is, and how ranks share it without changing a bit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dist.study.exercise import Exercise, Mistake, Options
+from reference import ops
+
+
+def _norms(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for norm in (0.0, 0.25, 0.5, 1.0, 2.0, 1e-3, 1e6, float("nan"), float("inf")):
+        for most in (1.0, 0.5):
+            yield norm, most
+    yield 1.0, 0.0
+
+
+def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for step in (1, 2, 3, 4, 5, 7, 10, 12):
+        for fraction in (0.0, 0.1):
+            given = Options(peak=1.0, warmup_steps=4, total_steps=10, final_fraction=fraction)
+            for kind in ("cosine", "linear", "constant"):
+                yield step, Options(given, schedule=kind)
+            yield step, Options(given, schedule="wsd", decay_steps=3)
+
+
+def _leaves(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for n in (1, 2, 4, 8, 16):
+        size = 10.0 ** rng.uniform(-4, 4, (n, 5))
+        yield ops, [np.float32(a * b) for a, b in zip(size, rng.normal(size=(n, 5)), strict=True)]
+
+
+def _slices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for n in (1, 5, 8, 9, 16, 23, 100):
+        for block in (1, 4):
+            for size in (1, 2, 4, 8):
+                yield n, block, size
+
+
+def _weights(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    yield ((1.0,),)
+    yield ((1.0, 1.0, 1.0),)
+    yield ((0.8, 0.2),)
+    for n in (2, 3, 5):
+        yield (tuple(float(w) for w in rng.random(n) + 0.1),)
+    yield ((1.0, 1e-6),)
+
+
+def _windows(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for B, T in ((1, 2), (1, 3), (2, 4), (3, 7)):
+        ids = [rng.integers(0, 5, T).astype(np.int32) for _ in range(B)]
+        for eos in (None, 2):
+            yield [(row, rng.random(T) < 0.7) for row in ids], eos
+
+
+EXERCISES = (
+    Exercise(
+        "clip",
+        "reference.global_norm",
+        """\
+A gradient whose norm is larger than max_norm is made that long, by one factor for all of it; a
+smaller one is left as it is. So the factor is never above 1, and 1 for a norm of zero. A norm that
+is not finite must not become a step: a ValueError, as for a max_norm that is not positive.""",
+        (
+            Mistake(
+                "are small gradients made longer? The factor is never above 1.",
+                {"min(1.0, max_norm / norm)": "max_norm / norm"},
+            ),
+            Mistake(
+                "is 1e-6 added to the norm, as PyTorch does? Here it is not.",
+                {"max_norm / norm)": "max_norm / (norm + 1e-6))"},
+            ),
+            Mistake(
+                "does a norm of NaN or infinity become a step? It must be refused.",
+                {"if not math.isfinite(norm):": "if False:"},
+            ),
+        ),
+        function="clip_scale",
+        cases=_norms,
+    ),
+    Exercise(
+        "adamw",
+        "reference.adamw",
+        """\
+m and v are running means of the gradient and of its square, both from zero, which dividing by 1 -
+βᵗ undoes; t counts from 1. The step is m̂ / (√v̂ + ε), with ε outside the root. Weight decay is
+decoupled: it is added to the step and not to the gradient, and only for the first n_decayed
+elements.""",
+        (
+            Mistake(
+                "is ε inside the root? It stands outside: √v̂ + ε.",
+                {"(np.sqrt(v_hat) + eps)": "np.sqrt(v_hat + eps)"},
+            ),
+            Mistake(
+                "is the decay part of the gradient, as in Adam with L2? AdamW adds it to the step.",
+                {
+                    "    g = grad * grad_scale\n": "    g = grad * grad_scale\n"
+                    "    g[:n_decayed] += weight_decay * master[:n_decayed]\n",
+                    "    update[:n_decayed] += weight_decay * master[:n_decayed]\n": "",
+                },
+            ),
+            Mistake(
+                "is the decay not multiplied by the learning rate? Here lr multiplies it.",
+                {
+                    "    update[:n_decayed] += weight_decay * master[:n_decayed]\n": "    master["
+                    ":n_decayed] -= weight_decay * master[:n_decayed]\n"
+                },
+            ),
+        ),
+    ),
+    Exercise(
+        "schedule",
+        "reference.schedule",
+        """\
+The rate rises linearly to its peak, reached at warmup_steps, with step counted from 1. Then, with x
+from 0 to 1 over the steps that are left, a cosine or a line brings it down to final_fraction of the
+peak; wsd stays at the peak until the last decay_steps. After total_steps it stays where it ended,
+and the docstring says what is refused.""",
+        (
+            Mistake(
+                "does the warm-up start at zero? Step 1 takes peak / warmup_steps already.",
+                {"return peak * step / warmup_steps": "return peak * (step - 1) / warmup_steps"},
+            ),
+            Mistake(
+                "does the cosine end at zero? It ends at final_fraction of the peak.",
+                {"(final_fraction + (1 - final_fraction) * (1 + math": "((1 + math"},
+            ),
+            Mistake(
+                "does x start at step 0 rather than at the end of the warm-up?",
+                {"x = (step - warmup_steps) / span if span else 0.0": "x = step / total_steps"},
+            ),
+            Mistake(
+                "does the rate rise again after total_steps? It stays where it ended.",
+                {"    step = min(step, total_steps)\n": ""},
+            ),
+        ),
+        function="learning_rate",
+        given=("Schedule",),
+        cases=_steps,
+    ),
+    Exercise(
+        "targets",
+        "dist.data",
+        """\
+Each window gives ids, and its targets are the tokens one position later; the last position has
+none, so its mask is False and its target 0. A target counts where that token is to be predicted,
+so the mask moves along with the tokens. With eos a document ends with its eos: documents number
+them from 0, the eos belonging to the one that it ends.""",
+        (
+            Mistake(
+                "is each token asked to predict itself? The target is the token after it.",
+                {"targets[:, :-1] = ids[:, 1:]": "targets[:, :-1] = ids[:, :-1]"},
+            ),
+            Mistake(
+                "does the mask stay where the tokens were? It is the target's that counts.",
+                {"mask[:, :-1] = predict[:, 1:]": "mask[:, :-1] = predict[:, :-1]"},
+            ),
+            Mistake(
+                "does the first token become the last one's target? That one has none.",
+                {
+                    "targets[:, :-1] = ids[:, 1:]": "targets[...] = np.roll(ids, -1, axis=1)",
+                },
+            ),
+            Mistake(
+                "does the eos belong to the next document? It ends its own.",
+                {"dtype=np.int32) - ends": "dtype=np.int32)"},
+            ),
+        ),
+        function="make_batch",
+        given=("Batch",),
+        cases=_windows,
+    ),
+    Exercise(
+        "tree_sum",
+        "dist.step",
+        """\
+Floating-point addition is not associative, so the order of a sum decides its bits. Here neighbours
+are added in pairs, 0 with 1 and 2 with 3, then the sums in pairs, until one is left: a tree that
+depends on the number of parts alone. ops.accumulate(left, right) adds the right one to the left in
+place, and the sum is returned.""",
+        (
+            Mistake(
+                "are they added one after the other? The bits then depend on how many a rank adds.",
+                {
+                    "        for left, right in zip(parts[::2], parts[1::2], strict=True):\n"
+                    "            ops.accumulate(left, right)\n"
+                    "        parts = parts[::2]\n": "        ops.accumulate(parts[0], parts[1])\n"
+                    "        parts = [parts[0], *parts[2:]]\n"
+                },
+            ),
+            Mistake(
+                "is the first half paired with the second? Neighbours are paired, as ranks hold "
+                "contiguous leaves.",
+                {
+                    "zip(parts[::2], parts[1::2], strict=True)": "zip(parts[: len(parts) // 2], "
+                    "parts[len(parts) // 2 :], strict=True)",
+                    "        parts = parts[::2]\n": "        parts = parts[: len(parts) // 2]\n",
+                },
+            ),
+        ),
+        function="add_in_tree_order",
+        cases=_leaves,
+        bits=True,
+    ),
+    Exercise(
+        "zero_slices",
+        "dist.comm",
+        """\
+ZeRO shares the optimizer's state: each of W ranks owns one slice of n elements, given by W + 1
+offsets from 0 to n. Slices are whole blocks, so that norms are summed by the same blocks for every
+W; the last block may be short. Blocks are shared as evenly as they go: slice r ends at block
+blocks·(r + 1) // W.""",
+        (
+            Mistake(
+                "are slices cut within blocks? Each is a number of whole blocks.",
+                {"min(n, blocks * r // size * block)": "n * r // size"},
+            ),
+            Mistake(
+                "is the last, short block forgotten? Round the number of blocks up.",
+                {"blocks = -(-n // block)": "blocks = n // block"},
+            ),
+            Mistake(
+                "does an offset lie beyond n? The last block may be short.",
+                {"min(n, blocks * r // size * block)": "blocks * r // size * block"},
+            ),
+            Mistake(
+                "do the first ranks take more than their share, rounded up?",
+                {"min(n, blocks * r // size * block)": "min(n, -(-blocks // size) * r * block)"},
+            ),
+        ),
+        function="bounds_of_slices",
+        cases=_slices,
+    ),
+    Exercise(
+        "mixture",
+        "dist.order",
+        """\
+Sources are mixed by weight, and in every MIX_BLOCK = 1,024 windows each has its exact share. Shares
+are whole numbers that add up to 1,024: round each down, then give one more to those that lost most,
+the first among equals. A source that would get none is refused by a ValueError.""",
+        (
+            Mistake(
+                "do the shares add up to less than 1,024? What rounding takes must be given out.",
+                {"        counts[j] += 1\n": "        pass\n"},
+            ),
+            Mistake(
+                "does what is left go to the first sources? It goes to those that lost most.",
+                {"key=lambda j: (counts[j] - exact[j], j)": "key=lambda j: j"},
+            ),
+            Mistake(
+                "may a source get nothing? That is refused.",
+                {"if 0 in counts:": "if False:"},
+            ),
+        ),
+        function="shares",
+        cases=_weights,
+    ),
+)

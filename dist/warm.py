@@ -1,0 +1,301 @@
+"""Compiles the kernels of a run before its first step, on all cores at once.
+
+A kernel is compiled when it is first called, and a step calls one after the other: on a cold cache
+one core would compile for a minute while the others wait. Here a step of a tiny model of the run's
+kind goes through the reference, which notes what each op is called with. Each op is then called by
+itself on the run's backend, by whichever process of this machine comes to it first: the ranks,
+and as many more (``python -m dist.warm``) as there are cores. Their kernels go to the cache
+(``accel/jit.py``), where the run finds them.
+
+What was missed, or could not be compiled here, is compiled when it is called.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from accel import launcher
+from accel import load as load_backend
+from accel.jit import Store, store_of
+from accel.threads import available_cores
+from dist.comm import Solo
+from dist.config import RunFile, from_tables
+from dist.data import make_batch
+from dist.monitor import Output, terminal_columns
+from dist.step import Stepper, initial_weights
+from reference import ops as reference
+from reference.config import Config
+from reference.generate import generate
+from reference.ops import OPS, Ops
+from reference.params import decoder_layout
+from reference.types import Array
+
+TOKENS = 8  # of a tiny model's context
+
+
+class Task(NamedTuple):
+    """Something to be called once, so that its kernels are compiled."""
+
+    name: str  # the same in every process, and for every run that would call it alike
+    call: Callable[[Ops], object]
+
+
+def compile_kernels(run: RunFile, *, writes: bool = False) -> None:
+    """Compile what is missing in the cache, together with the other ranks of this machine.
+
+    Parameters
+    ----------
+    run : RunFile
+        Whose backend may be another than the cpu: then there is nothing to do.
+    writes : bool
+        Whether the model is to write, too.
+    """
+    if run.run.backend != "cpu":
+        return
+    share = available_cores() // launcher.local_size()
+    with helpers(run, share - 1, writes=writes) as missing:
+        work(missing, load_backend("cpu", compute=run.run.compute), _store(), _show)
+
+
+@contextlib.contextmanager
+def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[list[Task]]:
+    """Have a number of processes compile what is missing, while the caller does something else.
+
+    They end when all is compiled, when the block ends, or with this process. The block is told what
+    is missing.
+    """
+    store = _store()
+    missing = [task for task in tasks_of(run, writes=writes) if not _is_done(store, task)]
+    number = min(number, len(missing))
+    order = json.dumps({"run": run.to_dict(), "writes": writes}) + "\n"
+    started = []
+    for _ in range(number):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dist.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "MYLLM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,  # Ctrl-C is this process's affair
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has said on stderr why it ended
+            process.stdin.write(order)
+            process.stdin.flush()
+        started.append(process)
+    try:
+        yield missing
+    finally:
+        for process in started:
+            with contextlib.suppress(BrokenPipeError):
+                cast(Any, process.stdin).close()  # which ends it
+            process.wait()
+
+
+def main() -> None:
+    """Compile what stdin asks for; end at once when stdin does."""
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    run = from_tables(order["run"])
+    ops = load_backend("cpu", compute=run.run.compute)
+    store = _store()
+    store.silent = True
+    work(tasks_of(run, writes=order["writes"]), ops, store)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+# ---- sharing -------------------------------------------------------------------------------------
+
+
+def work(
+    tasks: list[Task],
+    ops: Ops,
+    store: Store,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Do the tasks that nobody does; then wait for the others, and do what they leave undone.
+
+    ``show`` is told how many of how many are done.
+    """
+    done: set[str] = set()
+    for wait in (False, True):
+        for name, call in tasks:
+            if name in done:
+                continue
+            descriptor = store.open_lock(name)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                if os.fstat(descriptor).st_size == 0:
+                    call(ops)
+                    os.write(descriptor, b"done")
+                done.add(name)
+            except BlockingIOError:
+                pass  # another process has it
+            finally:
+                os.close(descriptor)
+            show(len(done), len(tasks))
+
+
+def _show(done: int, total: int) -> None:
+    """Let a line on the terminal tell how far the compiling is."""
+    if launcher.local_rank() == 0 and terminal_columns(Output(sys.stderr)):
+        end = "\n" if done == total else ""
+        print(f"\rcompiling: {done} of {total} calls", end=end, file=sys.stderr, flush=True)
+
+
+def _is_done(store: Store, task: Task) -> bool:
+    path = store.folder / f"{task.name}.lock"
+    return path.exists() and path.stat().st_size > 0
+
+
+def _store() -> Store:
+    import accel.cpu
+
+    store = store_of(str(accel.cpu.__file__))
+    assert store is not None
+    return store
+
+
+# ---- what there is to compile --------------------------------------------------------------------
+
+
+def tasks_of(run: RunFile, *, writes: bool) -> list[Task]:
+    """Return the calls that differ in kind of a step, an evaluation and, if asked for, writing."""
+    tiny = _tiny(run.model)
+    batch = make_batch([(np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.bool_))] * 2)
+    if run.data.isolate_documents:
+        batch = batch._replace(documents=np.zeros_like(batch.ids))
+    layout, recorder = decoder_layout(tiny), Recorder(run.run.compute)
+    ops = cast(Ops, recorder)
+    weights = initial_weights(ops, layout, 0)
+    stepper = Stepper(ops, tiny, run.optim, layout, Solo(), weights, 0, run.run.recompute)
+    # two leaves, so that the tree adds
+    stepper.update(stepper.gradient([batch, batch], 1, 0), 1e-3)
+    tasks = list(recorder.tasks.values())
+    if writes or run.run.sample_every:
+        tasks.append(Task(_name("writing", run.run.compute, tiny.to_dict()), partial(_write, tiny)))
+    return tasks
+
+
+def _tiny(model: Config) -> Config:
+    """Return a model of the same kind, a few numbers wide."""
+    grouped = model.n_kv_heads < model.n_heads
+    window = model.window if isinstance(model.window, int) else max(model.window)
+    return dataclasses.replace(
+        model,
+        vocab_size=TOKENS,
+        d_model=8,
+        n_layers=1,
+        n_heads=2,
+        n_kv_heads=1 if grouped else 2,
+        d_head=4,
+        d_ff=8,
+        context_length=TOKENS,
+        window=min(window, TOKENS),
+    )
+
+
+def _write(tiny: Config, ops: Ops) -> None:
+    layout = decoder_layout(tiny)
+    params = ops.parameters(layout.views(layout.init(0)))
+    generate(ops, params, tiny, [[1, 2]], max_new_tokens=2, temperature=1.0, seed=1)
+
+
+class Recorder:
+    """The reference as a backend that notes how its ops are called."""
+
+    def __init__(self, compute: str) -> None:
+        self.tasks: dict[str, Task] = {}
+        self._compute = compute
+        self._weights: dict[int, Array] = {}
+        self._ops = {name: op for op in OPS.values() for name in op.names}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(reference, name)
+        op = self._ops.get(name)
+        if op is None:
+            return function
+        if not op.backward:
+            return partial(self._plain, name, function)
+        return partial(self._forward if name == op.forward_name else self._backward, op, function)
+
+    def parameters(self, master: Mapping[str, Array]) -> dict[str, Array]:
+        """Remember which arrays are weights: a backend keeps other forms of them."""
+        made = dict(master)
+        self._weights = {id(array): array for array in made.values()}
+        return made
+
+    def _note(self, kind: str, call: Callable[[Ops], object], *given: Any) -> None:
+        name = _name(kind, self._compute, [self._kind_of(value) for value in given])
+        self.tasks.setdefault(name, Task(name, call))
+
+    def _plain(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        again = partial(_call, name, self._marked(args), options)
+        self._note(name, again, args, options)
+        return function(*args, **options)
+
+    def _forward(self, op: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        again = partial(_call, op.forward_name, self._marked(args), options)
+        self._note(op.forward_name, again, args, options)
+        out, cache = function(*args, **options)
+        return out, (cache, again, args, options)
+
+    def _backward(
+        self, op: Any, function: Callable[..., Any], dout: Any, noted: Any, **options: Any
+    ) -> Any:
+        cache, forward, *given = noted
+
+        def again(ops: Ops) -> None:
+            _, kept = forward(ops)
+            getattr(ops, op.backward_name)(dout, kept, **options)
+
+        self._note(op.backward_name, again, *given, dout, options)
+        return function(dout, cache, **options)
+
+    def _marked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_Weight(a) if id(a) in self._weights else a for a in args)
+
+    def _kind_of(self, value: Any) -> Any:
+        """Return what a kernel could be compiled for: types, axes, what is missing, choices."""
+        if isinstance(value, np.ndarray):
+            return [value.dtype.str, value.ndim, id(value) in self._weights]
+        if isinstance(value, Mapping):
+            return {name: self._kind_of(part) for name, part in value.items()}
+        if isinstance(value, (tuple, list)):
+            return [self._kind_of(part) for part in value]
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        return type(value).__name__
+
+
+class _Weight(NamedTuple):
+    array: Array
+
+
+def _call(name: str, args: tuple[Any, ...], options: dict[str, Any], ops: Ops) -> Any:
+    given = [ops.parameters({"": a.array})[""] if isinstance(a, _Weight) else a for a in args]
+    return getattr(ops, name)(*given, **options)
+
+
+def _name(kind: str, *detail: object) -> str:
+    digest = hashlib.sha256(json.dumps(detail, sort_keys=True).encode()).hexdigest()
+    return f"{kind}-{digest[:16]}"
+
+
+if __name__ == "__main__":
+    main()

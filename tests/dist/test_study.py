@@ -1,0 +1,421 @@
+"""``myllm study``: rungs are run, exercises are made from the reference and graded by it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from accel.verify import check
+from accel.verify.subject import import_file, load_op
+from dist.cli import main
+from dist.study import blank
+from dist.study import cli as study
+from dist.study.exercise import Exercise, Mistake, mistaken, module_of, source_of
+from dist.study.grade import grade, grade_module
+from dist.study.tracks import EXERCISES, TRACKS
+from reference import study as rungs
+from reference.study import LADDER
+from tests.helpers import ROOT
+
+FUNCTIONS = [e for e in EXERCISES.values() if e.cases is not None]
+OPS = [e for e in EXERCISES.values() if e.cases is None]
+
+
+def solution(exercise: Exercise, level: int = 1) -> str:
+    """The text of an exercise with nothing blank."""
+    wanted = blank.wanted(exercise, exercise.levels[level - 1])
+    return blank.cut(source_of(exercise.home_of(level)), "", wanted)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def graded(exercise: Exercise, path: Path, examples: int = 12) -> check.Report:
+    """The report on an op, made in this process and without looking for the smallest case."""
+    mistakes = tuple((m.says, mistaken(exercise, m)) for m in exercise.mistakes)
+    options = check.Options(
+        (exercise.name,), ("float64",), examples=examples, shrink=False, mistakes=mistakes
+    )
+    return check.check_subject(load_op(path, exercise.name), options)
+
+
+# ---- the list and the rungs ----------------------------------------------------------------------
+
+
+def test_the_list_has_every_rung_in_order_and_twenty_exercises_in_four_tracks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["study"]) == 0
+    said = capsys.readouterr().out
+    names = [module.removeprefix("reference.study.") for module in LADDER]
+    places = [said.index(f"\n  {name} ") for name in names]
+    assert places == sorted(places) and len(places) >= 5
+    assert len(TRACKS) == 4 and all(len(track) >= 4 for track in TRACKS.values())
+    assert len(EXERCISES) == sum(map(len, TRACKS.values())) >= 20
+    for name in EXERCISES:
+        assert re.search(rf"^    {name} +\S", said, re.MULTILINE)
+
+
+def test_a_rung_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "autoregression"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_a_rung_goes_before_an_exercise_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study, "LADDER", ("reference.study.relu", *LADDER))
+    (tmp_path / "relu.py").write_text("print('the rung')")
+    monkeypatch.setattr("reference.study.__path__", [*rungs.__path__, str(tmp_path)])
+    assert main(["study", "relu"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the rung\n") and "myllm study relu --level 1" in said
+    assert main(["study", "relu", "--level", "1"]) == 0
+    assert "study_relu.py: write backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothing_such"], "no rung and no exercise 'nothing_such'"),
+        (["autoregression", "--level", "1"], "a rung, not an exercise"),
+        (["rmsnorm", "--level", "4"], "1 backward, 2 forward, 3 _rmsnorm_backward"),
+        (["clip", "--level", "0"], "clip has level clip_scale"),
+        (["--check", "x.py"], "say of which exercise"),
+        (["rmsnorm", "--wrong"], "unrecognized arguments: --wrong"),
+    ],
+)
+def test_wrong_usage_is_status_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["study", *arguments])
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def levels() -> Iterator[tuple[Exercise, int]]:
+    for exercise in EXERCISES.values():
+        yield from ((exercise, n) for n in range(1, len(exercise.levels) + 1))
+
+
+@pytest.mark.parametrize(("exercise", "level"), [*levels()], ids=lambda x: getattr(x, "name", x))
+def test_an_exercise_is_the_source_with_one_function_blank(exercise: Exercise, level: int) -> None:
+    text = blank.exercise_text(exercise, level, "COMMAND")
+    tree = ast.parse(text)
+    opening = ast.get_docstring(tree)
+    assert opening and exercise.says.strip() in opening and "COMMAND" in opening
+    assert len(re.findall(r"[.?](?=\s|$)", exercise.says)) in (3, 4, 5)
+    raises = [n for n in ast.walk(tree) if isinstance(n, ast.Raise)]
+    name = exercise.levels[level - 1].split(".")[-1]
+    assert [
+        r for r in raises if "NotImplementedError" in ast.unparse(r)
+    ] and f"write {name}" in text
+    # all that is given stands so in the source, and what was to be written is gone
+    source = source_of(exercise.home_of(level)).replace("@jit(", "@njit(")
+    (original,) = (
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    assert ast.unparse(original.body[-1]) not in ast.unparse(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name != name:
+            assert ast.get_source_segment(text, node) in source
+    if "_" != name[0]:
+        compile(text, "exercise", "exec")
+        module_of(text, "exercise")  # its imports are all there
+
+
+def test_a_file_is_never_overwritten_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "relu"]) == 0
+    written = Path("study_relu.py").read_text(encoding="utf-8")
+    Path("study_relu.py").write_text("mine", encoding="utf-8")
+    assert main(["study", "relu"]) == 1
+    said = capsys.readouterr().err
+    assert "study_relu.py is there already and stays as it is" in said and "--force" in said
+    assert Path("study_relu.py").read_text(encoding="utf-8") == "mine"
+    assert main(["study", "relu", "--force"]) == 0
+    assert Path("study_relu.py").read_text(encoding="utf-8") == written
+    assert main(["study", "relu", "--level", "2", "-o", "other.py"]) == 0
+    assert 'write forward")' in Path("other.py").read_text(encoding="utf-8")
+
+
+# ---- grading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exercise", FUNCTIONS, ids=lambda e: e.name)
+def test_the_solution_of_a_function_is_right(exercise: Exercise) -> None:
+    verdict = grade_module(exercise, module_of(solution(exercise), "solution"))
+    assert verdict.right and verdict.calls >= 5, verdict.text
+
+
+@pytest.mark.parametrize("exercise", OPS, ids=lambda e: e.name)
+def test_the_solution_of_an_op_is_right(exercise: Exercise, tmp_path: Path) -> None:
+    report = graded(exercise, write(tmp_path / "x.py", solution(exercise)), examples=8)
+    assert report.ok and report.cases == 8
+
+
+def mistakes_in(exercises: list[Exercise]) -> Iterator[tuple[Exercise, Mistake]]:
+    for exercise in exercises:
+        yield from ((exercise, mistake) for mistake in exercise.mistakes)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "mistake"),
+    [*mistakes_in(FUNCTIONS)],
+    ids=lambda x: x.name if isinstance(x, Exercise) else x.says[:30],
+)
+def test_a_mistake_in_a_function_is_named_alone(exercise: Exercise, mistake: Mistake) -> None:
+    verdict = grade_module(exercise, module_of(mistaken(exercise, mistake), "mistaken"))
+    assert not verdict.right
+    assert re.findall("hint: (.*)", verdict.text) == [mistake.says]
+
+
+# What verify knows of these ops without the exercise's help.
+KNOWN = [
+    ("embedding", "np.add.at(dtable, cache.ids.reshape(-1), dy", "dtable[cache.ids.reshape(-1)] += "
+     "(dy", "overwritten rather than added"),
+    ("layernorm", "dn - np.mean(dn, axis=-1, keepdims=True) - along_n", "dn - along_n",
+     "is the term mean(dn) missing?"),
+    ("layernorm", " - along_n)", ")", "is the term n · mean(dn · n) missing?"),
+    ("rmsnorm", "(dn - n * np.mean(dn * n, axis=-1, keepdims=True))", "dn",
+     "is the term n · mean(dn · n) missing?"),
+    ("rope", "_rotate(dy, cos, -sin, rotate_heads)", "_rotate(dy, cos, sin, rotate_heads)",
+     "does the backward turn the same way as the forward?"),
+    ("rope", "base ** (-np.arange(0, d, 2) / d)", "base ** (np.arange(0, d, 2) / d)", "out"),
+    ("adamw", "m_hat = m / (1 - beta1**step)\n    v_hat = v / (1 - beta2**step)", "m_hat, v_hat = "
+     "m, v", "is the bias correction missing?"),
+    ("linear", "dx = dy @ W.T", "dx = dy @ W", "raised ValueError"),
+    ("softmax", "z - np.max(z, axis=-1, keepdims=True)", "z", "is the maximum taken off first?"),
+    ("add", "np.asarray(np.sum(dy, axis=(*range(new), *repeated))).reshape(shape)", "dy",
+     "should have"),
+]  # fmt: skip
+
+
+def planted() -> Iterator[tuple[str, str, str]]:
+    """Every mistake in an op: its name, the text with the mistake, what must be said."""
+    for exercise, mistake in mistakes_in(OPS):
+        yield exercise.name, mistaken(exercise, mistake), mistake.says
+    for name, old, new, says in KNOWN:
+        text = source_of(EXERCISES[name].home)
+        assert text.count(old) == 1, (name, old)
+        yield name, text.replace(old, new), says
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [*planted()],
+    ids=[f"{name}: {says[:40]}" for name, _, says in planted()],
+)
+def test_a_mistake_in_an_op_is_named(name: str, text: str, says: str, tmp_path: Path) -> None:
+    report = graded(EXERCISES[name], write(tmp_path / "x.py", text))
+    assert not report.ok
+    assert says in report.text()
+
+
+def test_every_exercise_has_a_mistake_that_is_named() -> None:
+    assert {name for name, *_ in planted()} | {e.name for e, _ in mistakes_in(FUNCTIONS)} == set(
+        EXERCISES
+    )
+
+
+class Attempt(NamedTuple):
+    """What a learner might hand in, in words of their own, and what must be said (None: right)."""
+
+    exercise: str
+    text: str
+    says: str | None
+
+
+RMSNORM = """
+import numpy as np
+def forward(x, g, eps):
+    r = (np.square(x).mean(-1)[..., None] + eps) ** -0.5
+    return g * (x * r), (x, g, r)
+def backward(dy, cache):
+    x, g, r = cache
+    D = x.shape[-1]
+    dg = np.zeros_like(g)
+    dx = np.empty_like(x)
+    for row in np.ndindex(x.shape[:-1]):
+        h = dy[row] * g
+        dg += dy[row] * x[row] * r[row]
+        dx[row] = r[row] * h - r[row] ** 3 * x[row] * (h @ x[row]) / D
+    return dx, dg
+"""
+TRAIN = """
+from collections import Counter
+def train(words, n_merges, *, first_id=0, n_symbols=256, min_count=1, max_length=4096):
+    ids = [[first_id + b for b in word] for word in words]
+    merges = []
+    while len(merges) < n_merges:
+        pairs = Counter()
+        for symbols, n in zip(ids, words.values()):
+            for pair in zip(symbols, symbols[1:]):
+                pairs[pair] += n
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        new = first_id + n_symbols + len(merges)
+        merges.append(best)
+        for w, symbols in enumerate(ids):
+            out = []
+            for s in symbols:
+                if out and (out[-1], s) == best:
+                    out[-1] = new
+                else:
+                    out.append(s)
+            ids[w] = out
+    return merges
+"""
+TREE = """
+def add_in_tree_order(ops, parts):
+    for other in parts[1:]:
+        ops.accumulate(parts[0], other)
+    return parts[0]
+"""
+ATTEMPTS = [
+    Attempt("rmsnorm", RMSNORM, None),
+    Attempt("rmsnorm", RMSNORM.replace("(h @ x[row]) / D", "(h @ x[row])"), "sum for mean in the"),
+    Attempt("rmsnorm", RMSNORM.replace("h = dy[row] * g", "h = dy[row]"), "is the gain missing in"),
+    Attempt("rmsnorm", RMSNORM.replace("return dx, dg", ""), "returned None: is there a return?"),
+    Attempt("rmsnorm", RMSNORM.replace("return dx, dg", "return dx"), "must return dx, dgain"),
+    Attempt("bpe_train", TRAIN, None),
+    Attempt("bpe_train", TRAIN.replace("+= n", "+= 1"), "is every word counted once?"),
+    Attempt(
+        "bpe_train",
+        TRAIN.replace("min(pairs, key=lambda pair: (-pairs[pair], pair))", "max(pairs, key=lambda "
+        "pair: (pairs[pair], pair))"),
+        "do equal counts go to the greater pair?",
+    ),
+    Attempt("tree_sum", TREE, "are they added one after the other?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda a: f"{a.exercise}: {a.says}")
+def test_what_learners_write_in_words_of_their_own(attempt: Attempt, tmp_path: Path) -> None:
+    exercise, path = EXERCISES[attempt.exercise], write(tmp_path / "mine.py", attempt.text)
+    if exercise.cases is not None:
+        verdict = grade_module(exercise, import_file(path))
+        ok, said = verdict.right, verdict.text
+    else:
+        report = graded(exercise, path)
+        ok, said = report.ok, report.text()
+    assert ok == (attempt.says is None), said
+    assert attempt.says is None or attempt.says in said
+
+
+def test_the_command_grades_from_blank_to_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, wrong, right, says in (
+        ("relu", "return dy", "return np.where(x > 0, dy, 0)", "FAIL relu: gradient dx"),
+        ("clip", "return max_norm / norm", "", "FAIL clip: wrong in"),
+    ):
+        file = Path(f"study_{name}.py")
+        assert main(["study", name]) == 0
+        again = ["study", name, "--check", str(file)]
+        assert main(again) == 1
+        assert "is still blank; write it" in capsys.readouterr().err
+        text = file.read_text(encoding="utf-8")
+        (line,) = re.findall(r"raise NotImplementedError.*", text)
+        file.write_text(text.replace(line, wrong), encoding="utf-8")
+        assert main(again) == 1
+        assert says in capsys.readouterr().out
+        text = text.replace(line, right) if right else solution(EXERCISES[name])
+        file.write_text(text, encoding="utf-8")
+        assert main(again) == 0
+        assert f"{name}: right in" in capsys.readouterr().out
+
+
+def test_the_example_of_the_page_says_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "reference" / "README.md").read_text(encoding="utf-8")
+    (body,) = re.findall(r"<!-- exercise: rmsnorm -->\n```python\n(.*?)```", page, re.S)
+    (shown,) = re.findall(r"<!-- output: rmsnorm -->\n```\n(.*?)```", page, re.S)
+    (count,) = re.findall(r"and (\d+) exercises in four tracks", page)
+    assert int(count) == len(EXERCISES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "rmsnorm"]) == 0
+    file = Path("study_rmsnorm.py")
+    blank_line = '    raise NotImplementedError("write backward")\n'
+    file.write_text(file.read_text(encoding="utf-8").replace(blank_line, body), encoding="utf-8")
+    capsys.readouterr()
+    assert main(["study", "rmsnorm", "--check", "study_rmsnorm.py"]) == 1
+    number = r"-?\d+\.\d*(?:e[+-]\d+)?"  # their last digits may be another processor's
+    said = capsys.readouterr().out
+    assert re.sub(number, "#", said).split() == re.sub(number, "#", shown).split()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "there is no file"),
+        ("def f(:", "line 1: this is no Python"),
+        ('"""Exercise gelu, level 1: write backward."""', "is of the exercise gelu"),
+        ("x = 1", "has no function clip_scale: was it overwritten?"),
+        ("def clip_scale(norm): return 1", "takes norm, but it is to take norm, max_norm"),
+        ("import nothing_such\ndef clip_scale(a, b): return 1", "does not import"),
+    ],
+)
+def test_what_is_no_attempt_is_said_in_a_sentence(
+    text: str | None, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        write(path, text)
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        grade(EXERCISES["clip"], path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"), [("while True: pass", "no answer within 2 s"), ("os._exit(4)", "status 4")]
+)
+def test_a_function_that_never_returns_or_ends_the_process_is_said(
+    line: str, says: str, tmp_path: Path
+) -> None:
+    text = f"import os\ndef clip_scale(norm, max_norm):\n    {line}"
+    timeout = 2 if "while" in line else 60
+    verdict = grade(EXERCISES["clip"], write(tmp_path / "mine.py", text), timeout=timeout)
+    assert not verdict.right and says in verdict.text
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def kernel_solution(name: str) -> str:
+    return solution(EXERCISES[name], 3).replace("@jit(", "@njit(")
+
+
+@pytest.mark.slow  # it compiles
+def test_a_kernel_is_graded_like_the_rest(tmp_path: Path) -> None:
+    text = kernel_solution("relu")
+    assert graded(EXERCISES["relu"], write(tmp_path / "right.py", text), examples=5).ok
+    body = text[text.index("def _relu_backward") : text.index("def relu_forward")]
+    (condition,) = re.findall(r"if (x\[i\] > .*?) else", body)
+    wrong = body.replace(condition, condition.replace("x[i]", "dy[i]"))
+    report = graded(
+        EXERCISES["relu"], write(tmp_path / "wrong.py", text.replace(body, wrong)), examples=10
+    )
+    assert "does the mask ask dy rather than x?" in report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [e.name for e in OPS if e.kernels])
+def test_every_kernel_s_solution_is_right(name: str, tmp_path: Path) -> None:
+    assert grade(EXERCISES[name], write(tmp_path / "right.py", kernel_solution(name))).right

@@ -1,0 +1,172 @@
+"""``myllm verify --adapters``: the course exercise's conventions, right and wrong files."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from accel.verify.adapters import ADAPTERS, check_adapters
+from accel.verify.subject import import_file
+from dist.cli import main
+from tests.helpers import ROOT
+
+RIGHT = (ROOT / "tests" / "helpers" / "course_adapters.py").read_text(encoding="utf-8")
+
+
+class Wrong(NamedTuple):
+    """A mistake in an adapter, and what must be said of it."""
+
+    adapter: str
+    old: str
+    new: str
+    says: str
+
+
+WRONG = [
+    Wrong("run_linear", "in_features @ weights.T", "in_features @ weights", "raised ValueError"),
+    Wrong("run_embedding", "weights[token_ids]", "weights[token_ids - 1]", "FAIL run_embedding"),
+    Wrong("run_silu", "(1 + np.exp(-in_features))", "(1 + np.exp(in_features))", "FAIL run_silu"),
+    Wrong(
+        "run_swiglu",
+        "(run_silu(in_features @ w1_weight.T) * (in_features @ w3_weight.T))",
+        "(run_silu(in_features @ w3_weight.T) * (in_features @ w1_weight.T))",
+        "w1 and w3 swapped?",
+    ),
+    Wrong("run_softmax", "e.sum(axis=dim, keep", "e.sum(axis=-1, keep", "FAIL run_softmax"),
+    Wrong(
+        "run_softmax",
+        "np.exp(in_features - in_features.max(axis=dim, keepdims=True))",
+        "np.exp(in_features)",
+        "is the maximum taken off first?",
+    ),
+    Wrong(
+        "run_rmsnorm",
+        "np.sqrt((in_features**2).mean(axis=-1, keepdims=True) + eps)",
+        "(np.sqrt((in_features**2).mean(axis=-1, keepdims=True)) + eps)",
+        "is eps outside the root?",
+    ),
+    Wrong("run_cross_entropy", "targets]).mean()", "targets]).sum()", "sum for mean?"),
+    Wrong(
+        "run_scaled_dot_product_attention",
+        "Q @ K.swapaxes(-1, -2) / np.float32(math.sqrt(Q.shape[-1]))",
+        "Q @ K.swapaxes(-1, -2)",
+        "missing scale?",
+    ),
+    Wrong(
+        "run_scaled_dot_product_attention",
+        "np.where(mask, s, -np.inf)",
+        "np.where(mask, -np.inf, s)",
+        "FAIL run_scaled_dot_product_attention",
+    ),
+    Wrong(
+        "run_rope",
+        "in_query_or_key[..., 0::2], in_query_or_key[..., 1::2]",
+        "*np.split(in_query_or_key, 2, axis=-1),",
+        "FAIL run_rope",
+    ),
+    Wrong(
+        "run_rope",
+        "token_positions[..., None] * omega",
+        "np.arange(in_query_or_key.shape[-2])[..., None] * omega",
+        "is token_positions ignored",
+    ),
+    Wrong("run_gradient_clipping", "if norm > max_l2_norm:", "if True:", "made longer?"),
+    Wrong(
+        "run_get_lr_cosine_schedule",
+        "min(1, (it - warmup_iters) / (cosine_cycle_iters - warmup_iters))",
+        "(it - warmup_iters) / (cosine_cycle_iters - warmup_iters)",
+        "does the rate rise again after cosine_cycle_iters?",
+    ),
+    Wrong("get_adamw_cls", "        self.t += 1", "        self.t = 10**9", "correction missing?"),
+    Wrong("get_adamw_cls", "g = p.grad\n", "g = p.grad + self.decay * p.data\n", "FAIL get_adamw"),
+    Wrong("get_adamw_cls", "if p.grad is None", "if False", "raises TypeError"),
+    Wrong(
+        "get_adamw_cls",
+        "self.lr * self.decay * p.data",
+        "self.decay * p.data",
+        "is the decay not multiplied by the learning rate?",
+    ),
+    Wrong(
+        "run_train_bpe",
+        "max(pairs, key=lambda pair: (pairs[pair], pair))",
+        "min(pairs, key=lambda pair: (-pairs[pair], pair))",
+        "do equal counts go to the smaller pair?",
+    ),
+    Wrong("run_train_bpe", "if special_tokens:", "if False:", "are special tokens not cut out?"),
+    Wrong("run_train_bpe", "regex.findall(PAT, part)", "[part]", "is the text not cut into words"),
+]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "adapters.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_right_file_passes_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, RIGHT)
+    assert main(["verify", "--adapters", str(path), "--examples", "15"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("ok in ") == len(ADAPTERS) == 13
+    assert "13 of 13 adapters right, 0 wrong, 0 missing or not written yet" in said
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{w.adapter}: {w.says}")
+def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path) -> None:
+    assert RIGHT.count(wrong.old) == 1
+    text = RIGHT.replace(wrong.old, wrong.new)
+    # the others would only take time
+    others = "|".join(name for name in ADAPTERS if name != wrong.adapter)
+    text = re.sub(rf"^def ({others})\(", r"def other_\1(", text, flags=re.MULTILINE)
+    if wrong.adapter != "run_silu":
+        text = text.replace("run_silu(", "other_run_silu(").replace("other_other_", "other_")
+    if wrong.adapter != "run_softmax":
+        text = text.replace(" run_softmax(", " other_run_softmax(")
+    found = check_adapters(import_file(write(tmp_path, text)), examples=30)
+    assert set(found.verdicts) == {wrong.adapter}
+    assert not found.verdicts[wrong.adapter].right
+    assert wrong.says in found.verdicts[wrong.adapter].text
+
+
+def test_what_is_missing_or_not_written_is_counted_and_not_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+def run_linear(d_in, d_out, weights, in_features):
+    return in_features @ weights.T
+def run_rope(d_k, theta, max_seq_len, in_query_or_key, token_positions):
+    raise NotImplementedError
+def run_softmax(in_features, dim):
+    raise NotImplementedError
+def get_adamw_cls():
+    raise NotImplementedError
+"""
+    path = write(tmp_path, text)
+    assert main(["verify", "--adapters", str(path), "--examples", "5"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^run_rope +missing", said, re.MULTILINE)
+    assert re.search(r"^run_linear +ok in 5 cases", said, re.MULTILINE)
+    assert "1 of 13 adapters right, 0 wrong, 12 missing or not written yet" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_of_that_name", "does not import: ModuleNotFoundError"),
+        ("def f(): pass", "has no adapter: none of run_linear"),
+        ("def f(:", "does not import: SyntaxError"),
+        ("def run_silu(x):\n    import os\n    os._exit(3)", "ended the process with status 3"),
+        ("def run_silu(x):\n    while True: pass", "no answer within 5 s"),
+    ],
+)
+def test_a_file_that_cannot_be_checked_is_said_in_a_sentence(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, text)
+    timeout = "5" if "while" in text else "120"
+    assert main(["verify", "--adapters", str(path), "--timeout", timeout]) == 1
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+    assert main(["verify", "--adapters", str(tmp_path / "none.py")]) == 1
+    assert "there is no file" in capsys.readouterr().err
