@@ -64,7 +64,7 @@ class Soak:
         while True:
             fault = self.random.choice(FAULTS) if time.monotonic() < end else "none"
             if fault == "damage":
-                begin = self.damage(config) or begin
+                begin = begin or self.damage(config)  # what is damaged already is known by one file
                 continue
             ranks = self.random.choice((2, 2, 4))
             before = checkpoint.pointed(Path(config.run.out) / "checkpoints")
