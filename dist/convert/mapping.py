@@ -21,7 +21,7 @@ from reference.params import decoder_layout
 from reference.types import Array
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
-CHUNK = 1 << 22  # elements that are converted at once
+CHUNK = 1 << 20  # elements that are converted at once
 
 
 class Key(NamedTuple):
