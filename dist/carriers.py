@@ -8,7 +8,6 @@ since only that can also carry Python's objects and end a rank that hangs.
 Both move bytes and compute nothing, so they give the same bits. The sums are ``step.py``'s.
 """
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from socket import gethostname
@@ -19,25 +18,27 @@ import numpy as np
 
 from accel.cuda import device as devices
 from accel.cuda.device import Device
-from dist.comm import AllRanksError, Comm, together
+from dist.comm import AllRanksError, Comm, Level, slices_of, together
 from dist.config import Carrier
 from reference.types import Array
 
 
 class Carried:
-    """The ranks of a run as MPI knows them; its two kinds also move the arrays of a device.
+    """The ranks of a run as MPI knows them, whose bulk travels another way.
 
     Parameters
     ----------
     control : Comm
         Says all that is small.
-    device : Device
-        Whose arrays are moved.
+    levels : sequence of Level
+        Move the arrays of a device.
     """
 
-    def __init__(self, control: Comm, device: Device) -> None:
-        self.control, self.device = control, device
-        self.rank, self.size = control.rank, control.size
+    behind = "gradients lie on a GPU"
+
+    def __init__(self, control: Comm, levels: Sequence[Level]) -> None:
+        self.control, self.levels = control, levels
+        self.rank, self.size, self.computing = control.rank, control.size, control.computing
         self.library, self.watch = control.library, control.watch
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -61,12 +62,31 @@ class Carried:
         self.control.abort(status)
 
 
-class Staged(Carried):
+class OnDevice:
+    """Ranks that exchange slices of a device's arrays.
+
+    Parameters
+    ----------
+    level : Level
+        The same ranks as MPI knows them.
+    device : Device
+    """
+
+    def __init__(self, level: Level, device: Device) -> None:
+        self.level, self.device = level, device
+        self.rank, self.size = level.rank, level.size
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0 among them."""
+        return self.level.broadcast(value)
+
+
+class Staged(OnDevice):
     """By MPI, through host memory."""
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Send each rank its slice, all to all."""
-        parts = self.control.exchange(self.device.download(flat), bounds)
+        parts = self.level.exchange(self.device.download(flat), bounds)
         return [self.device.upload(part) for part in parts]
 
     def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
@@ -74,13 +94,13 @@ class Staged(Carried):
         low, high = bounds[self.rank], bounds[self.rank + 1]
         host = np.empty(flat.shape, flat.dtype)
         host[low:high] = self.device.download(flat[low:high])
-        self.control.all_gather_slices(host, bounds)
-        for first, last in ((0, low), (high, bounds[-1])):
+        self.level.all_gather_slices(host, bounds)
+        for first, last in ((bounds[0], low), (high, bounds[-1])):
             if last > first:
                 self.device.write(flat[first:last], host[first:last])
 
 
-class Nccl(Carried):
+class Nccl(OnDevice):
     """By NCCL, from GPU to GPU.
 
     Each call is one group of sends and receives, added to the device's queue behind the kernels
@@ -88,12 +108,12 @@ class Nccl(Carried):
     whole blocks and so of unequal length, which NCCL's own collectives do not take.
     """
 
-    def __init__(self, control: Comm, device: Device, nccl: Any) -> None:
-        super().__init__(control, device)
+    def __init__(self, level: Level, device: Device, nccl: Any) -> None:
+        super().__init__(level, device)
         self._nccl = nccl
         try:
-            identity = control.broadcast(nccl.get_unique_id() if control.rank == 0 else None)
-            self._ranks = nccl.NcclCommunicator(control.size, identity, control.rank)
+            identity = level.broadcast(nccl.get_unique_id() if level.rank == 0 else None)
+            self._ranks = nccl.NcclCommunicator(level.size, identity, level.rank)
         except nccl.NcclError as error:  # the others may wait within NCCL: nothing to agree on
             raise ValueError(
                 f"NCCL could not start ({error}): NCCL_DEBUG=INFO in the environment makes it say "
@@ -101,8 +121,8 @@ class Nccl(Carried):
             ) from error
         # NCCL opens its connections, and takes memory for them, when it first needs them: now,
         # before this process has filled the GPU
-        one = device.upload(np.zeros(control.size, np.float32))
-        self.exchange(one, range(control.size + 1))
+        one = device.upload(np.zeros(level.size, np.float32))
+        self.exchange(one, range(level.size + 1))
 
     def exchange(self, flat: Array, bounds: Sequence[int]) -> list[Array]:
         """Send each rank its slice, all to all; the own one stays where it is."""
@@ -111,12 +131,12 @@ class Nccl(Carried):
             flat[low:high] if peer == self.rank else self.device.empty((high - low,), flat.dtype)
             for peer in range(self.size)
         ]
-        self._group(_slices(flat, bounds), parts)
+        self._group(slices_of(flat, bounds), parts)
         return parts
 
     def all_gather_slices(self, flat: Array, bounds: Sequence[int]) -> None:
         """Send the own slice to all and receive theirs in place."""
-        slices = _slices(flat, bounds)
+        slices = slices_of(flat, bounds)
         self._group([slices[self.rank]] * self.size, slices)
 
     def _group(self, sent: Sequence[Array], received: Sequence[Array]) -> None:
@@ -146,10 +166,6 @@ class Nccl(Carried):
         self._nccl.groupEnd()
 
 
-def _slices(flat: Array, bounds: Sequence[int]) -> list[Array]:
-    return [flat[low:high] for low, high in itertools.pairwise(bounds)]
-
-
 # ---- the choice ----------------------------------------------------------------------------------
 
 
@@ -173,8 +189,9 @@ def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
     if backend != "cuda" or comm.size == 1:
         return comm, ""
     device = devices.current()
+    staged = Carried(comm, [Staged(level, device) for level in comm.levels])
     if how == "mpi":
-        return Staged(comm, device), "gradients and weights go by MPI through host memory"
+        return staged, "gradients and weights go by MPI through host memory"
 
     def ask() -> tuple[str, str]:
         return f"{gethostname()} {device.name()}", _why_not_nccl()
@@ -190,14 +207,13 @@ def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
     if reason and how == "nccl":
         raise AllRanksError(f"run.comm is 'nccl', but {reason}, or set run.comm to 'auto'")
     if reason:
-        return (
-            Staged(comm, device),
-            f"gradients and weights go by MPI through host memory: {reason}",
-        )
+        return staged, f"gradients and weights go by MPI through host memory: {reason}"
     nccl = _nccl_module()
     version = nccl.get_version()
     said = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return Nccl(comm, device, nccl), f"gradients and weights go by NCCL {said}"
+    with comm.watch.waiting("start of NCCL"):
+        levels = [Nccl(level, device, nccl) for level in comm.levels]
+    return Carried(comm, levels), f"gradients and weights go by NCCL {said}"
 
 
 def _nccl_module() -> ModuleType:

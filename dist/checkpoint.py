@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated, Any, NamedTuple
@@ -116,8 +116,8 @@ class Saving:
         self.folder, self.state, self.comm = folder, state, comm
         self.path = folder / folder_name(state.step)
         self._part = folder / f"{self.path.name}.tmp"
-        self._size, self._low = stepper.layout.size, stepper.low
-        self._crcs: dict[str, list[int]] = {}
+        self._size, self._offsets = stepper.layout.size, [low for low, _ in stepper.slices]
+        self._crcs: dict[str, dict[int, int]] = {}
         self._failure: Exception | None = None
         self.seconds = 0.0  # that writing took
 
@@ -132,21 +132,25 @@ class Saving:
                 replace_durably(self._part / TOKENIZER, tokenizer.read_bytes())
 
         self._together(prepare, only=0)
-        arrays = (stepper.master[stepper.low : stepper.high], stepper.m, stepper.v)
-        slices = (np.ascontiguousarray(stepper.ops.to_numpy(a), "<f4") for a in arrays)
+        master = [stepper.master[low:high] for low, high in stepper.slices]
+        on_host = (
+            [np.ascontiguousarray(stepper.ops.to_numpy(part), "<f4") for part in parts]
+            for parts in (master, stepper.by_slice(stepper.m), stepper.by_slice(stepper.v))
+        )
         self._thread: threading.Thread | None = None
         if aside:
-            copies = [array.copy() for array in slices]
+            copies = [[part.copy() for part in parts] for parts in on_host]
             self._thread = threading.Thread(target=self._write, args=(copies,), daemon=True)
             self._thread.start()
         else:
-            self._write(slices)
+            self._write(on_host)
 
-    def _write(self, slices: Iterable[Array]) -> None:
+    def _write(self, arrays: Iterable[list[Array]]) -> None:
         began = time.perf_counter()
         try:
-            for name, array in zip(ARRAYS, slices, strict=True):
-                self._crcs[name] = _write_slice(self._part / f"{name}.bin", self._low, array)
+            for name, parts in zip(ARRAYS, arrays, strict=True):
+                path = self._part / f"{name}.bin"
+                self._crcs[name] = _write_slices(path, self._offsets, parts)
         except Exception as error:  # raised where it is waited for, whatever it is
             self._failure = error
         self.seconds = time.perf_counter() - began
@@ -161,17 +165,18 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
 
-        def slices() -> dict[str, list[int]]:
+        def own() -> dict[str, dict[int, int]]:
             if self._failure is not None:
                 raise self._failure
             return self._crcs
 
-        crcs = self._together(slices)
+        ranks = self._together(own)
+        crcs = {name: {k: crc for r in ranks for k, crc in r[name].items()} for name in ARRAYS}
         described = Manifest(
             **msgspec.structs.asdict(self.state),
             parameters=self._size,
             block=SUM_BLOCK,
-            crc32={name: tuple(c for rank in crcs for c in rank[name]) for name in ARRAYS},
+            crc32={name: tuple(crc for _, crc in sorted(crcs[name].items())) for name in ARRAYS},
         )
 
         def make_whole() -> None:
@@ -201,7 +206,7 @@ class Saving:
 
 def room_for_copies(stepper: Stepper, comm: Comm) -> bool:
     """Tell whether all ranks of each machine have memory for a copy of what they save."""
-    needed = 4 * len(ARRAYS) * (stepper.high - stepper.low)
+    needed = 4 * len(ARRAYS) * stepper.owned
     everyone = comm.all_gather((gethostname(), needed, psutil.virtual_memory().available))
     return all(
         sum(n for other, n, _ in everyone if other == host) < free / 2 for host, _, free in everyone
@@ -219,15 +224,19 @@ def _bytes_of(array: Array) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _write_slice(path: Path, offset: int, data: Array) -> list[int]:
-    """Write a slice at its element offset, durably, and return the CRC of each block."""
+def _write_slices(path: Path, offsets: list[int], parts: list[Array]) -> dict[int, int]:
+    """Write slices at their element offsets, durably; return the CRC of each block, by number."""
+    crcs = {}
     with path.open("r+b", buffering=0) as file:
-        file.seek(4 * offset)
-        left = _bytes_of(data)
-        while left:
-            left = left[file.write(left) :]
+        for offset, data in zip(offsets, parts, strict=True):
+            file.seek(4 * offset)
+            left = _bytes_of(data)
+            while left:
+                left = left[file.write(left) :]
+            for i in range(0, len(data), SUM_BLOCK):
+                crcs[(offset + i) // SUM_BLOCK] = zlib.crc32(data[i : i + SUM_BLOCK].data)
         os.fsync(file.fileno())
-    return [zlib.crc32(data[i : i + SUM_BLOCK].data) for i in range(0, len(data), SUM_BLOCK)]
+    return crcs
 
 
 def point(folder: Path, pointer: str, name: str) -> None:
@@ -369,8 +378,13 @@ def model_of(state: State) -> Config:
     return Config.from_dict(state.config.get("model", {}))
 
 
-def read_slice(path: Path, name: str, described: Manifest, low: int, high: int) -> Array:
-    """Return elements low .. high - 1 of an array, whole blocks, with their CRCs checked."""
+def read_slices(
+    path: Path, name: str, described: Manifest, slices: Sequence[tuple[int, int]]
+) -> Array:
+    """Return elements low .. high - 1 of an array for each slice, with their blocks' CRCs checked.
+
+    Slices are whole blocks; what is returned holds one after the other.
+    """
     file_path = path / f"{name}.bin"
     expected = 4 * described.parameters
     size = file_path.stat().st_size
@@ -378,29 +392,33 @@ def read_slice(path: Path, name: str, described: Manifest, low: int, high: int) 
         raise ValueError(
             f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
-    data = np.empty(high - low, "<f4")
+    data = np.empty(sum(high - low for low, high in slices), "<f4")
+    done = 0
     with file_path.open("rb", buffering=0) as file:
-        file.seek(4 * low)
-        left = _bytes_of(data)
-        while left:
-            read = file.readinto(left)
-            if not read:
-                raise ValueError(f"{file_path} was cut short while it was being read")
-            left = left[read:]
-    crcs = described.crc32[name][low // SUM_BLOCK :]
-    for i, crc in zip(range(0, len(data), SUM_BLOCK), crcs, strict=False):  # to the end of a slice
-        if zlib.crc32(data[i : i + SUM_BLOCK].data) != crc:
-            raise ValueError(
-                f"{file_path} is damaged: elements {low + i} to {low + i + SUM_BLOCK} do not have "
-                f"the CRC they were written with; {ADVICE}"
-            )
+        for low, high in slices:
+            part = data[done : done + high - low]
+            done += high - low
+            file.seek(4 * low)
+            left = _bytes_of(part)
+            while left:
+                read = file.readinto(left)
+                if not read:
+                    raise ValueError(f"{file_path} was cut short while it was being read")
+                left = left[read:]
+            crcs = described.crc32[name][low // SUM_BLOCK :]
+            for i, crc in zip(range(0, len(part), SUM_BLOCK), crcs, strict=False):
+                if zlib.crc32(part[i : i + SUM_BLOCK].data) != crc:
+                    raise ValueError(
+                        f"{file_path} is damaged: elements {low + i} to {low + i + SUM_BLOCK} do "
+                        f"not have the CRC they were written with; {ADVICE}"
+                    )
     return data.astype(np.float32, copy=False)
 
 
 def load_master(path: Path) -> Array:
     """Return the weights of a checkpoint: (parameters,) float32."""
     described = read_manifest(path)
-    return read_slice(path, "master", described, 0, described.parameters)
+    return read_slices(path, "master", described, [(0, described.parameters)])
 
 
 def load(path: Path, stepper: Stepper, comm: Comm) -> State:
@@ -419,9 +437,9 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
                 f"{path} holds {described.parameters:,} parameters, the model has "
                 f"{stepper.layout.size:,}"
             )
-        whole, mine = (0, stepper.layout.size), (stepper.low, stepper.high)
+        whole = [(0, stepper.layout.size)]
         arrays = [
-            read_slice(path, name, described, *(whole if name == "master" else mine))
+            read_slices(path, name, described, whole if name == "master" else stepper.slices)
             for name in ARRAYS
         ]
         return described, arrays

@@ -87,6 +87,7 @@ class Run:
     backend: str = "cpu"
     compute: str = "float32"  # or bf16; auto: whichever is the faster here
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
+    overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
     eval_windows: int = 64  # held-out windows looked at, from the first

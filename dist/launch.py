@@ -18,7 +18,7 @@ import psutil
 
 from dist.comm import warn
 from dist.monitor import say_lost
-from dist.watchdog import FLOOR
+from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -87,9 +87,8 @@ def environment(ranks: int) -> dict[str, str]:
     if sys.stdout.isatty():
         env.setdefault("MYLLM_TERMINAL", str(shutil.get_terminal_size().columns))
     if ranks > cores():
-        # more ranks than cores: one that waits must leave the core to those that work
+        # more ranks than cores: one that waits must leave the core to those that work, at once
         env.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
-        env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     return env
 
 
@@ -105,8 +104,8 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     step and a checkpoint. So it runs in a session of its own, out of reach of the terminal's
     Ctrl-C, and is sent SIGUSR1 instead, which it passes on and nothing more. It is sent again every
     second, because mpirun forgets one that comes before its ranks have started. What the ranks say
-    passes through here, because mpirun ends them when it cannot write. An mpirun that is itself
-    stopped (SIGSTOP) for ``timeout`` seconds, or ``FLOOR``, is ended with all that it has started.
+    passes through here, because mpirun ends them when it cannot write. What never ends by itself,
+    ``Started`` says, is ended after ``timeout`` seconds, or ``FLOOR``.
     """
     mpirun, kind = find_mpirun()
     received: list[int] = []
@@ -136,17 +135,14 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     # what the caller has us ignore stays ignored: SIGHUP under nohup
     heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
-    stopped = 0.0  # seconds, of this process awake
+    started = Started(ranks, timeout or FLOOR)
     try:
         while (status := _wait(process)) is None:
             if received:
                 process.send_signal(signal.SIGUSR1)
-            stopped = stopped + 1 if _is_stopped(process.pid) else 0.0
-            if stopped >= (timeout or FLOOR):
-                warn(
-                    f"mpirun (process {process.pid}) has been stopped for {stopped:.0f} s: it and "
-                    "its ranks are ended; the same command goes on from the newest checkpoint"
-                )
+            complaint = started.turn()
+            if complaint is not None:
+                warn(f"{complaint}; the same command goes on from the newest checkpoint")
                 _kill_all()
                 return 1
         _kill_all()  # an mpirun that was itself killed has left its ranks
@@ -188,8 +184,62 @@ def _pass_on(source: IO[bytes], target: int) -> None:
                     say_lost(error)
 
 
-def _is_stopped(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+class Started:
+    """What this process has started, looked at now and then for what never ends by itself.
+
+    The ranks watch each other while they train (``watchdog.py``), and mpirun ends the others when
+    one fails. That leaves an mpirun that is itself stopped, and one that waits although a rank has
+    ended: for a rank that was stopped when it had nothing more to say, or for nothing at all.
+
+    Parameters
+    ----------
+    ranks : int
+    limit : float
+        Seconds that something may be so. Those are counted in which this process ran.
+    """
+
+    def __init__(self, ranks: int, limit: float) -> None:
+        self._ranks, self._limit = ranks, limit
+        self._every = max(1, int(limit / 10))  # seconds: a look takes some milliseconds
+        self._turns = 0
+        self._complete = False  # all ranks have been seen
+        self._stopped = self._fewer = 0.0  # seconds
+
+    def turn(self) -> str | None:
+        """Return, called every second, what is wrong, or None."""
+        self._turns += 1
+        if self._turns % self._every:
+            return None
+        stopped, there = self._look()
+        self._complete = self._complete or len(there) >= self._ranks
+        fewer = self._complete and len(there) < self._ranks
+        self._stopped = self._stopped + self._every if stopped else 0.0
+        self._fewer = self._fewer + self._every if fewer else 0.0
+        if self._stopped >= self._limit:
+            return (
+                f"mpirun (process {stopped[0]}) has been stopped for {self._stopped:.0f} s: it and "
+                "its ranks are ended"
+            )
+        if self._fewer >= max(self._limit, 2 * LAST_WORDS):
+            left = ", ".join(f"process {pid}, {status}" for pid, status in there) or "none"
+            return (
+                f"{self._ranks - len(there)} of {self._ranks} ranks ended {self._fewer:.0f} s ago, "
+                f"and mpirun still waits for the others ({left}): all are ended"
+            )
+        return None
+
+    def _look(self) -> tuple[list[int], list[tuple[int, str]]]:
+        """Return the launchers that are stopped, and all ranks."""
+        launchers, others = {}, []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                status = process.status()
+                if process.name() in LAUNCHERS:
+                    launchers[process.pid] = status
+                elif status != psutil.STATUS_ZOMBIE:
+                    others.append((process.ppid(), process.pid, status))
+        stopped = [pid for pid, status in launchers.items() if status == psutil.STATUS_STOPPED]
+        return stopped, [(pid, status) for parent, pid, status in others if parent in launchers]
 
 
 def _kill_all() -> None:

@@ -1,13 +1,16 @@
 """What a step sends over the network between machines, by arithmetic, and how long that takes.
 
 N float32 gradients, W ranks, P of them on each of H = W/P machines, which share its network
-interface. All-to-all sends each rank 1/W of every other's gradient: P·(H-1)/H·4N bytes leave a
-machine. All-gather passes the slices of the master around a ring of ranks, as the MPIs and NCCL do
-with long messages: (W-1)/W·4N bytes leave a machine, from the last of its ranks.
+interface. Every rank sends and receives slices, twice: gradients to be added up, weights back.
 
-The ranks of a machine are a subtree of the sum (``step.py``). Were it added up on the machine
-first, the same pairs would be added, so the bits would be the same, and (H-1)/H·4N bytes would
-leave: 1/P of the all-to-all.
+With one level, each rank sends each other 1/W of its array: P·(H-1)/H·4N bytes leave a machine,
+and (P-1)/W·4N pass between a rank and others on its machine. With two (``reduction.py``), a machine
+adds up first: (P-1)/P·4N pass within, and then (H-1)/H·4N leave. Per way two levels save
+
+    (P-1)·(H-1)/H·4N bytes between machines, for (P-1)·(H-1)/(P·H)·4N more within,
+
+so they pay as long as a machine's network carries less than P times what one rank sends to others
+on its machine: less than all its ranks together. That is so on every cluster, so it is always done.
 """
 
 import math
@@ -26,7 +29,6 @@ class Traffic(NamedTuple):
 
     between: float  # that leave a machine, and as many that come
     within: float  # that a rank sends to others on its machine
-    by_machine: float  # that would leave it if the machine's ranks were added up first
 
 
 class Exchange(NamedTuple):
@@ -34,11 +36,10 @@ class Exchange(NamedTuple):
 
     between: float
     within: float
-    by_machine: float
 
     @property
     def total(self) -> float:
-        """Both, one after the other: what overlaps is time won."""
+        """Both, one after the other: what overlaps, or passes beside computing, is time won."""
         return self.between + self.within
 
 
@@ -57,7 +58,7 @@ def rate(text: str) -> float:
     return value
 
 
-def traffic(parameters: int, ranks: int, per_node: int) -> Traffic:
+def traffic(parameters: int, ranks: int, per_node: int, levels: int = 2) -> Traffic:
     """Return the bytes of a step.
 
     Raises
@@ -69,20 +70,16 @@ def traffic(parameters: int, ranks: int, per_node: int) -> Traffic:
         raise ValueError(
             f"{ranks} ranks are not whole machines of {per_node}: --per-node must divide --ranks"
         )
-    size, machines = 4 * parameters, ranks // per_node
-    alone, single = machines == 1, per_node == 1
-    gather = size * (ranks - 1) / ranks
-    away = size * (machines - 1) / machines
-    return Traffic(
-        between=0.0 if alone else per_node * away + gather,
-        within=0.0 if single else size * (per_node - 1) / ranks + gather,
-        by_machine=2 * away,
-    )
+    size, machines = 2 * 4 * parameters, ranks // per_node
+    away, others = size * (machines - 1) / machines, size * (per_node - 1)
+    if levels == 1:
+        return Traffic(between=per_node * away, within=others / ranks)
+    return Traffic(between=away, within=others / per_node)
 
 
 def exchange(sent: Traffic, network: float, within: float) -> Exchange:
     """Return the seconds that bytes take at two rates."""
-    return Exchange(sent.between / network, sent.within / within, sent.by_machine / network)
+    return Exchange(sent.between / network, sent.within / within)
 
 
 def efficient_batch(run: RunFile, ranks: int, speed: float, seconds: float) -> int:
@@ -132,10 +129,9 @@ def lines(
             f"{batch // ranks // run.train.micro_batch})",
         ]
     if machines > 1 and per_node > 1:
-        out += [
-            line(
-                "added by machine", sent.by_machine, took.by_machine, "not done: would leave each"
-            ),
-            f"    {sent.between / sent.by_machine:.1f} times less would cross, with the same bits",
-        ]
+        alone = exchange(traffic(parameters, ranks, per_node, 1), rate(network), WITHIN)
+        out.append(
+            f"  a machine's ranks are added up first, with the same bits: {1e3 * took.total:,.1f} "
+            f"ms in all, where one level would take {1e3 * alone.total:,.1f} ms"
+        )
     return out

@@ -9,28 +9,31 @@ micro-batch's gradient is a leaf of one binary tree over 0 .. M - 1 that is fixe
         all
 
 A rank holds a contiguous block of M/W leaves, W a power of two: exactly a subtree, which it adds up
-by itself. The W roots are then added by slices: rank r receives everybody's slice r (all-to-all)
-and adds them in the tree's order. So every W adds the same pairs, and gives the same bits. What
-goes over the wire is what reduce-scatter would send.
+by itself. The W roots are then added by slices: each rank receives everybody's part of the slices
+that it owns and adds them in the tree's order (``reduction.py``). So every W adds the same pairs,
+and gives the same bits. What goes over the wire is what reduce-scatter would send.
 
 Then, as each slice is whole blocks of ``SUM_BLOCK`` elements (ZeRO stage 1, Rajbhandari et al.
 2020): multiply by 1/N, N the valid targets of all ranks; the norm from per-block sums; clip; AdamW
-on this rank's slice of the master, of m and of v; gather the master.
+on this rank's slices of the master, of m and of v; gather the master.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from dist.comm import Comm, bounds_of_slices
+from dist.comm import Comm, slices_of
 from dist.config import Optim
 from dist.data import Batch, on_backend
+from dist.reduction import Reduction
 from reference.blocks import Recompute
 from reference.config import Config
-from reference.global_norm import SUM_BLOCK, clip_scale
+from reference.global_norm import clip_scale
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
 from reference.params import Layout
@@ -43,7 +46,7 @@ class Gradient(NamedTuple):
     loss: float  # mean over the valid targets of all ranks, in nats
     n_valid: int  # of all ranks
     norm: float  # of the whole mean gradient, before clipping
-    mine: Array  # this rank's slice of the mean gradient
+    mine: list[Array]  # this rank's slices of the mean gradient
 
     @property
     def finite(self) -> bool:
@@ -79,6 +82,25 @@ class TreeSum:
             leaf, height = left, height + 1
         self._stack.append((height, leaf))
 
+    def open(self, leaf: Array) -> Array:
+        """Return where the root will stand, of which ``leaf``, not yet written, is the last."""
+        return self._stack[0][1] if self._stack else leaf
+
+    def complete(self, leaf: Array, low: int, high: int) -> None:
+        """Add up a range of the last leaf's and of all that wait: ``push``, but for the range."""
+        for _, left in reversed(self._stack):
+            self._ops.accumulate(left[low:high], leaf[low:high])
+            leaf = left
+
+    def close(self, leaf: Array) -> None:
+        """Take all ranges for complete."""
+        heights = [height for height, _ in self._stack]
+        if heights != list(reversed(range(len(heights)))):
+            raise ValueError("the leaves of a tree sum must be a power of two")
+        arrays = [*(array for _, array in self._stack), leaf]
+        self._stack = [(len(heights), arrays[0])]
+        self._free += arrays[1:]
+
     def root(self) -> Array:
         """Return the sum of a power of two leaves; ``give_back`` it when it has been read."""
         if len(self._stack) != 1:
@@ -95,15 +117,6 @@ class TreeSum:
         self._stack.clear()
 
 
-def add_in_tree_order(ops: Ops, parts: list[Array]) -> Array:
-    """Return the sum of a power of two arrays by halves, written into the first ones."""
-    while len(parts) > 1:
-        for left, right in zip(parts[::2], parts[1::2], strict=True):
-            ops.accumulate(left, right)
-        parts = parts[::2]
-    return parts[0]
-
-
 def initial_weights(ops: Ops, layout: Layout, seed: int) -> Array:
     """Return what ``layout.init`` draws, as the backend's array.
 
@@ -117,16 +130,17 @@ def initial_weights(ops: Ops, layout: Layout, seed: int) -> Array:
 
 
 class Clock:
-    """Seconds spent in communication, and in the backend, since the last reading."""
+    """Seconds since the last reading."""
 
     def __init__(self) -> None:
-        self.comm = 0.0
-        self.backend = 0.0
+        self.comm = 0.0  # spent in communication
+        self.hidden = 0.0  # of communication, beside the backend
+        self.backend = 0.0  # spent in the backend
 
-    def read(self) -> tuple[float, float]:
-        """Return (communication, backend) and start again."""
-        seconds = self.comm, self.backend
-        self.comm = self.backend = 0.0
+    def read(self) -> tuple[float, float, float]:
+        """Return (communication, hidden, backend) and start again."""
+        seconds = self.comm, self.hidden, self.backend
+        self.comm = self.hidden = self.backend = 0.0
         return seconds
 
 
@@ -147,6 +161,8 @@ class Stepper:
         Of dropout.
     recompute : str
         What the backward recomputes instead of keeping it.
+    overlap : bool
+        Exchange gradients beside the backward, where the ranks can.
     """
 
     def __init__(
@@ -159,13 +175,17 @@ class Stepper:
         flat: Array,
         seed: int,
         recompute: Recompute = "none",
+        overlap: bool = True,
     ) -> None:
         self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm
-        self.bounds = bounds_of_slices(layout.size, SUM_BLOCK, comm.size)
-        self.low, self.high = self.bounds[comm.rank], self.bounds[comm.rank + 1]
+        self.reduction = Reduction(
+            ops, comm, layout, model.n_layers, beside=overlap and not comm.behind
+        )
+        self.slices = self.reduction.slices  # this rank's, (low, high) in the flat arrays
+        self.owned = sum(high - low for low, high in self.slices)
         self.master = flat
-        self.m = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
-        self.v = ops.from_numpy(np.zeros(self.high - self.low, np.float32))
+        self.m = ops.from_numpy(np.zeros(self.owned, np.float32))  # one slice after the other
+        self.v = ops.from_numpy(np.zeros(self.owned, np.float32))
         self.updates = 0  # optimizer steps taken: AdamW's t
         self.seed, self.recompute = seed, recompute
         self.clock = Clock()
@@ -174,6 +194,11 @@ class Stepper:
             (model.dropout_embedding, model.dropout_attention, model.dropout_residual)
         )
         self.refresh()
+
+    def by_slice(self, owned: Array) -> list[Array]:
+        """Return the parts of m or v, or of what else holds this rank's slices one by one."""
+        ends = itertools.accumulate((high - low for low, high in self.slices), initial=0)
+        return slices_of(owned, list(ends))
 
     def refresh(self) -> None:
         """Make the weights that the ops read from the master; needed whenever that changed."""
@@ -196,21 +221,34 @@ class Stepper:
         ValueError
             When no rank has a valid target.
         """
-        self._tree.clear()
+        tree, reduction = self._tree, self.reduction
+        tree.clear()
         losses: list[Loss] = []
-        for batch in batches:
-            leaf = self._tree.leaf()
+        batches = iter(batches)
+        batch = next(batches)
+        while (following := next(batches, None)) is not None:
+            leaf = tree.leaf()
             losses.append(self._micro_batch(batch, leaf, step, first_sample))
-            first_sample += len(batch.ids)
             started = time.perf_counter()
-            self._tree.push(leaf)
+            tree.push(leaf)
             self.clock.backend += time.perf_counter() - started
+            first_sample += len(batch.ids)
+            batch = following
+        leaf = tree.leaf()
+        root = tree.open(leaf)
+        reduction.begin(root, partial(tree.complete, leaf))
+        losses.append(self._micro_batch(batch, leaf, step, first_sample, reduction.finished))
 
         started = time.perf_counter()
+        reduction.complete()
+        tree.close(leaf)
+        self.clock.backend += time.perf_counter() - started
+
+        started = time.perf_counter()
+        mine = reduction.finish()
         everyone = [loss for losses in self.comm.all_gather(losses) for loss in losses]
-        root = self._tree.root()
-        parts = self.comm.exchange(root, self.bounds)
         self.clock.comm += time.perf_counter() - started
+        self.clock.hidden += reduction.hidden
 
         n_valid = sum(loss.n_valid for loss in everyone)
         if n_valid == 0:
@@ -218,20 +256,31 @@ class Stepper:
                 f"no token of step {step} is to be predicted on any rank: every mask is zero there"
             )
         started = time.perf_counter()
-        mine = add_in_tree_order(self.ops, parts)
-        mine = self.ops.scale_forward(mine, factor=1 / n_valid, out=mine)[0]
-        sums = self.ops.to_numpy(self.ops.square_sums(mine))
-        self._tree.give_back(root)
+        ops = self.ops
+        mine = [ops.scale_forward(part, factor=1 / n_valid, out=part)[0] for part in mine]
+        own = [
+            (low, ops.to_numpy(ops.square_sums(part)))
+            for (low, _), part in zip(self.slices, mine, strict=True)
+        ]
+        tree.give_back(tree.root())
         self.clock.backend += time.perf_counter() - started
 
         started = time.perf_counter()
-        sums = np.concatenate(self.comm.all_gather(sums))
+        by_place = sorted(itertools.chain(*self.comm.all_gather(own)), key=lambda found: found[0])
+        sums = np.concatenate([part for _, part in by_place])
         self.clock.comm += time.perf_counter() - started
         # fsum is exact, so neither the leaves' order nor their number per rank can matter
         total = sum_of(loss.total for loss in everyone)
         return Gradient(total / n_valid, n_valid, math.sqrt(float(np.sum(sums))), mine)
 
-    def _micro_batch(self, batch: Batch, leaf: Array, step: int, sample: int) -> Loss:
+    def _micro_batch(
+        self,
+        batch: Batch,
+        leaf: Array,
+        step: int,
+        sample: int,
+        finished: Callable[[int], None] | None = None,
+    ) -> Loss:
         ops = self.ops
         started = time.perf_counter()
         with ops.step():
@@ -243,7 +292,7 @@ class Stepper:
                 dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
                 recompute=self.recompute,
             )
-            loss_backward(1.0, cache, self.layout.views(leaf))
+            loss_backward(1.0, cache, self.layout.views(leaf), finished)
             del cache  # before the step ends: its memory is given back, or laid out anew, there
         self.clock.backend += time.perf_counter() - started
         return Loss(float(loss.total), int(loss.n_valid))
@@ -255,23 +304,27 @@ class Stepper:
         scale = clip_scale(gradient.norm, optim.clip) if optim.clip else 1.0
         n_decayed = self.layout.size if optim.decay_all else self.layout.n_decayed
         self.updates += 1
-        if self.high > self.low:
-            self.ops.adamw(
-                self.master[self.low : self.high],
-                self.m,
-                self.v,
-                gradient.mine,
-                step=self.updates,
-                lr=lr,
-                beta1=optim.beta1,
-                beta2=optim.beta2,
-                eps=optim.eps,
-                weight_decay=optim.weight_decay,
-                n_decayed=min(max(n_decayed - self.low, 0), self.high - self.low),
-                grad_scale=scale,
-            )
+        states = zip(
+            self.slices, self.by_slice(self.m), self.by_slice(self.v), gradient.mine, strict=True
+        )
+        for (low, high), m, v, mine in states:
+            if high > low:
+                self.ops.adamw(
+                    self.master[low:high],
+                    m,
+                    v,
+                    mine,
+                    step=self.updates,
+                    lr=lr,
+                    beta1=optim.beta1,
+                    beta2=optim.beta2,
+                    eps=optim.eps,
+                    weight_decay=optim.weight_decay,
+                    n_decayed=min(max(n_decayed - low, 0), high - low),
+                    grad_scale=scale,
+                )
         between = time.perf_counter()
-        self.comm.all_gather_slices(self.master, self.bounds)
+        self.reduction.gather(self.master)
         gathered = time.perf_counter()
         self.refresh()
         self.clock.comm += gathered - between

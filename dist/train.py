@@ -169,6 +169,7 @@ class Trainer:
             first,
             config.train.seed,
             config.run.recompute,
+            config.run.overlap,
         )
         self.step = 0
         memory = monitor.Memory()
@@ -334,7 +335,7 @@ class Trainer:
         if gradient.finite:
             stepper.update(gradient, lr)
         seconds = time.perf_counter() - began
-        comm, backend = stepper.clock.read()
+        comm, hidden, backend = stepper.clock.read()
         speed = config.tokens_per_step / seconds
         return {
             "step": self.step,
@@ -346,6 +347,7 @@ class Trainer:
             "skipped": not gradient.finite,
             "ms": 1e3 * seconds,
             "comm_ms": 1e3 * comm,
+            "hidden_ms": 1e3 * hidden,
             "own_ms": 1e3 * (seconds - comm - backend),
             "tokens_per_s": speed,
             "utilisation": speed * self.flops / self.peak,
@@ -378,7 +380,10 @@ class Trainer:
             f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
             f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
         )
-        for said in filter(None, (self.chosen, self.carried)):
+        behind = ""
+        if comm.size > 1 and config.run.overlap and comm.behind:
+            behind = f"gradients travel when the backward has ended: {comm.behind}"
+        for said in filter(None, (self.chosen, self.carried, behind)):
             self.console.say(said)
         for source in self.data.sources:
             d = source.dataset

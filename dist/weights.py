@@ -59,7 +59,7 @@ class Weights:
         start, spec = self.layout.offsets[name]
         low = start // SUM_BLOCK * SUM_BLOCK
         high = min(-(-(start + spec.size) // SUM_BLOCK) * SUM_BLOCK, self.layout.size)
-        blocks = checkpoint.read_slice(self.path, "master", self.manifest, low, high)
+        blocks = checkpoint.read_slices(self.path, "master", self.manifest, [(low, high)])
         return blocks[start - low : start - low + spec.size].reshape(spec.shape)
 
 

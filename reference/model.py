@@ -12,6 +12,7 @@ returns. Arrays are that backend's own. MyLLM, GPT-2 and the post-norm decoder a
 (``presets.py``), not classes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -105,11 +106,17 @@ def loss_forward(
     return loss, cache._replace(loss=loss_cache)
 
 
-def loss_backward(dloss: float, cache: ModelCache, grads: Grads) -> None:
+def loss_backward(
+    dloss: float,
+    cache: ModelCache,
+    grads: Grads,
+    finished: Callable[[int], None] | None = None,
+) -> None:
     """Write the gradient of dloss · total into ``grads``, name -> view of the flat gradient.
 
     Every element is overwritten. To add up micro-batches, give each its own buffer and
-    ``accumulate``.
+    ``accumulate``. ``finished(layer)`` is called when the gradients of a layer, of those behind it
+    and of an untied head are written, for who wants to send them on meanwhile.
     """
     run = cache.run
     check_names(list(grads), run.layout, "the gradients")
@@ -120,6 +127,8 @@ def loss_backward(dloss: float, cache: ModelCache, grads: Grads) -> None:
         dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm)
     for layer in reversed(range(run.config.n_layers)):
         dx, _ = block_backward(run, grads, f"layers.{layer}", dx, cache.blocks[layer])
+        if finished is not None:
+            finished(layer)
     embed_backward(run, grads, dx, cache.embed, onto_tokens=run.config.tied)
 
 

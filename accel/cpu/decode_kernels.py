@@ -9,7 +9,7 @@ stored as bfloat16.
   partial sums are added in order. The head (V, D) is a dot product a row.
 * Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
   head of one row, with all query heads of the group; the blocks are joined by their maxima and
-  sums, as tiles are in ``reference/study/tiled_attention.py``.
+  sums, as tiles are in ``reference/study/tiled_attention.py``, whose m, l and shrink they are.
 
 What a kernel is told of a model stands in records, by name. Where a record holds an address, 0 says
 that the model has no such array.
@@ -275,42 +275,42 @@ def _attend(
             if count <= unseen:
                 continue
             slope = slopes[h] if slopes_address else zero
-            top = result[0]
+            m = result[0]
             for t in range(unseen, count):
                 k = at(k_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 dot = zero
                 for j in range(d):
                     dot += q[j] * k[j]
                 s[t] = dot * scale - slope * (position - first - t)
-                top = max(top, s[t])
-            total = zero
+                m = max(m, s[t])
+            l = zero
             for t in range(unseen, count):
-                s[t] = exp(s[t] - top)
-                total += s[t]
+                s[t] = exp(s[t] - m)
+                l += s[t]
             o = at(result, 2)
             for t in range(unseen, count):
                 v = at(v_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 p = s[t]
                 for j in range(d):
                     o[j] += p * v[j]
-            store(result, 0, top)
-            store(result, 1, total)
+            store(result, 0, m)
+            store(result, 1, l)
     for row in range(batch * heads):
         z = at(out, row * d)
-        top = partial[row * blocks * (d + 2)]
+        m = partial[row * blocks * (d + 2)]
         for block in range(1, blocks):
-            top = max(top, partial[(row * blocks + block) * (d + 2)])
-        total = zero
+            m = max(m, partial[(row * blocks + block) * (d + 2)])
+        l = zero
         for j in range(d):
             z[j] = zero
         for block in range(blocks):
             result = at(partial, (row * blocks + block) * (d + 2))
-            weight = exp(result[0] - top)
-            total += weight * result[1]
+            shrink = exp(result[0] - m)
+            l += shrink * result[1]
             o = at(result, 2)
             for j in range(d):
-                z[j] += weight * o[j]
-        r = one / total
+                z[j] += shrink * o[j]
+        r = one / l
         for j in range(d):
             z[j] *= r
 

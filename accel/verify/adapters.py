@@ -9,7 +9,7 @@ Arrays are PyTorch's where the file imports PyTorch, NumPy's otherwise; ``from_n
 and ``parameter`` in the file say what else they are.
 """
 
-import inspect
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from accel.verify.adapter_trials import TRIALS, Arrays
-from accel.verify.calls import Call, Verdict, judge, outcome
+from accel.verify.calls import Call, Raised, Verdict, judge, outcome
 from accel.verify.check import Options, check_subject
 from accel.verify.report import Report, failure_text
 from accel.verify.subject import Subject, SubjectError, as_subject, import_file
@@ -124,7 +124,7 @@ ADAPTERS = tuple(dict.fromkeys((*OPS_OF, *(trial.adapter for trial in TRIALS))))
 # ---- all of one file -----------------------------------------------------------------------------
 
 
-def check_adapters(module: Any, *, seed: int = 0, examples: int | None = None) -> Found:
+def check_adapters(module: Any, options: Options) -> Found:
     """Hold the adapters of a module to the reference, in this process."""
     arrays = Arrays.of(module)
     found = Found([], {})
@@ -134,10 +134,10 @@ def check_adapters(module: Any, *, seed: int = 0, examples: int | None = None) -
             continue
         verdicts = []
         if name in OPS_OF:
-            verdicts.append(_as_op(module, name, arrays, seed, examples))
+            verdicts.append(_as_op(module, name, arrays, options))
         for trial in TRIALS:
             if trial.adapter == name:
-                verdicts.append(_trial(module, trial, arrays, seed))
+                verdicts.append(_trial(module, trial, arrays, options.seed))
         texts = [verdict.text for verdict in verdicts if verdict.text]
         calls = sum(verdict.calls for verdict in verdicts)
         found.verdicts[name] = Verdict(not texts, calls, "\n".join(texts))
@@ -145,35 +145,23 @@ def check_adapters(module: Any, *, seed: int = 0, examples: int | None = None) -
 
 
 def _unwritten(module: Any, name: str, arrays: Arrays) -> bool:
-    """Whether an adapter raises NotImplementedError: called as in the first of its trials."""
+    """Whether an adapter raises NotImplementedError in the first case that there is."""
     if name in OPS_OF:
-        function = getattr(module, name)
-        count = len(inspect.signature(function).parameters)
-        try:
-            function(*[None] * count)
-        except NotImplementedError:
-            return True
-        except Exception:  # whatever it makes of None: it does something
-            return False
-        return False
+        text = _as_op(module, name, arrays, Options(examples=1, shrink=False)).text
+        return "raised NotImplementedError" in text
     (trial, *_) = (trial for trial in TRIALS if trial.adapter == name)
     case = next(trial.cases(np.random.default_rng(0)))
-    try:
-        trial.call(getattr(module, name), arrays, *case)
-    except NotImplementedError:
-        return True
-    except (Exception, SystemExit):  # which the trial reports
-        return False
-    return False
+    found = outcome(partial(trial.call, getattr(module, name), arrays, *case))
+    return isinstance(found, Raised) and found.kind == "NotImplementedError"
 
 
-def _as_op(module: Any, name: str, arrays: Arrays, seed: int, examples: int | None) -> Verdict:
+def _as_op(module: Any, name: str, arrays: Arrays, options: Options) -> Verdict:
     op, offer = OPS_OF[name]
     offered = SimpleNamespace(
         **offer(getattr(module, name), arrays), __file__=module.__file__, DTYPES="float32"
     )
     subject: Subject = as_subject(offered, name)
-    report: Report = check_subject(subject, Options(ops=(op,), seed=seed, examples=examples))
+    report: Report = check_subject(subject, dataclasses.replace(options, ops=(op,)))
     texts = []
     for failure in report.failures:
         failure.rerun = ""
@@ -261,7 +249,8 @@ def work() -> None:
         module = import_file(path)
         if not any(hasattr(module, name) for name in ADAPTERS):
             raise SubjectError(f"{path} has no adapter: none of {', '.join(ADAPTERS)}")
-        found = check_adapters(module, seed=int(seed), examples=int(examples) or None)
+        options = Options(seed=int(seed), examples=int(examples) or None)
+        found = check_adapters(module, options)
     except (SubjectError, ImportError) as error:
         found = str(error)
     Path(answer).write_bytes(pickle.dumps(found))

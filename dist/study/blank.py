@@ -88,14 +88,14 @@ def cut(source: str, blank: str, wanted: set[str]) -> str:
         todo |= _names([nodes[name]], inside)
     used = {"np"} | solution | {n for name in kept for n in _names([nodes[name]], inside)}
 
-    parts = [_imports(tree, used)]
-    done: set[int] = set()
+    text, before = _imports(tree, used), ""
     for node in tree.body:
-        if kept & set(_defines(node)) and id(node) not in done:
-            done.add(id(node))
-            parts.append(_text(node, lines, function))
-    text = "\n\n\n".join(parts) + "\n"
-    return text.replace("@jit(", "@njit(")
+        if kept & set(_defines(node)):
+            kind = "constant" if isinstance(node, (ast.Assign, ast.AnnAssign)) else "function"
+            gap = 3 if "function" in (kind, before) else 2 - bool(before)
+            text += "\n" * gap + _text(node, lines, function)
+            before = kind
+    return text.replace("@jit(", "@njit(") + "\n"
 
 
 def _defines(node: ast.stmt) -> list[str]:

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist.study.blank import exercise_text
-from dist.study.exercise import Exercise, source_of
+from dist.study.exercise import Exercise, path_of, source_of
 from dist.study.grade import TIMEOUT, grade
 from dist.study.tracks import EXERCISES, TRACKS
 from reference.study import LADDER
 
+FLAGS = {"--level", "-o", "--out", "--force", "--check"}  # that ask for an exercise
 _EPILOG = """\
 examples:
   myllm study                                 the rungs, and the exercises by track
   myllm study losses                          run a rung of the ladder
+  myllm study classroom --text poem.txt       with what it takes, said by its own --help
   myllm study rmsnorm                         write study_rmsnorm.py: its backward is blank
   myllm study rmsnorm --check study_rmsnorm.py
   myllm study rmsnorm --level 2               its forward is blank; level 3: its Numba kernel
@@ -33,9 +35,15 @@ def parser() -> argparse.ArgumentParser:
         description="Run a rung of the ladder, or write an exercise and have it graded.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="a rung or an exercise (none: list both)")
+    add(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="an exercise, or a rung, which gets all that follows (none: list both)",
+    )
     add("--level", type=int, metavar="N", help="of an exercise: what is blank, see the list")
     add("-o", "--out", type=Path, metavar="FILE.py", help="where the exercise is written")
     add("--force", action="store_true", help="replace a file that is there")
@@ -53,18 +61,15 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Run ``myllm study`` and return its exit status."""
     rungs = {_rung(module): module for module in LADDER}
-    arguments, rest = parser().parse_known_args(argv)
+    if argv and argv[0] in rungs and not FLAGS & set(argv):
+        return _run_rung(rungs[argv[0]], list(argv[1:]), argv[0])
+    arguments = parser().parse_args(argv)
     name = arguments.name
-    asked = arguments.check or arguments.out or arguments.force or arguments.level is not None
     if name is None:
-        if asked or rest:
+        if FLAGS & set(argv):
             parser().error("say of which exercise; myllm study lists them")
         print(listing())
         return 0
-    if name in rungs and not asked:
-        return _run_rung(rungs[name], rest, name)
-    if rest:
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if name not in EXERCISES:
         if name in rungs:
             parser().error(f"{name} is a rung, not an exercise: myllm study {name} runs it")
@@ -115,7 +120,8 @@ def _levels(exercise: Exercise) -> str:
 def _run_rung(module: str, rest: list[str], name: str) -> int:
     before, sys.argv = sys.argv, [f"myllm study {name}", *rest]
     try:
-        runpy.run_module(module, run_name="__main__")
+        # by its path, as it may be imported already, where an exercise is made of it
+        runpy.run_path(str(path_of(module)), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0

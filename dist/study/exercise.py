@@ -59,12 +59,17 @@ class Exercise:
         return self.kernels if self.levels[level - 1].startswith("_") else self.home
 
 
-@cache
-def source_of(module: str) -> str:
-    """Return the text of a module, which is not imported."""
+def path_of(module: str) -> Path:
+    """Return the file of a module, which is not imported."""
     found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None
-    return Path(found.origin).read_text(encoding="utf-8")
+    return Path(found.origin)
+
+
+@cache
+def source_of(module: str) -> str:
+    """Return the text of a module."""
+    return path_of(module).read_text(encoding="utf-8")
 
 
 def mistaken(exercise: Exercise, mistake: Mistake) -> str:

@@ -1,6 +1,7 @@
 """The trainer on the backend cuda: the same run as on a processor, and how its arrays travel."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from accel.cuda import device as devices
 from dist import carriers, checkpoint
 from dist.carriers import Carried, Nccl, Staged, carrier
-from dist.comm import AllRanksError, Solo, bounds_of_slices
+from dist.comm import AllRanksError, Solo
 from dist.config import RunFile
+from dist.reduction import bounds_of_slices
 from dist.train import StopRequest, Trainer
 from dist.watchdog import Watch
 from reference.params import Layout, decoder_layout
@@ -147,6 +149,7 @@ class Control:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.watch = rank, size, Watch(rank, size)
+        self.levels, self.computing = [self], threading.Event()
 
     def broadcast(self, value: Any) -> Any:
         if self.rank == 0:
@@ -167,7 +170,7 @@ def test_nccl_moves_slices_as_the_contract_of_ranks_says(
     nccl = module(device, wires)
     ranks: list[Any] = [Nccl(Control(rank, size), device, nccl) for rank in range(size)]  # type: ignore[arg-type]
     wires.deliver()  # of the start
-    bounds = bounds_of_slices(n, block, size)
+    [bounds] = bounds_of_slices([0, n], block, size)
     values = np.random.default_rng(seed).standard_normal((size, n)).astype(np.float32)
     flats = [device.upload(row) for row in values]
 
@@ -238,16 +241,16 @@ def test_auto_says_what_it_chose(
     two: Callable[..., tuple[Any, str]], shim: ShimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm, said = two("auto")
-    assert isinstance(comm, Staged)
+    assert isinstance(comm.levels[0], Staged)
     assert said.startswith("gradients and weights go by MPI through host memory: NCCL's library")
     assert "pip install nvidia-nccl-cu13" in said
     monkeypatch.setattr(carriers, "_nccl_module", lambda: module(shim, Wires()))
     comm, said = two("auto")
-    assert isinstance(comm, Nccl) and said == "gradients and weights go by NCCL 2.32.3"
+    assert isinstance(comm.levels[0], Nccl) and said == "gradients and weights go by NCCL 2.32.3"
     comm, said = two("mpi")
-    assert isinstance(comm, Staged) and said.endswith("by MPI through host memory")
+    assert isinstance(comm.levels[0], Staged) and said.endswith("by MPI through host memory")
     comm, said = two("auto", gpus=1)
-    assert isinstance(comm, Staged) and "2 ranks share 1" in said
+    assert isinstance(comm.levels[0], Staged) and "2 ranks share 1" in said
     comm, said = two("auto", backend="cpu")
     assert not isinstance(comm, Carried) and said == ""
 
@@ -260,7 +263,7 @@ def test_nccl_is_not_replaced_by_something_slower(
     monkeypatch.setattr(carriers, "_nccl_module", lambda: module(shim, Wires()))
     with pytest.raises(AllRanksError, match="NCCL wants a GPU for each rank and 2 ranks share 1"):
         two("nccl", gpus=1)
-    assert isinstance(two("nccl")[0], Nccl)
+    assert isinstance(two("nccl")[0].levels[0], Nccl)
 
 
 def test_nccl_that_cannot_start_is_told_in_a_sentence(

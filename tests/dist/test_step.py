@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 import accel
 from dist import checkpoint
 from dist import step as steps
-from dist.comm import AllRanksError, Solo, bounds_of_slices, together
+from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
 from dist.monitor import Guards, Memory, Metrics, read_metrics
-from dist.step import Gradient, Stepper, TreeSum, add_in_tree_order, initial_weights, sum_of
+from dist.reduction import add_in_tree_order, bounds_of_slices
+from dist.step import Gradient, Stepper, TreeSum, initial_weights, sum_of
 from reference import ops
 from reference.global_norm import SUM_BLOCK, clip_scale, global_norm
 from reference.model import loss_backward, loss_forward
@@ -58,7 +59,7 @@ def test_any_split_of_the_tree_adds_the_same_pairs(
             leaf[:] = value
             tree.push(leaf)
         roots.append(tree.root())
-    np.testing.assert_array_equal(add_in_tree_order(ops, roots), by_halves(leaves))
+    np.testing.assert_array_equal(add_in_tree_order(ops.accumulate, roots), by_halves(leaves))
 
 
 def test_the_tree_needs_one_buffer_a_level() -> None:
@@ -89,7 +90,7 @@ def test_weights_drawn_one_by_one_are_those_of_the_layout(name: str) -> None:
 
 @given(st.integers(1, 10 * SUM_BLOCK), st.sampled_from([1, 2, 4, 8]))
 def test_slices_are_whole_blocks_and_cover_everything(n: int, size: int) -> None:
-    bounds = bounds_of_slices(n, SUM_BLOCK, size)
+    [bounds] = bounds_of_slices([0, n], SUM_BLOCK, size)
     assert bounds[0] == 0 and bounds[-1] == n and bounds == sorted(bounds)
     assert all(b % SUM_BLOCK == 0 or b == n for b in bounds)
     slices = np.diff(bounds)
@@ -122,10 +123,11 @@ def test_a_step_is_the_mean_over_all_valid_targets_clipped_and_adamw(tmp_path: P
     loss_backward(1 / loss.n_valid, cache, layout.views(expected))
     assert gradient.n_valid == loss.n_valid == sum(counts)
     assert gradient.loss == pytest.approx(loss.total / loss.n_valid, rel=1e-6)
-    np.testing.assert_allclose(gradient.mine, expected, atol=1e-6 * np.abs(expected).max())
-    assert gradient.norm == global_norm(gradient.mine)
+    [mine] = gradient.mine
+    np.testing.assert_allclose(mine, expected, atol=1e-6 * np.abs(expected).max())
+    assert gradient.norm == global_norm(mine)
 
-    mine = gradient.mine.copy()
+    mine = mine.copy()
     stepper.update(gradient, lr=0.01)
     m, v, after = np.zeros_like(before), np.zeros_like(before), before.copy()
     scale = clip_scale(gradient.norm, 0.05)
@@ -187,7 +189,7 @@ def test_what_the_backward_needed_is_gone_before_the_step_ends(
         ended.append(kept[-1]() is None)
 
     monkeypatch.setattr(steps, "loss_forward", forward)
-    monkeypatch.setattr(steps, "loss_backward", lambda s, c, g: loss_backward(s, c[0], g))
+    monkeypatch.setattr(steps, "loss_backward", lambda s, c, g, f: loss_backward(s, c[0], g, f))
     monkeypatch.setattr(ops, "step", one_step)
     config = prepare(tmp_path)
     batches = [TrainingData(config).batch(i, 1) for i in range(8)]
@@ -316,8 +318,8 @@ def test_guards_count_bad_steps_in_a_row_and_score_spikes() -> None:
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
 def test_a_gradient_that_is_not_finite_is_known(loss: float, norm: float) -> None:
-    assert not Gradient(loss, 1, norm, np.zeros(1)).finite
-    assert Gradient(1.0, 1, 2.0, np.zeros(1)).finite
+    assert not Gradient(loss, 1, norm, [np.zeros(1)]).finite
+    assert Gradient(1.0, 1, 2.0, [np.zeros(1)]).finite
 
 
 def test_sum_of_is_exact_and_keeps_what_is_not_finite() -> None:

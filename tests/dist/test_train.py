@@ -150,7 +150,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     config = prepare(tmp_path, run__checkpoint_every=1, run__keep=9)
     assert train(config) == 0
     whole = digest(config)
-    update, write = Stepper.update, checkpoint._write_slice
+    update, write = Stepper.update, checkpoint._write_slices
     updates, waited = threading.Semaphore(0), []
 
     def updated(self: Stepper, *arguments: Any) -> None:
@@ -164,7 +164,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         return write(path, offset, array)
 
     monkeypatch.setattr(Stepper, "update", updated)
-    monkeypatch.setattr(checkpoint, "_write_slice", slow)
+    monkeypatch.setattr(checkpoint, "_write_slices", slow)
     meanwhile = with_run(config, out=str(tmp_path / "meanwhile"), checkpoint_every=3)
     assert train(meanwhile) == 0
     assert waited == [[True] * 5] and digest(meanwhile) == whole
@@ -193,14 +193,14 @@ def test_a_write_that_fails_meanwhile_is_told_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2)
-    write = checkpoint._write_slice
+    write = checkpoint._write_slices
 
     def full(path: Path, offset: int, array: Array) -> list[int]:
         if "00000004" in str(path):
             raise OSError(28, "No space left on device")
         return write(path, offset, array)
 
-    monkeypatch.setattr(checkpoint, "_write_slice", full)
+    monkeypatch.setattr(checkpoint, "_write_slices", full)
     assert train(config) == 1
     said = capsys.readouterr().err
     assert "step-00000004 could not be written (No space left on device)" in said

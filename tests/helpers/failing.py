@@ -22,11 +22,16 @@ PLACES: dict[str, tuple[Any, str]] = {
     "start": (dist.train.Trainer, "_open"),
     "step": (Stepper, "update"),
     "evaluation": (dist.train, "evaluate"),
-    "checkpoint": (checkpoint, "_write_slice"),
+    "checkpoint": (checkpoint, "_write_slices"),
     "prune": (checkpoint, "prune"),
     "finish": (comm.Mpi, "finish"),
     "metrics": (monitor.Metrics, "write"),
 }
+
+
+def is_rank(number: int) -> bool:
+    """Tell whether this is a rank, and which."""
+    return os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == str(number)
 
 
 def fail(how: str) -> None:
@@ -49,6 +54,9 @@ def fail(how: str) -> None:
             ctypes.PyDLL(None).sleep(1000)
         case "slow":
             time.sleep(5)
+        case "late":
+            time.sleep(5)
+            raise RuntimeError("a fault planted on one rank")
 
 
 def plant(number: int, where: str, how: str) -> None:
@@ -60,7 +68,7 @@ def plant(number: int, where: str, how: str) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
         left -= 1
-        if left == 0 and int(os.environ.get("PMI_RANK", os.environ.get(RANK, "0"))) == number:
+        if left == 0 and is_rank(number):
             fail(how)
         return original(*args, **kwargs)
 
@@ -74,7 +82,7 @@ def spoil(number: int, where: str, value: float) -> None:
     def faulty(self: Stepper, batch: Any, leaf: Any, *args: Any) -> Loss:
         nonlocal left
         left -= 1
-        mine = left == 0 and int(os.environ.get("PMI_RANK", os.environ.get(RANK, "0"))) == number
+        mine = left == 0 and is_rank(number)
         if mine and where == "weights":
             self.master[7] = value
         loss = original(self, batch, leaf, *args)
@@ -85,7 +93,6 @@ def spoil(number: int, where: str, value: float) -> None:
     Stepper._micro_batch = faulty  # type: ignore[method-assign]
 
 
-RANK = "OMPI_COMM_WORLD_RANK"
 plain = launch.command
 
 
@@ -102,7 +109,12 @@ if __name__ == "__main__":
         watchdog.FIRST = watchdog.FLOOR = float(os.environ["FIRST"])
     if "FAULT" in os.environ:
         rank, where, how = os.environ["FAULT"].split()
-        if how in ("nan", "inf"):
+        if where == "teardown":  # when MPI has ended
+            status = cli.main(sys.argv[1:])
+            if is_rank(int(rank)):
+                fail(how)
+            sys.exit(status)
+        elif how in ("nan", "inf"):
             spoil(int(rank), where, float(how))
         else:
             plant(int(rank), where, how)

@@ -5,7 +5,8 @@
 
 Each run goes to its end through as many faults as it takes, on two or four ranks after each. Then
 its weights, moments and state are compared with those of a run on one rank that nothing disturbed.
-A hang is a fault after which some process was still there ``HUNG`` seconds later. Lost are
+A hang is a fault after which some process was still there, and nothing was learned, for ``HUNG``
+seconds: some faults come with the end of a run, and a busy machine is slow. Lost are
 checkpoints that were there before a fault and are not after it, and steps behind the checkpoint of
 a run that was asked to stop and did.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from dist import checkpoint
 from dist.config import RunFile
 from dist.launch import find_mpirun
+from dist.monitor import METRICS
 from tests.helpers.processes import Started, of_run, run_file, start
 from tests.helpers.runs import digest, losses, prepare, with_run
 
@@ -48,7 +50,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
-        config = prepare(folder, train__steps=600, run__eval_every=90, run__checkpoint_every=5)
+        config = prepare(folder, train__steps=300, run__eval_every=45, run__checkpoint_every=5)
         self.config = with_run(config, timeout=3.0, keep=3)
         assert start(self.config, 1).end(600)[0] == 0
         self.whole = digest(self.config)
@@ -73,10 +75,15 @@ class Soak:
                 self.injections[fault] += 1
             run = start(config, ranks, *begin, **environment)
             if fault not in ("none", "exception"):
-                time.sleep(self.random.uniform(0.3, 4))
+                if self.random.random() < 0.3:  # while it starts
+                    time.sleep(self.random.uniform(0.3, 4))
+                else:
+                    self.wait(run, steps=1)
+                    time.sleep(self.random.uniform(0, 2))
                 self.inject(run, fault)
             try:
-                status, out, err = run.end(HUNG)
+                self.wait(run)
+                status, out, err = run.end(30)
             except (subprocess.TimeoutExpired, TimeoutError) as error:
                 self.say(f"HANG {number} {fault}: {error}\n{run.said('err')[-2000:]}")
                 self.say(run.said()[-500:])
@@ -106,9 +113,27 @@ class Soak:
             self.differing += 1
             self.say(f"DIFFERENT {number}")
 
+    def wait(self, run: Started, steps: int = 1_000_000) -> None:
+        """Wait until a run has ended or learned some steps, for as long as it learns."""
+
+        def size() -> int:
+            return metrics.stat().st_size if metrics.exists() else 0
+
+        metrics = Path(run.config.run.out) / METRICS
+        seen, since = size(), time.monotonic()
+        while steps and run.process.poll() is None and time.monotonic() < since + HUNG:
+            time.sleep(0.1)
+            if size() != seen:
+                seen, since, steps = size(), time.monotonic(), steps - 1
+
     def inject(self, run: Started, fault: str) -> None:
         """Do one thing to one process of the run, or to all."""
-        there = of_run(run_file(run.config))
+        there, end = of_run(run_file(run.config)), time.monotonic() + 20
+        while not any(name.startswith("rank") for name in there):  # a busy machine is slow
+            if run.process.poll() is not None or time.monotonic() > end:
+                break
+            time.sleep(0.1)
+            there = of_run(run_file(run.config))
         ranks = [name for name in there if name.startswith("rank")]
         verb, _, whom = fault.partition(" ")
         if fault in ("no room", "stop rank", "kill rank"):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dist import launch
 from dist.config import RunFile
 from tests.helpers import ROOT
-from tests.helpers.processes import of_run, run_file, start, wait_for
-from tests.helpers.runs import ENVIRONMENT, losses, prepare, save_run_file
+from tests.helpers.processes import of_run, run_file, start, wait_for, wait_until_gone
+from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 pytestmark = pytest.mark.mpi
 
@@ -78,6 +79,36 @@ def test_a_stopped_mpirun_is_ended_with_its_ranks(tmp_path: Path) -> None:
     status, _, err = run.end()
     assert status == 1
     assert err.count("mpirun (process") == 1 and "has been stopped for 2 s" in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_when_all_is_done_is_ended(tmp_path: Path) -> None:
+    """Then nobody watches, and mpirun waits for it."""
+    config = prepare(tmp_path, run__timeout=2.0)
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert start(whole, 2).end()[0] == 0
+    status, _, err = start(config, 2, FAULT="1 teardown stop").end()
+    assert status == 1
+    assert re.search(r"1 of 2 ranks ended \d+ s ago, .* waits for .*process \d+, stopped", err)
+    assert digest(config) == digest(whole)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_cannot_end_is_ended_by_the_rank_that_fails(tmp_path: Path) -> None:
+    """Open MPI's and MPICH's wait for machines that do not answer; here mpirun is stopped."""
+    config = prepare(tmp_path)
+    path = save_run_file(config, run_file(config))
+    words = launch.command(*launch.find_mpirun(), 2, [])[:-1]
+    run = subprocess.Popen(
+        [*words, "tests.helpers.failing", "train", str(path)],
+        cwd=ROOT,
+        env={**launch.environment(2), **ENVIRONMENT, "FAULT": "1 checkpoint late"},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: len(losses(config)) >= 6)
+    run.send_signal(signal.SIGSTOP)
+    assert run.wait(60) == -signal.SIGKILL
+    wait_until_gone(path, 30)
 
 
 SLOW = pytest.mark.slow

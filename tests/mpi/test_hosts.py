@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
+from typing import NamedTuple
 
 import pytest
 
-from dist import launch, monitor, network
+from dist import monitor, network
 from dist.config import RunFile
 from reference.params import decoder_layout
 from tests.helpers import ROOT
@@ -55,9 +56,10 @@ def test_two_hosts_learn_the_same_bits_as_one(net: Hosts, tmp_path: Path, ranks:
     assert status == 0, err
     assert f"{2 * ranks} ranks" in out
     assert digest(config) == alone(config)
-    # in every step the gradient goes to the rank with the only block, and the weights come back
+    # in every step the gradient goes to the rank with the only block, or the weights come back;
+    # once, whatever the ranks of a machine
     least = 6 * 4 * 2608
-    assert all(net.sent(host) - before[host] > least for host in (0, 1))
+    assert all(least < net.sent(host) - before[host] < 4 * least for host in (0, 1))
     assert net.processes() == []
 
 
@@ -106,31 +108,77 @@ def test_a_rank_knows_its_number_on_its_own_host(net: Hosts) -> None:
     assert said == sorted(f"{name} 4 {rank} 4" for name in net.names for rank in (0, 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
-def test_the_exchange_takes_as_long_as_planned(tmp_path: Path, machines: int, ranks: int) -> None:
-    """A million parameters at 40 Mbit/s; almost nothing to compute."""
-    config = prepare(tmp_path, model__d_ff=20_000)
+class Measured(NamedTuple):
+    """What a run over a slow network took, in milliseconds."""
+
+    least: float  # of all steps
+    exposed: float  # of the median step
+    hidden: float
+    planned: float
+    share: float  # of the bytes planned that crossed
+    digest: str
+
+
+def measure(config: RunFile, machines: int, ranks: int, rate: str) -> Measured:
+    """Train on hosts that send no faster than a rate, in Mbit/s."""
     n = decoder_layout(config.model).size
     sent = network.traffic(n, machines * ranks, ranks)
     with hosts(machines) as net:
-        net.limit("40mbit")
+        net.limit(f"{rate}mbit")
         before = [net.sent(host) for host in range(machines)]
         status, _, err = net.start(config, ranks).end(300)
         assert status == 0, err
         counted = [net.sent(host) - before[host] for host in range(machines)]
-    records = monitor.read_metrics(Path(config.run.out))
-    measured = statistics.median(r["comm_ms"] for r in records if "comm_ms" in r)
-    planned = 1e3 * network.exchange(sent, network.rate("40Mbit/s"), network.WITHIN).total
+    steps = [r for r in monitor.read_metrics(Path(config.run.out)) if "comm_ms" in r]
+    waited = [r["comm_ms"] for r in steps]
+    hidden = statistics.median(r["hidden_ms"] for r in steps)
+    took = network.exchange(sent, network.rate(f"{rate}Mbit/s"), network.WITHIN).total
     share = max(counted) / config.steps / sent.between
-    said = f"{machines} machines of {ranks}: {measured:.0f} ms measured, {planned:.0f} ms planned, "
-    said += f"{share:.2f} of the bytes planned"
+    median = statistics.median(waited)
+    return Measured(min(waited), median, hidden, 1e3 * took, share, digest(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "ranks"), [(2, 1), (2, 2), (4, 1)])
+def test_the_exchange_takes_as_long_as_planned(tmp_path: Path, machines: int, ranks: int) -> None:
+    """A million parameters at 40 Mbit/s; almost nothing to compute.
+
+    The quickest step is held to the plan: what else the machine does makes ranks wait for ranks.
+    """
+    config = prepare(tmp_path, model__d_ff=20_000, run__overlap=False, train__steps=12)
+    found = measure(config, machines, ranks, "40")
+    said = f"{machines} machines of {ranks}: {found.least:.0f} ms measured (median "
+    said += f"{found.exposed:.0f}), {found.planned:.0f} ms planned, {found.share:.2f} of the bytes"
     print(said)
-    if launch.find_mpirun()[1] == "mpich":  # Open MPI chooses no ring for messages of this size
-        assert 0.8 < measured / planned < 1.2, said
-        assert 0.8 < share < 1.2, said
-    else:
-        assert 0.8 < share < 1.4, said
+    assert 0.8 < found.least / found.planned < 1.2, said
+    assert 0.9 < found.share < 1.1, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exchange_beside_the_backward_is_hidden_with_the_same_bits(
+    tmp_path: Path, ranks: int
+) -> None:
+    """Three million parameters at 100 Mbit/s, in layers that take as long to compute."""
+    config = prepare(
+        tmp_path,
+        **{"model__n_layers": 8, "model__d_model": 192, "model__d_ff": 512},
+        **{"train__micro_batch": 64, "train__global_batch": 128 * ranks, "train__steps": 8},
+        run__backend="cpu",
+    )
+    found = {
+        overlap: measure(
+            with_run(config, overlap=overlap, out=str(tmp_path / str(overlap))), 2, ranks, "100"
+        )
+        for overlap in (False, True)
+    }
+    off, on = found[False], found[True]
+    print(
+        f"2 machines of {ranks}: {off.exposed:.0f} ms exposed without, {on.exposed:.0f} ms with; "
+        f"{on.hidden:.0f} ms hidden, {on.hidden / (on.hidden + on.exposed):.0%}"
+    )
+    assert off.digest == on.digest
+    assert off.hidden == 0 < on.hidden
 
 
 THIS = os.uname().nodename

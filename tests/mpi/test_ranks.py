@@ -36,6 +36,35 @@ def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
     assert all(losses(run) == losses(runs[1]) for run in runs.values())
 
 
+# layers of three blocks of 65,536 parameters, so that each has something to send by itself
+DEEP = {"model__n_layers": 3, "model__d_model": 96, "model__d_ff": 700, "train__steps": 2}
+
+
+def test_what_travels_beside_the_backward_adds_up_to_the_same_bits(tmp_path: Path) -> None:
+    """Whether the last leaf of a rank is its fourth, its second or its first."""
+    config = prepare(tmp_path, **DEEP, train__global_batch=4, model__dropout_residual=0.2)
+    found = {}
+    for ranks, overlap in ((1, True), (2, True), (2, False), (4, True)):
+        run = with_run(config, out=str(tmp_path / f"w{ranks}{overlap}"), overlap=overlap)
+        status, _, err = train(run, ranks)
+        assert status == 0, err
+        steps = [record for record in read_metrics(Path(run.run.out)) if "loss" in record]
+        hidden = sum(step["hidden_ms"] for step in steps)
+        assert (hidden > 0) == (overlap and ranks > 1)
+        found[ranks, overlap] = digest(run), [(step["loss"], step["norm"]) for step in steps]
+    assert all(result == found[1, True] for result in found.values())
+
+
+def test_an_mpi_that_lets_one_thread_speak_exchanges_after_the_backward(tmp_path: Path) -> None:
+    config = prepare(tmp_path, **DEEP)
+    status, out, err = train(config, 2, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert status == 0, err
+    assert "gradients travel when the backward has ended: " in out
+    assert "lets one thread speak only" in out
+    steps = [record for record in read_metrics(Path(config.run.out)) if "loss" in record]
+    assert all(step["hidden_ms"] == 0 for step in steps)
+
+
 @pytest.mark.parametrize("compute", ["float32", "bf16"])
 def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
     tmp_path: Path, compute: str

@@ -7,6 +7,7 @@ import numpy as np
 
 from dist.study.exercise import Exercise, Mistake
 from reference.softmax import softmax
+from reference.study import tiled_attention
 
 
 def _probabilities(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -32,6 +33,18 @@ def _who(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         yield T, S, True, 0, None, rng.random((2, S)) < 0.6
         if S >= T:
             yield T, S, True, 2, None, None, np.cumsum(rng.random((2, S)) < 0.4, axis=1)
+
+
+def _rows(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for n, piece in ((1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (9, 9)):
+        yield 3 * rng.normal(size=n), rng.normal(size=(n, 2)), piece
+    yield np.array([1000.0, 999.0, 1001.0]), rng.normal(size=(3, 1)), 1
+
+
+def _tiles(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
+    for T, d in ((1, 1), (2, 2), (5, 3), (33, 2), (70, 4)):
+        dO, Q, K, V = rng.normal(size=(4, T, d))
+        yield dO, Q, K, V, *tiled_attention.forward(Q, K, V)
 
 
 def _choices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -217,6 +230,60 @@ over the group.""",
                 {"dv = np.sum(dropped": "dv = np.mean(dropped"},
             ),
         ),
+    ),
+    Exercise(
+        "online_softmax",
+        "reference.study.tiled_attention",
+        """\
+A row of scores s comes in pieces and is not kept: of those so far keep the maximum m, l = Σ e^(s -
+m) and o = Σ e^(s - m) v. When a piece raises the maximum to m', what was summed is e^(m - m') too
+large, so it is multiplied by that before the piece is added. Yield (m, l, o) after each piece,
+beginning with m = -∞ and sums of nothing.""",
+        (
+            Mistake(
+                "is what was summed not brought to the new maximum? l and o times e^(m - m').",
+                {"l * shrink + e.sum(), o * shrink + e @ v_piece": "l + e.sum(), o + e @ v_piece"},
+            ),
+            Mistake(
+                "is l brought to the new maximum and o not?",
+                {"o * shrink + e @ v_piece": "o + e @ v_piece"},
+            ),
+            Mistake(
+                "is the maximum that of the piece alone? It is that of all scores so far.",
+                {"m_new = max(m, float(s_piece.max()))": "m_new = float(s_piece.max())"},
+            ),
+        ),
+        function="running",
+        cases=_rows,
+    ),
+    Exercise(
+        "tiled_backward",
+        "reference.study.tiled_attention",
+        """\
+The backward of one causal head, tile by tile, from what the forward kept: a tile of P is made again
+as e^(S - lse). The softmax's backward needs Σ dP P over a whole row, but that is do·o, one number a
+row. Add up dQ for the rows, and dK and dV for the keys, of every tile that the mask leaves.""",
+        (
+            Mistake(
+                "is δ missing? ds = P (dP - δ), δ = do·o.",
+                {"dS = P * (dP - delta[rows])": "dS = P * dP"},
+            ),
+            Mistake(
+                "is the scale missing in dK? S is Q Kᵀ/√d.",
+                {"scale * dS.T @ Q[rows]": "dS.T @ Q[rows]"},
+            ),
+            Mistake(
+                "does the last tile of keys overwrite dQ? It is a sum over them.",
+                {"dQ[rows] += ": "dQ[rows] = "},
+            ),
+            Mistake(
+                "is lse missing? Without it e^S is no share of its row.",
+                {"np.exp(scores(Q, K, t, u) - lse[rows, None])": "np.exp(scores(Q, K, t, u))"},
+            ),
+        ),
+        function="backward",
+        given=("scores", "tiles_up_to"),
+        cases=_tiles,
     ),
     Exercise(
         "sampling",
