@@ -92,9 +92,10 @@ class Soak:
                 run.process.wait()
                 continue
             after = checkpoint.pointed(Path(config.run.out) / "checkpoints")
-            if after is not None:
+            set_back = bool(begin)
+            if after != before:
                 begin = ()
-            if before is not None and not begin and (after is None or after.name < before.name):
+            if before is not None and not set_back and (after is None or after.name < before.name):
                 self.lost += 1
                 self.say(f"LOST {number} {fault}: {before.name} -> {after}")
             if "stopped after step" in out or "stopped by" in out:
