@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import html
+import io
 import json
 import re
 import shutil
@@ -136,6 +137,13 @@ def test_no_token_ends_the_script_that_holds_the_data() -> None:
     page = page_of({"names": names})
     assert data_of(page) == {"names": names}
     assert page.count("<!--") == page_of({}).count("<!--")
+
+
+def test_the_text_may_come_from_standard_input(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown fox"))
+    assert data_of(inspected(run, tmp_path, "-"))["loss"]
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def page(findings: dict[str, Finding], took: str) -> str:
         "One seed: differences of a few hundredths of a nat may be chance.</p>"
     ]
     for name, finding in findings.items():
-        about = (EXPERIMENTS[name].__doc__ or "").split("\n\n")
-        parts.append(f"<h2>{html.escape(about[0])}</h2><p>{html.escape(about[1])}</p>")
+        title, _, about = (EXPERIMENTS[name].__doc__ or "").partition("\n\n")
+        parts.append(f"<h2>{html.escape(title)}</h2><p>{html.escape(about.replace('``', ''))}</p>")
         parts.append(draw(finding.plots))
         parts.append(_table(finding.table))
         rows = [

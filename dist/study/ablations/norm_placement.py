@@ -2,7 +2,9 @@
 
 Post-norm, norm(x + f(x)), is the original transformer (Vaswani et al. 2017); pre-norm, x +
 f(norm(x)), keeps a path from the loss to every layer that no norm stands in. Gradient norms by
-layer are taken before the first step; then each model is trained for a short while.
+layer are taken before the first step; then each model is trained for a short while. Projections
+into the stream start at 0.02/√(2L) here (``reference/params.py``), smaller than in those papers,
+which is kind to deep post-norm.
 """
 
 import numpy as np
@@ -12,7 +14,7 @@ from reference.config import Config
 from reference.model import loss_backward, loss_forward
 
 DEPTHS = (4, 16, 64)
-STEPS = 80
+STEPS = 120
 LENGTH, COUNT = 64, 16
 
 
