@@ -143,9 +143,9 @@ def _as_json(scored: Scored, pieces: list[str]) -> str:
 
 
 def _as_table(scored: Scored, pieces: list[str]) -> str:
-    lines = [f"{'log p':>10}  {'p':>8}"]
+    lines = [f"{'log p':>10}  {'p':>9}"]
     for piece, p in zip(pieces, scored.log_p.tolist(), strict=True):
-        lines.append(f"{p:10.4f}  {math.exp(p):8.2%}  {piece!r}")
+        lines.append(f"{p:10.4f}  {math.exp(p):9.3g}  {piece!r}")
     return "\n".join(
         [
             *lines,

@@ -12,6 +12,7 @@ from dist.monitor import bytes_text, duration
 from dist.weights import Weights, write_weights
 
 KINDS = {"float32": "F32", "bf16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
+READERS = {".gguf": gguf.read, ".bin": llmc.read}
 
 
 def export(argv: Sequence[str]) -> int:
@@ -32,6 +33,8 @@ def export(argv: Sequence[str]) -> int:
     out, kind = Path(given.out), KINDS[given.dtype]
     if kind == "Q8_0" and out.suffix != ".gguf":
         raise ValueError("--dtype q8_0 is for GGUF: name the output FILE.gguf")
+    if out.suffix in (".safetensors", ".json"):
+        raise ValueError(f"{out}: such files lie in a folder with others; name the folder")
     weights = Weights(given.checkpoint)
     started = time.perf_counter()
     notes: list[str] = []
@@ -73,8 +76,14 @@ def import_(argv: Sequence[str]) -> int:
     args.add_argument("--without-tokenizer", action="store_true", help="import the weights alone")
     given = args.parse_args(argv)
     source, out = Path(given.source), Path(given.out)
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}")
+    if source.is_file() and source.suffix not in READERS:
+        raise ValueError(
+            f"{source} is no FILE.gguf or FILE.bin; of Hugging Face's, give the folder"
+        )
     started = time.perf_counter()
-    reader = {".gguf": gguf.read, ".bin": llmc.read}.get(source.suffix, huggingface.read)
+    reader = huggingface.read if source.is_dir() else READERS[source.suffix]
     found = reader(source, with_tokenizer=not given.without_tokenizer)
     write_weights(out, found.config, parameters(found, source), found.tokenizer)
     weights = Weights(out)

@@ -8,6 +8,6 @@ HARD = [
     "Größe Ελληνικά кириллица 中文字符 日本語のテキスト 한국어 العربية עברית हिन्दी ภาษาไทย",
     "👩‍👩‍👧 🇩🇪 e\u0301 \u200b zero\ufeffwidth \u2028 \u3000 <|user|> <|end|> <|eos|> <|pad|>",
     "I'll we've THEY'RE don't 'tis it's'd def f(x): return x**2  # {}[]()!?...---",
-    # the long s and the Kelvin sign, which some take for letters of a contraction, left out
-    "".join(c for c in CHARACTERS if not "\ud800" <= c <= "\udfff" and c not in "ſK"),
+    # the long s left out, which llama.cpp does not take for the s of a contraction
+    "".join(c for c in CHARACTERS if not "\ud800" <= c <= "\udfff" and c != "ſ"),
 ]

@@ -64,7 +64,7 @@ class Soak:
         while True:
             fault = self.random.choice(FAULTS) if time.monotonic() < end else "none"
             if fault == "damage":
-                begin = self.damage(config) or begin
+                begin = begin or self.damage(config)  # what is damaged already is known by one file
                 continue
             ranks = self.random.choice((2, 2, 4))
             before = checkpoint.pointed(Path(config.run.out) / "checkpoints")
@@ -92,9 +92,10 @@ class Soak:
                 run.process.wait()
                 continue
             after = checkpoint.pointed(Path(config.run.out) / "checkpoints")
-            if after is not None:
+            set_back = bool(begin)
+            if after != before:
                 begin = ()
-            if before is not None and not begin and (after is None or after.name < before.name):
+            if before is not None and not set_back and (after is None or after.name < before.name):
                 self.lost += 1
                 self.say(f"LOST {number} {fault}: {before.name} -> {after}")
             if "stopped after step" in out or "stopped by" in out:

@@ -41,6 +41,24 @@ def test_export_then_import_is_the_identity_bit_for_bit(config: Config, tmp_path
     assert mine == back and Weights(tmp_path / "back").config == config
 
 
+@pytest.mark.parametrize("config", [LLAMA, replace(QWEN3, window=0)], ids=["llama", "qwen3"])
+def test_only_llama_s_heads_are_as_ours(config: Config, tmp_path: Path) -> None:
+    """llama.cpp turns adjacent coordinates in the architecture llama, and halves in the others."""
+    views = write_random(tmp_path / "mine", config)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    _, stored = gguf.header(tmp_path / "m.gguf")
+    for name, start in (("q", 0), ("k", 32), ("v", 48)):
+        theirs = stored[f"blk.1.attn_{name}.weight"].rows(8, 16)  # the second head
+        ours = views["layers.1.attention.wqkv"][:, start + 8 : start + 16]
+        if config.qk_norm and name != "v":
+            ours = np.concatenate([ours[:, 0::2], ours[:, 1::2]], axis=1)
+        np.testing.assert_array_equal(theirs, ours.T)
+    if config.qk_norm:
+        gain = views["layers.1.attention.k_norm.gain"]
+        theirs = stored["blk.1.attn_k_norm.weight"].rows(0, 8)
+        np.testing.assert_array_equal(theirs, np.concatenate([gain[0::2], gain[1::2]]))
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("float16", 11)])
 def test_narrow_types_round_to_nearest(dtype: str, bits: int, tmp_path: Path) -> None:
     mine, back = (np.frombuffer(b, "<f4") for b in out_and_back(tmp_path, LLAMA, "--dtype", dtype))

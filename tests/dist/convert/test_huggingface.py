@@ -65,13 +65,16 @@ def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: P
     with safe_open(str(tmp_path / "hf" / "model.safetensors"), "np") as file:
         names = list(file.keys())
         gate = file.get_tensor("model.layers.1.mlp.gate_proj.weight")
-        q = file.get_tensor("model.layers.0.self_attn.q_proj.weight")
+        qkv = [file.get_tensor(f"model.layers.0.self_attn.{x}_proj.weight") for x in "qkv"]
         assert file.metadata() == {"format": "pt"}
     assert len(names) == 2 + 9 * LLAMA.n_layers and "lm_head.weight" not in names
     np.testing.assert_array_equal(gate, views["layers.1.ffn.w_gate_up"][:, :48].T)
-    # the second head: even coordinates first, then the odd ones
-    ours = views["layers.0.attention.wqkv"][:, 8:16]
-    np.testing.assert_array_equal(q[8:16], np.concatenate([ours[:, 0::2], ours[:, 1::2]], 1).T)
+    # the second head of each: of queries and keys even coordinates first, then the odd ones
+    for theirs, start in zip(qkv, (0, 32, 48), strict=True):
+        ours = views["layers.0.attention.wqkv"][:, start + 8 : start + 16]
+        if theirs is not qkv[2]:
+            ours = np.concatenate([ours[:, 0::2], ours[:, 1::2]], axis=1)
+        np.testing.assert_array_equal(theirs[8:16], ours.T)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
@@ -421,6 +424,18 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
     write_random(tmp_path / "mine", replace(LLAMA, vocab_size=300), tokenizer)
     assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
     assert "320 ids" in capsys.readouterr().err
+
+
+def test_files_that_lie_in_a_folder_are_not_taken_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.safetensors")]) == 1
+    assert "name the folder" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    for name, message in (("hf/model.safetensors", "give the folder"), ("no", "there is no")):
+        assert cli.main(["import", str(tmp_path / name), "-o", str(tmp_path / "back")]) == 1
+        assert message in capsys.readouterr().err
 
 
 # ---- damaged files -------------------------------------------------------------------------------
