@@ -5,7 +5,7 @@ is a hint.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from types import GeneratorType
+from types import FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,7 +175,7 @@ def short(value: Any) -> str:
         text = " ".join(text.split())
     elif isinstance(value, (list, tuple)) and any(isinstance(v, np.ndarray) for v in value):
         text = f"[{', '.join(short(v) for v in value)}]"
-    elif isinstance(value, type) or hasattr(value, "__file__"):
+    elif isinstance(value, (type, FunctionType)) or hasattr(value, "__file__"):
         text = value.__name__.rpartition(".")[2]
     else:
         text = repr(value)

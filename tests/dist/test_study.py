@@ -281,9 +281,9 @@ def train(words, n_merges, *, first_id=0, n_symbols=256, min_count=1, max_length
     return merges
 """
 TREE = """
-def add_in_tree_order(ops, parts):
+def add_in_tree_order(accumulate, parts):
     for other in parts[1:]:
-        ops.accumulate(parts[0], other)
+        accumulate(parts[0], other)
     return parts[0]
 """
 ATTEMPTS = [

@@ -28,14 +28,17 @@ def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
 def _leaves(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for n in (1, 2, 4, 8, 16):
         size = 10.0 ** rng.uniform(-4, 4, (n, 5))
-        yield ops, [np.float32(a * b) for a, b in zip(size, rng.normal(size=(n, 5)), strict=True)]
+        yield (
+            ops.accumulate,
+            [np.float32(a * b) for a, b in zip(size, rng.normal(size=(n, 5)), strict=True)],
+        )
 
 
 def _slices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
-    for n in (1, 5, 8, 9, 16, 23, 100):
-        for block in (1, 4):
+    for block in (1, 4):
+        for cuts in ([0, 1], [0, 5], [0, 8], [0, 23], [0, 4, 5], [0, 8, 12, 32, 45]):
             for size in (1, 2, 4, 8):
-                yield n, block, size
+                yield cuts, block, size
 
 
 def _weights(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -173,19 +176,19 @@ them from 0, the eos belonging to the one that it ends.""",
     ),
     Exercise(
         "tree_sum",
-        "dist.step",
+        "dist.reduction",
         """\
 Floating-point addition is not associative, so the order of a sum decides its bits. Here neighbours
 are added in pairs, 0 with 1 and 2 with 3, then the sums in pairs, until one is left: a tree that
-depends on the number of parts alone. ops.accumulate(left, right) adds the right one to the left in
+depends on the number of parts alone. accumulate(left, right) adds the right one to the left in
 place, and the sum is returned.""",
         (
             Mistake(
                 "are they added one after the other? The bits then depend on how many a rank adds.",
                 {
                     "        for left, right in zip(parts[::2], parts[1::2], strict=True):\n"
-                    "            ops.accumulate(left, right)\n"
-                    "        parts = parts[::2]\n": "        ops.accumulate(parts[0], parts[1])\n"
+                    "            accumulate(left, right)\n"
+                    "        parts = parts[::2]\n": "        accumulate(parts[0], parts[1])\n"
                     "        parts = [parts[0], *parts[2:]]\n"
                 },
             ),
@@ -205,28 +208,36 @@ place, and the sum is returned.""",
     ),
     Exercise(
         "zero_slices",
-        "dist.comm",
+        "dist.reduction",
         """\
-ZeRO shares the optimizer's state: each of W ranks owns one slice of n elements, given by W + 1
-offsets from 0 to n. Slices are whole blocks, so that norms are summed by the same blocks for every
-W; the last block may be short. Blocks are shared as evenly as they go: slice r ends at block
-blocks·(r + 1) // W.""",
+ZeRO shares the optimizer's state: of each bucket, from cuts[b] to cuts[b + 1], each of W = size
+ranks owns one slice, given by W + 1 offsets. Slices are whole blocks counted from the bucket's
+begin, so that norms are summed by the same blocks for every W; a bucket's last block may be short.
+With n blocks in the buckets before, slice r of one of k blocks begins at its block (k·r + n mod W)
+// W, so that those ranks that get one block more change from bucket to bucket.""",
         (
             Mistake(
                 "are slices cut within blocks? Each is a number of whole blocks.",
-                {"min(n, blocks * r // size * block)": "n * r // size"},
+                {
+                    "[min(high, low + block * end) for end in ends]": "[low + (high - low) * r "
+                    "// size for r in range(size + 1)]"
+                },
             ),
             Mistake(
                 "is the last, short block forgotten? Round the number of blocks up.",
-                {"blocks = -(-n // block)": "blocks = n // block"},
+                {"blocks = -(-(high - low) // block)": "blocks = (high - low) // block"},
             ),
             Mistake(
-                "does an offset lie beyond n? The last block may be short.",
-                {"min(n, blocks * r // size * block)": "blocks * r // size * block"},
+                "does an offset lie behind the bucket? Its last block may be short.",
+                {"min(high, low + block * end)": "low + block * end"},
             ),
             Mistake(
-                "do the first ranks take more than their share, rounded up?",
-                {"min(n, blocks * r // size * block)": "min(n, -(-blocks // size) * r * block)"},
+                "do the same ranks get more in every bucket? The blocks before count.",
+                {"        before = (before + blocks) % size\n": ""},
+            ),
+            Mistake(
+                "are blocks counted from 0? Each bucket begins with a block of its own.",
+                {"min(high, low + block * end)": "min(high, block * end)"},
             ),
         ),
         function="bounds_of_slices",
