@@ -35,7 +35,8 @@ from tests.helpers.runs import (
 
 
 def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = prepare(tmp_path, train__steps=40, run__eval_every=20, model__dropout_residual=0.1)
+    changes = {"run__eval_every": 20, "run__log_every": 10, "model__dropout_residual": 0.1}
+    config = prepare(tmp_path, train__steps=40, **changes)
     assert train(config) == 0
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if line.startswith("step") and "/40" in line]

@@ -53,7 +53,12 @@ def tables(folder: Path, **overrides: Any) -> dict[str, dict[str, Any]]:
         "data": {"train": str(folder / "train"), "heldout": str(folder / "heldout")},
         "train": {"micro_batch": 1, "global_batch": 8, "steps": 6, "lr": 1e-2},
         "optim": {},
-        "run": {"out": str(folder / "run"), "backend": "reference", "eval_windows": 7},
+        "run": {
+            "out": str(folder / "run"),
+            "backend": "reference",
+            "eval_windows": 7,
+            "log_every": 1,
+        },
     }
     for name, value in overrides.items():
         table, _, key = name.partition("__")
