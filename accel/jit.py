@@ -279,7 +279,8 @@ class Store:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.silent = True  # the process that holds it has said what is going on
+            if launcher.local_size() == 1:  # else only one rank speaks
+                self.silent = True  # the process that holds it has said what is going on
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
     def open_lock(self, name: str) -> int:
@@ -304,14 +305,13 @@ class Store:
         check_private(self.root, self.folder)  # what was made in the meantime, too
         return descriptor
 
-    def announce(self, py_func: Callable[..., Any]) -> None:
+    def announce(self, package: str) -> None:
         """Say once what the wait is for."""
         if not self.silent:
             self.silent = True
-            package = py_func.__module__.rpartition(".")[0]
             seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
             about = "" if seconds is None else f", ~{seconds} s if all are needed"
-            say(f"compiling kernels of {package or py_func.__module__} once{about}")
+            say(f"compiling kernels of {package} once{about}")
 
     def _open(self, name: str) -> int:
         self.root.parent.mkdir(parents=True, exist_ok=True)
@@ -405,7 +405,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
             self._store.lock(self._py_func)
             found = self._read(sig, target_context)  # the process we waited for may have written it
         if found is None:
-            self._store.announce(self._py_func)
+            module = self._py_func.__module__
+            self._store.announce(module.rpartition(".")[0] or module)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:

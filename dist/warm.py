@@ -77,6 +77,8 @@ def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[list
     """
     store = _store()
     missing = [task for task in tasks_of(run, writes=writes) if not _is_done(store, task)]
+    if missing:
+        store.announce("accel.cpu")
     number = min(number, len(missing))
     order = json.dumps({"run": run.to_dict(), "writes": writes}) + "\n"
     started = []
