@@ -113,8 +113,9 @@ def main(argv: Sequence[str]) -> int:
             say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
             settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
             pack.pack([str(paths.corpus)], paths.data, settings)
-        if not paths.run_file.exists():
-            choose_steps(paths, deadline, given.ranks, given.compute)
+        warm.compile_kernels(probe, writes=True)  # what is left: nothing else shall run beside it
+    if not paths.run_file.exists():
+        choose_steps(paths, deadline, given.ranks, given.compute)
     say(f"training: myllm train {paths.run_file} --ranks {given.ranks}")
     status = train(paths.run_file, given.ranks)
     if status:
@@ -199,7 +200,7 @@ def settings_of(paths: Paths, steps: int, out: Path, compute: str) -> config.Run
 
 def choose_steps(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
     """Write a run file with as many steps as there is time for, by the speed of a short run."""
-    say("speed: a few steps, to see how many there is time for (the first run compiles kernels)")
+    say("speed: a few steps, to see how many there is time for")
     probe = paths.out / "probe.toml"
     run = settings_of(paths, PROBE_STEPS, paths.out / "probe", compute)
     run = dataclasses.replace(
