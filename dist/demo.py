@@ -98,11 +98,12 @@ def main(argv: Sequence[str]) -> int:
         find_mpirun()  # now rather than after a minute of preparation
     paths = Paths(Path(given.out))
     paths.out.mkdir(parents=True, exist_ok=True)
-    probe = settings_of(paths, PROBE_STEPS, paths.out / "probe", given.compute)
     if given.compute == mode.AUTO and paths.run_file.exists():
         given.compute = config.load(paths.run_file).run.compute
-    elif given.compute == mode.AUTO:
-        probe, chosen = mode.settled(probe, None)
+    probe, chosen = mode.settled(
+        settings_of(paths, PROBE_STEPS, paths.out / "probe", given.compute), None
+    )
+    if chosen:
         given.compute = probe.run.compute
         say(chosen)
     load_backend("cpu", compute=given.compute)
