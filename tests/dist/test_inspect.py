@@ -122,7 +122,8 @@ def test_the_page_holds_the_trace_and_nothing_from_elsewhere(run: Path, tmp_path
     assert data["ids"] == ids.tolist()
     assert tokenizer.decode(data["ids"]) == NASTY
     traced = trace(found.params, found.config, ids.astype(np.int32), 5)
-    np.testing.assert_allclose(data["loss"], traced.loss, rtol=1e-2)
+    # the page has three digits: half a unit of the last is 5e-3 of the number at most
+    np.testing.assert_allclose(data["loss"], traced.loss, rtol=5e-3)
     np.testing.assert_allclose(data["dx_norm"], traced.dx_norm, rtol=1e-3)
     assert data["best"] == traced.best.tolist()
     levels = np.frombuffer(base64.b64decode(data["attention"][1][0]), np.uint8)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist import cli
 from dist.weights import write_weights
 from reference.config import Config
 from reference.params import decoder_layout
@@ -13,6 +14,8 @@ from reference.presets import GPT2_SMALL, MYLLM_1B
 from reference.types import Array
 
 if TYPE_CHECKING:
+    import pytest
+
     from tokenizer import Tokenizer
 
 TOY: dict[str, Any] = {
@@ -57,3 +60,14 @@ def write_random(
     views = decoder_layout(config).views(random_weights(config, seed))
     write_weights(path, config, lambda name, shape: views[name], tokenizer)
     return views
+
+
+def check_refused(
+    config: Config, fields: list[str], out: str, folder: Path, capsys: "pytest.CaptureFixture[str]"
+) -> None:
+    """Assert that an export of this model is refused in one line that names the fields."""
+    write_random(folder / "mine", config)
+    assert cli.main(["export", str(folder / "mine"), str(folder / out)]) == 1
+    said = capsys.readouterr().err
+    assert all(field in said for field in fields) and said.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["mine"]

@@ -14,7 +14,7 @@ from dist.weights import Weights
 from reference.config import Config
 from tests.helpers.models import MODELS
 from tests.helpers.runs import text
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, write_random
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, check_refused, write_random
 from tokenizer import Tokenizer, train_from_iterator
 from tokenizer.patterns import DIGITS_GPT2, GPT4, QWEN2
 from tokenizer.vocabulary import Vocabulary
@@ -108,11 +108,7 @@ def test_q8_0_is_off_by_half_a_step_of_each_block_at_most(
 def test_what_no_architecture_can_express_is_refused_with_the_field(
     config: Config, fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_random(tmp_path / "mine", config)
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 1
-    said = capsys.readouterr().err
-    assert all(field in said for field in fields) and said.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    check_refused(config, fields, "m.gguf", tmp_path, capsys)
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dist.weights import Weights
 from reference.config import Config
 from tests.helpers.models import MODELS
 from tests.helpers.runs import text
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, write_random
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, check_refused, write_random
 from tokenizer import Tokenizer, train_from_iterator
 
 
@@ -103,11 +103,7 @@ def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: P
 def test_what_no_family_can_express_is_refused_with_the_field(
     config: Config, fields: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_random(tmp_path / "mine", config)
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
-    said = capsys.readouterr().err
-    assert all(field in said for field in fields) and said.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    check_refused(config, fields, "hf", tmp_path, capsys)
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
