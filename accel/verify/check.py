@@ -9,12 +9,9 @@ from typing import Any
 
 from accel.verify.contract import DTYPES, Case
 from accel.verify.files import case_command, save_failure
-from accel.verify.hints import hints_for
-from accel.verify.ops import room
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
 from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
-from accel.verify.trial import run_case
 from reference.contract import Op
 from reference.ops import OPS
 
@@ -191,7 +188,7 @@ def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
     try:
         dtypes = options.dtypes or subject.dtypes()
         return [
-            (spec, dtype, cases_of(spec.name, options))
+            (spec, dtype, cases_of(subject.weight(spec), options))
             for spec in specs
             for dtype in dtypes
             if applies(spec, dtype)
@@ -252,9 +249,8 @@ def check_subject(
     return report
 
 
-def cases_of(op: str, options: Options) -> int:
+def cases_of(weight: float, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
-    weight = room(op).WEIGHT  # first: an op without a room is refused before anything runs
     if options.examples is not None:
         return max(1, options.examples)
     return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
@@ -274,10 +270,10 @@ def _leave_out(found: OpReport) -> None:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     more = options.mistakes
-    failure.hints = hints_for(subject, failure.case, failure.judged, more)
+    failure.hints = subject.hints(failure.case, failure.judged, more)
     if len(failure.hints) > 1 and failure.telling is not None:
         # a small case has many explanations, of which a large one leaves few
-        others = hints_for(subject, *failure.telling, more)
+        others = subject.hints(*failure.telling, more)
         failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
     failure.hints = failure.hints[:MAX_HINTS]
     failure.telling = None
@@ -287,7 +283,7 @@ def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     )
     if options.save is not None:
         path = failure_path(options.save, failure)
-        save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
+        save_failure(path, failure.case, [failure.judged, *subject.run(failure.case)])
         failure.file = str(path)
         failure.rerun = case_command(subject.command, path)
 
@@ -311,9 +307,9 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     if case.spec not in subject.specs():
         raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
     failures = []
-    for judged in run_case(subject, case):
+    for judged in subject.run(case):
         if not judged.ok:
             failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = hints_for(subject, case, judged)[:MAX_HINTS]
+            failure.hints = subject.hints(case, judged)[:MAX_HINTS]
             failures.append(failure)
     return failures

@@ -77,6 +77,10 @@ class Case:
         """Return the arguments of the forward, arrays in float64."""
         return {**gathered(self.in_float64()[0]), **self.options}
 
+    def exact(self) -> dict[str, Array]:
+        """Return the right results by name, as far as they are known without the subject."""
+        return expected(self).exact
+
     def describe(self) -> str:
         """Return the case in one line: shapes, options, manner."""
         parts = [

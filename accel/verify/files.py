@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import Case, contract_parameters, expected
+from accel.verify.contract import Case, contract_parameters
 from accel.verify.trial import Judged
 from reference.config import Config
 from reference.ops import OPS
@@ -62,8 +62,10 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
     """
     arrays: dict[str, Any] = {f"input.{n}": a for n, a in case.arrays.items() if a is not None}
     arrays |= cotangent_arrays(case.cotangent)
-    arrays |= {f"expected.{name}": value for name, value in expected(case).exact.items()}
+    arrays |= {f"expected.{name}": value for name, value in case.exact().items()}
     for result in judged:
+        if result.exact is not None:
+            arrays.setdefault(f"expected.{result.name}", result.exact)
         if result.got is not None and f"got.{result.name}" not in arrays:
             arrays[f"got.{result.name}"] = result.got
     arrays["case"] = np.array(
