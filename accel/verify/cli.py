@@ -28,6 +28,7 @@ examples:
   myllm verify --module mykernels.py          whatever ops that module offers
   myllm verify --module mykernels.py --op attention --dtype bf16 --seed 7
   myllm verify --module mykernels.py --case verify-failures/attention-dk-float32.npz
+  myllm verify --like ref.py --module new.py  functions beside those of a reference of your own
   myllm verify --adapters adapters.py         run_rmsnorm, run_rope, … of the course exercise
   myllm verify --golden vectors               write golden vectors, for any language
   myllm verify --against results              check what another program made of them
@@ -72,6 +73,18 @@ def parser() -> argparse.ArgumentParser:
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")
     add("--adapters", type=Path, metavar="FILE.py", help="check the adapters of a course exercise")
+    add(
+        "--like",
+        type=str,
+        metavar="REF.py",
+        help="hold --module's functions to those of this file, in any framework",
+    )
+    add(
+        "--function",
+        action="append",
+        metavar="NAME",
+        help="only this function of --like (REF=NEW where the names differ; may be repeated)",
+    )
     add("--json", action="store_true", help="print the report as JSON on stdout")
     add("--golden", type=Path, metavar="DIR", help="write golden vectors into DIR")
     add("--against", type=Path, metavar="DIR", help="check results computed from golden vectors")
@@ -91,6 +104,10 @@ def run(argv: list[str]) -> int:
         parser().error("--examples must be positive")
     if not arguments.timeout > 0:
         parser().error("--timeout must be positive")
+    if arguments.like and not arguments.module:
+        parser().error("--like REF.py needs --module NEW.py, the file that is held to it")
+    if arguments.function and not arguments.like:
+        parser().error("--function goes with --like; an op of the contract is named by --op")
     if arguments.adapters is not None:
         from accel.verify import adapters
 
@@ -150,7 +167,11 @@ def run(argv: list[str]) -> int:
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:
     """Return what is to be checked: modules, and backends when named or when there is no module."""
-    sources = [Source(module=path) for path in arguments.module or ()]
+    functions = tuple(arguments.function or ())
+    sources = [
+        Source(module=path, like=arguments.like or "", functions=functions)
+        for path in arguments.module or ()
+    ]
     if arguments.module and not arguments.backend:
         return sources
     wanted = list(BACKENDS)

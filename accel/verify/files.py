@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.verify.contract import Case, contract_parameters
+from accel.verify.like.case import LikeCase
 from accel.verify.trial import Judged
 from reference.config import Config
 from reference.ops import OPS
@@ -73,10 +74,11 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
             {
                 "op": case.op,
                 "dtype": case.dtype,
-                "options": options_to_json(case.options),
+                "options": "" if "like" in case.about() else options_to_json(case.options),
                 "layouts": case.layouts,
                 "out": case.out,
                 "interleaved": case.interleaved,
+                **case.about(),
             }
         )
     )
@@ -108,8 +110,11 @@ def load_failure(path: str | Path) -> Case:
         raise ValueError(f"{path} is no .npz of a case: {error}") from None
     try:
         about = json.loads(str(content["case"]))
+        if "like" in about:
+            inputs = {n.removeprefix("input."): a for n, a in content.items() if n[:6] == "input."}
+            return LikeCase.of(about, inputs)
         spec = OPS[about["op"]]
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, SyntaxError, json.JSONDecodeError):
         raise ValueError(
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None
