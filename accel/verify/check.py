@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.contract import DTYPES, Case
+from accel.verify.contract import DTYPES, Case, applies
 from accel.verify.files import case_command, save_failure
 from accel.verify.hints import hints_for
 from accel.verify.ops import room
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
-from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
+from accel.verify.subject import KernelError, Subject, SubjectError, as_subject
 from accel.verify.trial import run_case
 from reference.contract import Op
 from reference.ops import OPS
@@ -67,7 +67,7 @@ def check_module(
         file is checked in a process of its own, which may crash.
     ops : iterable of str, optional
         Only these: ``["attention", "rmsnorm"]``.
-    dtypes : iterable of {"float32", "float64", "bf16"}, optional
+    dtypes : iterable of {"float32", "float64", "bf16", "float16", "tf32", "e4m3", "e5m2"}, optional
         The precisions to check in. When None, the module's ``DTYPES`` or else those of float32 and
         float64 that it works in (bf16 where its ``from_numpy`` rounds to bf16).
     seed : int

@@ -115,6 +115,7 @@ def show(report: Report, console: Console) -> None:
             lead = ["", "", ""]
         for name, tally in op.results.items():
             percent = f"{100 * tally.ratio:.0f} %" if tally.ratio < 10 else f"{tally.ratio:.2g} ×"
+            percent = percent if np.isfinite(tally.ratio) else "unbounded"
             verdict = "[green]ok[/]"
             if tally.failed:
                 verdict = f"[red]FAIL[/] in {tally.failed}"
@@ -207,7 +208,7 @@ def _numbers(a: Array) -> str:
 def first_difference(name: str, got: Array, exact: Array) -> str:
     """Name the first element that differs by more than a hundredth of the largest difference."""
     g, e = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    off = np.abs(g - e)
+    off = np.where(np.isnan(g) & np.isnan(e), 0, np.abs(g - e))
     off = np.where(np.isnan(off), np.inf, off)
     top = float(off.max(initial=0.0))
     if top == 0:

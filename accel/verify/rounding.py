@@ -20,9 +20,6 @@ import numpy as np
 
 from reference.types import Array
 
-# A probability below this may be flushed to zero: exp of float32 has nothing below 1e-38.
-SMALLEST_P = 1e-30
-
 
 def n_rows(x: Array) -> int:
     return math.prod(x.shape[:-1])

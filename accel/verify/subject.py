@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accel.tolerance import round_float16
 from accel.verify.contract import DTYPES, contract_parameters
 from accel.verify.ops import room
 from reference import ops as reference
@@ -104,7 +105,8 @@ class Subject:
             back = self.to_numpy(self.from_numpy(sent, activation=True))
             if np.array_equal(np.asarray(back, np.float64), sent.astype(np.float64)):
                 kept.append(dtype)
-        return tuple(kept) or ("bf16",)
+        halves = np.array_equal(np.asarray(back, np.float64), round_float16(x))
+        return tuple(kept) or (("float16",) if halves else ("bf16",))
 
     def signature(self, function: str) -> Mapping[str, inspect.Parameter] | None:
         """Return the parameters of a function of the module; None when they cannot be known."""
@@ -397,11 +399,6 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
             f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "")
         )
     return subject
-
-
-def applies(spec: Op, dtype: str) -> bool:
-    """Say whether an op has cases of its own in a precision."""
-    return dtype != "bf16" or any(o.kind != "master" for o in spec.operands)
 
 
 def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

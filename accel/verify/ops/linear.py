@@ -1,9 +1,11 @@
 """Cases of linear."""
 
+from typing import Any
+
 import numpy as np
 
 from accel.verify.contract import Case
-from accel.verify.draw import WIDTHS
+from accel.verify.draw import MAX_ELEMENTS, WIDTHS
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from accel.verify.rounding import n_rows
 from reference import ops
@@ -13,10 +15,28 @@ WEIGHT = 1.5
 UNTRIED = ("keep_x", "x")
 
 
+PRODUCTS = FP8 = True
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "width": 17, "shape": (17,), "O": 17, "bias": True},
+    {"long": False, "width": 1, "shape": (65,), "O": 33, "x": "wide", "bias": False},
+    {"long": False, "width": 33, "shape": (5, 7), "O": 5, "bias": True, "layout": "transposed"},
+    {"long": True, "long shape": ((4_099,), 3), "bias": True},
+    {"long": True, "long shape": ((3,), 4_099), "bias": False},
+    {"long": False, "width": 65, "shape": (3, 2, 5), "O": 129, "special": "nan", "where": "x"},
+    {"long": False, "width": 3, "shape": (129,), "O": 2, "interleaved": True, "out": "out"},
+    {"long": False, "width": 129, "shape": (17,), "O": 257, "x": "normal", "bias": True},
+    {"long": False, "width": 2, "shape": (3,), "special": "nan", "where": "dout"},
+    {"long": True, "long shape": ((1,), 65_539)},
+    {"long": False, "width": 7, "shape": (2, 33), "special": "nan", "where": "weight"},
+    {"long": True, "long shape": ((65_539,), 2)},
+)
+
+
 def generate(draw: Draw) -> Draft:
     widths = (*WIDTHS, 257)
     x = draw.rows(widths)
-    weight = draw.values(x.shape[-1], draw.pick(widths))
+    outs = widths if x.size <= MAX_ELEMENTS and x.shape[-1] <= 257 else (1, 2, 3)
+    weight = draw.values(x.shape[-1], draw.pick(outs, "O"))
     bias = draw.values(weight.shape[1]) if draw.wants("bias") else None
     return Draft({"x": x, "weight": weight, "bias": bias}, {})
 
