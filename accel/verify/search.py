@@ -57,12 +57,22 @@ class Failure:
     telling: tuple[Case, Judged] | None = None  # a larger case, while hints are made
 
     @property
+    def gradient(self) -> bool:
+        """Whether it is a gradient that is wrong."""
+        return self.name[1:] in self.case.spec.gradients and self.name[0] == "d"
+
+    @property
+    def direction(self) -> str:
+        """Return whether the forward is wrong or the backward, as far as one can tell."""
+        called = self.case.spec.backward and self.case.spec.backward_name in self.judged.problem
+        return "backward" if self.gradient or (called and not self.name) else "forward"
+
+    @property
     def where(self) -> str:
         """Return the op and the result in words."""
         if not self.name:
             return self.op
-        gradient = self.name[1:] in self.case.spec.gradients and self.name[0] == "d"
-        return f"{self.op}: {'gradient ' if gradient else ''}{self.name}"
+        return f"{self.op}: {'gradient ' if self.gradient else ''}{self.name}"
 
 
 @dataclasses.dataclass
@@ -80,8 +90,7 @@ class Tally:
         self.cases += 1
         self.failed += not all(j.ok for j in judged)
         for near in (j.closeness for j in judged):
-            # of a result that is not finite there is no error to tell
-            if near is not None and near.error < np.inf and not near.ratio < self.ratio:
+            if near is not None and not near.ratio < self.ratio:
                 self.error, self.bound, self.ratio = near.error, near.bound, near.ratio
 
 
@@ -92,11 +101,13 @@ class OpReport:
     op: str
     dtype: str
     cases: int = 0
+    planned: int = 0  # cases that would have been tried, had time not run out
     seconds: float = 0.0
     results: dict[str, Tally] = dataclasses.field(default_factory=dict)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     not_covered: list[str] = dataclasses.field(default_factory=list)
     not_offered: str = ""  # why this precision was left out, when it was
+    backward: bool = False  # whether a backward was called
     refused: int = 0  # cases that raised, or gave nothing but a narrower dtype
 
     @property
@@ -114,6 +125,7 @@ def search(
     shrink: bool = True,
     known: frozenset[tuple[str, str]] = frozenset(),
     tick: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
 ) -> OpReport:
     """Try ``examples`` cases of an op in one precision.
 
@@ -123,8 +135,11 @@ def search(
         Failures seen in another precision already: reported again, but not shrunk again.
     tick : callable
         Called after every case: progress.
+    seconds : float, optional
+        After these no further case is tried, but one at least is.
     """
     report = OpReport(spec.name, dtype, not_covered=subject.missing_features(spec))
+    report.planned, report.backward = examples, subject.has_backward(spec)
     started = time.monotonic()
     # every op has a stream of its own, so that --op draws what a whole run draws
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
@@ -152,6 +167,8 @@ def search(
     for _ in range(examples):
         choices: list[int] = []
         look(_draw(subject, spec, dtype, dealer.picks(choices)), choices)
+        if seconds is not None and time.monotonic() - started > seconds:
+            break
     shown: set[tuple[str, str]] = set()
     for key in _in_order(first, list(report.results)):
         if key in shown or (key[1] == "second" and (key[0], "value") in first):
