@@ -9,7 +9,8 @@ from reference import ops
 from reference.types import Array
 
 HARD: tuple[dict[str, Any], ...] = (
-    {"long": False, "width": 17, "shape": (17,), "cut": "last"},
+    {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": False},
+    {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": True},
     {"long": False, "width": 5, "shape": (3, 2, 5), "cut": "both"},
     {"long": True, "long shape": ((65_539,), 2), "cut": "last"},
     {"long": True, "long shape": ((1,), 65_539), "cut": "same"},
@@ -32,7 +33,9 @@ def generate(draw: Draw) -> Draft:
     if cut in ("ones", "both"):
         shape = tuple(n if draw.pick((True, False)) else 1 for n in shape)
     a = draw.values(*shape)
-    return Draft({"a": b, "b": a} if draw.pick((True, False)) else {"a": a, "b": b}, {})
+    return Draft(
+        {"a": b, "b": a} if draw.pick((True, False), "large first") else {"a": a, "b": b}, {}
+    )
 
 
 def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:

@@ -16,7 +16,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "V": 7, "D": 7, "shape": (65,), "ids": "random", "accumulate": "accumulate"},
     {"long": False, "V": 33, "D": 17, "shape": (129,), "ids": "one id"},
     {"long": True, "V D": (70_001, 2), "ids": "ends"},
-    {"long": False, "V": 17, "D": 5, "shape": (2, 33), "ids": "random", "special": "nan"},
+    {"long": False, "V": 3, "D": 5, "shape": (2, 33), "special": "nan", "where": "table"},
     {"long": True, "V D": (33_001, 3), "ids": "random", "layout": "strided", "laid": "ids"},
     {"long": False, "V": 3, "D": 33, "shape": (3, 2, 5), "ids": "ends", "out": "out"},
     {"long": False, "V": 2, "D": 2, "shape": (4_099,), "ids": "random", "special": ""},
@@ -39,6 +39,7 @@ def generate(draw: Draw) -> Draft:
         ids[...] = draw.pick((0, 1 % V, V // 2, V - 1), "id")
     elif kind == "ends":
         ids = np.where(draw.rng.random(shape) < 0.5, 0, V - 1)
+        ids.reshape(-1)[-1] = V - 1
     return Draft({"ids": ids.astype(np.int32), "table": draw.values(V, D)}, {})
 
 

@@ -13,7 +13,7 @@ from reference.types import Array
 HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "x": "large", "width": 17},
     {"long": False, "x": "wide", "width": 129, "shape": (17,), "layout": "transposed"},
-    {"long": False, "x": "zero rows", "width": 33, "special": "nan", "where": "x"},
+    {"long": False, "x": "normal", "width": 33, "special": "nan", "where": "x"},
     {"long": True, "long shape": ((1,), 65_539), "x": "normal"},
     {"long": False, "x": "normal", "special": "inf", "where": "x"},
     {"long": False, "x": "simple", "special": "nan", "where": "dout", "width": 7},

@@ -21,7 +21,7 @@ HARD: tuple[dict[str, Any], ...] = (
     _BOTH | {"V": 17, "D": 17, "shape": (17,), "x": "large", "mask": True, "masked": "holes"},
     _BOTH | {"V": 33, "D": 7, "shape": (2, 33), "mask": True, "ignored": True, "bias": True},
     _BOTH | {"V": 129, "D": 3, "shape": (65,), "below zero": True, "bias": False, "x": "faint"},
-    _BOTH | {"long": True, "V D": (70_001, 2, 3), "targets": "ends", "bias": True},
+    _BOTH | {"long": True, "V D": (70_001, 2, 3), "targets": "ends", "bias": True, "mask": False},
     _BOTH | {"V": 257, "D": 5, "shape": (257,), "targets": "ends", "mask": True, "masked": "last"},
     _BOTH | {"V": 5, "D": 8, "shape": (3, 2, 5), "special": "nan", "where": "x"},
     _BOTH | {"V": 65, "D": 65, "shape": (5, 7), "x": "wide", "layout": "transposed", "bias": True},
@@ -61,6 +61,7 @@ def generate(draw: Draw) -> Draft:
         arrays["targets"] = np.full(shape, draw.pick((0, 1 % V, V // 2, V - 1), "id"), np.int32)
     if kind == "ends":
         arrays["targets"] = np.where(draw.rng.random(shape) < 0.5, 0, V - 1).astype(np.int32)
+        arrays["targets"].reshape(-1)[-1] = V - 1
     if draw.wants("mask"):
         kind = draw.pick(("holes", "last", "nothing", "everything"), "masked")
         mask = draw.rng.random(shape) < 0.6

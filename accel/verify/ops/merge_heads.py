@@ -16,7 +16,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "B": 3, "T": 3, "H": 3, "d": 3},
     {"long": False, "B": 2, "T": 7, "H": 7, "d": 8},
     {"long": False, "B": 2, "T": 17, "H": 3, "d": 8, "special": "nan"},
-    {"long": True, "T": 65_537},
+    {"long": True, "T": 65_537, "H": 1},
     {"long": False, "B": 1, "T": 33, "H": 7, "d": 17, "layout": "transposed"},
     {"long": True, "T": 513, "layout": "strided"},
 )

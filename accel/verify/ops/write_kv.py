@@ -16,7 +16,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "B": 3, "L": 2, "Hkv": 3, "d": 3, "S": 33, "T": 3, "position": "rows"},
     {"long": False, "B": 2, "L": 2, "Hkv": 2, "d": 2, "S": 2, "T": 2},
     {"long": True, "B": 2, "S": 4_099, "T": 1, "position": "last"},
-    {"long": True, "B": 1, "L": 1, "Hkv": 1, "S": 65_539, "T": 17, "position": "last"},
+    {"long": True, "B": 1, "L": 1, "Hkv": 1, "S": 65_539, "T": 1, "position": "last"},
     {"long": False, "B": 3, "L": 3, "Hkv": 1, "d": 8, "S": 65, "T": 16, "position": "ends"},
     {"long": True, "B": 3, "S": 513, "T": 7, "position": "rows"},
     {"long": False, "S": 17, "T": 7, "special": "nan", "where": "k"},

@@ -142,6 +142,10 @@ gradients("dk of the first 8 tiles", "attention", "dk", lambda g, d: cut_keys(g[
 gradients("dq of the first 1,024 queries", "attention", "dq", lambda g, d: cut_keys(g[0], 1024))
 
 
+def _lost(x: Array) -> None:
+    x[65_536:] = 0
+
+
 def cut_keys(x: Array, last: int) -> None:
     x[:, last:] = 0
 
@@ -149,7 +153,7 @@ def cut_keys(x: Array, last: int) -> None:
 for _op in ("scale", "gelu", "gelu_tanh", "relu", "swiglu"):
     result("rows in 16 bits", _op, "out", lambda out, a: cut_rows(out, 65_536))
     result("columns in 15 bits", _op, "out", lambda out, a: cut_columns(out, 32_768))
-    gradients("elements in 16 bits", _op, "dx", lambda g, d: cut_elements(g[0], 65_536) and None)
+    gradients("elements in 16 bits", _op, "dx", lambda g, d: _lost(g[0].reshape(-1)))
 result("columns in 16 bits", "softmax", "out", lambda out, a: cut_columns(out, 65_536))
 result("rows in 16 bits", "softmax", "out", lambda out, a: cut_rows(out, 65_536))
 result("elements in 16 bits", "dropout", "out", lambda out, a: cut_elements(out, 65_536))
@@ -207,7 +211,7 @@ gradients(
     "dhead of the first 65,536 entries",
     "linear_cross_entropy",
     "dhead",
-    lambda g, d: cut_rows(g[1], 65_536) and None,
+    lambda g, d: _lost(g[1]),
 )
 whole(
     "4 blocks at most", "global_norm", "out", global_norm=lambda x: ops.global_norm(x[: 4 * 65536])
@@ -290,12 +294,10 @@ def _rope_in_a_byte(x: Array, *, start: Any = 0, **options: Any) -> Any:
     return ops.rope_forward(x, start=np.asarray(start) % 256, **options)
 
 
-def _last_keys(
-    q: Array, k: Array, v: Array, alibi: Any, mask: Any = None, *rest: Any, **o: Any
-) -> Any:
-    if mask is not None and k.shape[1] > 1024:
-        mask = mask & (np.arange(k.shape[1]) >= k.shape[1] - 1024)
-    return ops.attention_forward(q, k, v, alibi, mask, *rest, **o)
+def _last_keys(*arrays: Any, key_mask: Array | None = None, **options: Any) -> Any:
+    S = arrays[1].shape[1]
+    late = np.ones((1, S), bool) if key_mask is None else key_mask
+    return ops.attention_forward(*arrays, key_mask=late & (np.arange(S) >= S - 1024), **options)
 
 
 _decoding("positions in 8 bits", "out", rope_forward=_rope_in_a_byte)
