@@ -397,6 +397,7 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
             at = f"[{', '.join(str(i) for i in bad)}]" if len(bad) else ""
             problem, kind = f"{name}{note}{at} is {what}", "nonfinite"
             if travels is not None:
+                kind = "nan"
                 problem += f", but does not depend on {travels.place.text}"
         elif run.subject.native and note != " in out=" and _wrong_dtype(case, name, value):
             problem = (

@@ -134,7 +134,7 @@ def test_infinity_may_have_its_limit_and_no_other_number() -> None:
 
         return gelu_forward
 
-    check_op("gelu", forward=gelu(0.0))
+    check_op("gelu", forward=gelu(0.0), partial=True)
     report = check_op("gelu", forward=gelu(-1.0), raises=False)
     assert {f.kind for f in report.failures} == {"value"}
 
@@ -163,7 +163,9 @@ def test_a_backward_alone_is_given_what_nan_made_of_the_forward() -> None:
         np.testing.assert_array_equal(np.isnan(inputs.out), np.isnan(out))
         return ops.attention_backward(dout, cache)
 
-    check_op("attention", backward=attention_backward, dtypes=["float32"], examples=40)
+    check_op(
+        "attention", backward=attention_backward, dtypes=["float32"], examples=40, partial=True
+    )
 
 
 # ---- sizes and numbers ---------------------------------------------------------------------------

@@ -4,15 +4,17 @@ from typing import Any
 
 import numpy as np
 
+from accel.tolerance import Unit
 from accel.verify.contract import Case
 from accel.verify.draw import MAX_ELEMENTS, WIDTHS
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
-from accel.verify.rounding import n_rows
+from accel.verify.ops import Draft, Draw, Magnitudes, Mistakes, Values
+from accel.verify.rounding import n_rows, sum_rows, summed
 from reference import ops
 from reference.types import Array
 
 WEIGHT = 1.5
 UNTRIED = ("keep_x", "x")
+CUTS = "... I O"
 
 
 PRODUCTS = FP8 = True
@@ -41,19 +43,23 @@ def generate(draw: Draw) -> Draft:
     return Draft({"x": x, "weight": weight, "bias": bias}, {})
 
 
-def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
+def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
     """Sums of products; r = 2 is the product's rounding and the bias or the result's."""
     x, weight = np.abs(v["x"]), np.abs(v["weight"])
     bias = None if v.get("bias") is None else np.abs(v["bias"])
     out, cache = ops.linear_forward(x, weight, bias)
     dx, dweight, dbias = ops.linear_backward(np.abs(dout), cache)
+    plain, cache = ops.linear_forward(v["x"], v["weight"])
+    exact_dx, exact_dweight, _ = ops.linear_backward(dout, cache)
+    # y may be stored before the bias joins it
+    kept = np.abs(plain) + np.abs(plain + (0 if bias is None else v["bias"]))
     found = {
-        "out": Magnitude(out, 3, weight.shape[0]),
-        "dx": Magnitude(dx, 2, weight.shape[1]),
-        "dweight": Magnitude(dweight, 2, n_rows(x)),
+        "out": summed(out, 3, weight.shape[0], u, kept),
+        "dx": summed(dx, 2, weight.shape[1], u, np.abs(exact_dx)),
+        "dweight": summed(dweight, 2, n_rows(x), u, np.abs(exact_dweight)),
     }
     if dbias is not None:
-        found["dbias"] = Magnitude(dbias, 1, n_rows(x))
+        found["dbias"] = summed(dbias, 1, n_rows(x), u, np.abs(sum_rows(dout)))
     return found
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from accel.tolerance import Unit
 from accel.verify.draw import MAX_ELEMENTS, WIDTHS
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from accel.verify.ops import Draft, Draw, Magnitudes, Values
+from accel.verify.rounding import summed
 from reference import ops
 
 PRODUCTS = FP8 = True
@@ -33,8 +35,10 @@ def generate(draw: Draw) -> Draft:
     return Draft({"x": x, "head": draw.values(V, x.shape[-1]), "bias": bias}, {})
 
 
-def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
+def magnitude(v: Values, dout: None, u: Unit) -> Magnitudes:
     """A linear layer."""
     bias = None if v.get("bias") is None else np.abs(v["bias"])
     out = ops.logits(np.abs(v["x"]), np.abs(v["head"]), bias)
-    return {"out": Magnitude(out, 3, v["head"].shape[1])}
+    plain = ops.logits(v["x"], v["head"])
+    kept = np.abs(plain) + np.abs(plain + (0 if bias is None else v["bias"]))
+    return {"out": summed(out, 3, v["head"].shape[1], u, kept)}
