@@ -1,6 +1,7 @@
 """Cases as files: what a failure leaves behind, and how it is run again."""
 
 import json
+import re
 import shlex
 import zipfile
 import zlib
@@ -22,8 +23,40 @@ UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZip
 
 
 def case_command(subject: str, path: str | Path) -> str:
-    """Return the command that runs a saved case again, as a shell takes it."""
-    return f"myllm verify {subject} --case {shlex.quote(str(path))}"
+    """Return what runs a saved case again: a command as a shell takes it, or a call in Python."""
+    if subject.startswith("--"):
+        return f"myllm verify {subject} --case {shlex.quote(str(path))}"
+    return f"check_case({str(path)!r}, {subject})"
+
+
+def search_command(subject: str, op: str, dtype: str, *, seed: int, cases: int) -> str:
+    """Return what draws the cases of an op in one precision again, as ``case_command`` does."""
+    if subject.startswith("--"):
+        words = f"--op {op} --dtype {dtype} --seed {seed} --examples {cases}"
+        return f"myllm verify {subject} {words}"
+    return f"check_op({op!r}, {subject}, dtypes={dtype!r}, seed={seed}, examples={cases})"
+
+
+def case_file(folder: Path, subject: str, op: str, dtype: str, name: str, kind: str) -> Path:
+    """Return where the failing case of one result is kept, in a folder for each subject.
+
+    Parameters
+    ----------
+    subject : str
+        Its command (see ``Subject``). A file's folder is named by its path from the working
+        directory, so that two files of one name stay apart.
+    """
+    words = shlex.split(subject)
+    if words[0] == "--module":
+        file = Path(words[1]).resolve().with_suffix("")
+        here = Path.cwd().resolve()
+        home = file.relative_to(here if file.is_relative_to(here) else file.anchor)
+    else:
+        home = Path(re.sub(r"\W+", "-", subject).strip("-"))
+    what = re.sub(r"\W+", "", name) or kind
+    if name and kind != "value":
+        what += f"-{kind}"
+    return folder / home / f"{op}-{what}-{dtype}.npz"
 
 
 def options_to_json(options: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from accel.verify.draw import Draw
 from accel.verify.like.bound import Results
-from accel.verify.like.case import LikeCase
+from accel.verify.like.case import LikeCase, OwnOp
 from accel.verify.like.declared import Declared, Sizes
 from accel.verify.like.frameworks import Framework, Function, NoGradient, NumPy, Torch, named_parts
 from accel.verify.like.slopes import slopes
@@ -49,7 +49,7 @@ class Reference:
     def spec(self) -> Op:
         """The function as the report and the search know ops."""
         kinds: dict[str, Any] = {"float": "activation", "int": "ids", "bool": "mask"}
-        return Op(
+        return OwnOp(
             self.name,
             "",
             tuple(

@@ -46,7 +46,7 @@ def load(like: str, module: str, functions: tuple[str, ...], command: str) -> Li
     for other in _public(ours):
         owner = next((n for n in taken if other.startswith(f"{n}_") and other not in taken), None)
         if owner is not None:
-            subject.notes.add(f"{other} is not taken; a backward is called {owner}_backward")
+            subject.left.append(f"{other} is not taken; a backward is called {owner}_backward")
     left = [n for n in _public(theirs) if n not in taken and not n.endswith("_backward")]
     if left and not functions:
         subject.notes.add(f"{name} has no {', '.join(left)}, which {Path(like).name} has")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import Magnitude
-from accel.verify.contract import DTYPES, Case, shape_of
+from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
 from accel.verify.like.bound import ROUNDINGS, Truth, close, expect, moved, rounded
 from accel.verify.like.case import LikeCase
@@ -21,8 +21,7 @@ from accel.verify.trial import Judged
 from reference.contract import Op
 from reference.types import Array
 
-LIKE_DTYPES = tuple(dict.fromkeys((*DTYPES, "float16")))
-WEIGHT = 0.4  # of the usual number of cases: each takes some twenty runs of the reference
+LIKE_DTYPES = ("float32", "float64", "bf16", "float16")
 TRIES = 20  # to draw sizes that the reference takes
 
 
@@ -51,6 +50,7 @@ class LikeSubject(Subject):
 
     def __init__(self, pairs: Iterable[Pair], module: Any, name: str, command: str) -> None:
         super().__init__(module, name, command)
+        self.left: list[str] = []  # what stands in the file and is not tried, a sentence each
         self.pairs = {pair.reference.name: pair for pair in pairs}
         self._dtype, self._framework = "float32", next(iter(self.pairs.values())).framework
         self.native = self.native and isinstance(self._framework, NumPy)
@@ -61,8 +61,20 @@ class LikeSubject(Subject):
     def specs(self) -> list[Op]:
         return [pair.reference.spec for pair in self.pairs.values()]
 
-    def weight(self, spec: Op) -> float:
-        return WEIGHT
+    def applies(self, spec: Op, dtype: str) -> bool:
+        if dtype not in LIKE_DTYPES:
+            raise SubjectError(f"--like knows {', '.join(LIKE_DTYPES)}, but not {dtype}")
+        return True
+
+    def hard(self, spec: Op) -> tuple[Mapping[str, Any], ...]:
+        return ()
+
+    def has_backward(self, spec: Op) -> bool:
+        pair = self.pairs[spec.name]
+        return pair.backward is not None or not isinstance(pair.framework, NumPy)
+
+    def untried(self, specs: Iterable[Op], *, among: Iterable[str] | None = None) -> list[str]:
+        return self.left
 
     def missing_features(self, spec: Op) -> list[str]:
         return []
