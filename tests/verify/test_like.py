@@ -217,7 +217,6 @@ def test_a_wrong_function_is_found(tmp_path: Path, mistake: str) -> None:
         ("half precision inside", "rounded to float16?"),
         ("kept by shape", "a stale result?"),
         ("strides ignored", "are strides ignored?"),
-        ("ones for the cotangent", "is dout ignored?"),
     ],
 )
 def test_a_hint_says_what_is_wrong(tmp_path: Path, mistake: str, hint: str) -> None:
@@ -254,7 +253,7 @@ def test_a_function_that_crashes_is_a_failure_with_its_case(
     assert main(["verify", "--like", "ref.py", "--module", "new.py", "--dtype", "float32"]) == 1
     said = capsys.readouterr().out
     assert re.search(r"FAIL relu \(float32\): relu ended the process by SIGSEGV .*new.py:4", said)
-    assert "no rmsnorm" not in said and "new.py has no rmsnorm, softmatmul" in said
+    assert "new.py has no rmsnorm, softmatmul" in said
     (again,) = re.findall(r"again: myllm (verify .*npz)", said)
     assert main(shlex.split(again)) == 1
 
