@@ -192,6 +192,22 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(
     assert "Ctrl-D leaves" in said.err and not typed
 
 
+def test_a_reply_ends_with_its_turn(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    (fox,) = tokenizer.encode_ordinary(" fox")[:1]
+    told = iter([fox, tokenizer.special_tokens["<|end|>"], fox, fox, fox])
+    monkeypatch.setattr("reference.session.sample", lambda *_, **__: next(told))
+    words = ["generate", str(run), "--chat", "--prompt", "hi", "--tokens", "3"]
+    assert cli.main(reference(*words)) == 0
+    said = capsys.readouterr()
+    assert "(1 tokens, " in said.err and "it wrote the end" in said.err
+    # out of a chat it is a token like any other
+    assert cli.main(reference("generate", str(run), "--prompt", "hi", "--tokens", "3")) == 0
+    assert "3 tokens were asked" in capsys.readouterr().err
+
+
 def test_a_chat_reads_each_turn_once_and_remembers_the_earlier_ones(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

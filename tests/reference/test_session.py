@@ -35,11 +35,12 @@ def follow(name: str, session: Session, ids: list[int], n: int) -> list[int]:
 def test_each_turn_is_written_as_if_the_whole_text_were_read(name: str) -> None:
     config = MODELS[name]
     session = Session(ops, parameters(name), config)
-    session.read([3, 1, 4])
-    first = greedy(session, 2)
-    assert first == follow(name, session, [3, 1, 4], 2)
+    prompt = [3, 1, 4, 1, 5]  # longer than a window
+    session.read(prompt)
+    first = greedy(session, 1)
+    assert first == follow(name, session, prompt, 1)
     session.read([9, 2])  # and the last token written, which nobody has read yet
-    whole = [3, 1, 4, *first, 9, 2]
+    whole = [*prompt, *first, 9, 2]
     assert session.ids == whole and greedy(session, 2) == follow(name, session, whole, 2)
     assert session.forgotten == 0 and session.why == "length"
 
