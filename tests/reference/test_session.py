@@ -45,6 +45,19 @@ def test_each_turn_is_written_as_if_the_whole_text_were_read(name: str) -> None:
     assert session.forgotten == 0 and session.why == "length"
 
 
+@pytest.mark.parametrize("name", [n for n in MODELS if n != "qk_norm_windows"])  # lets go of some
+def test_what_is_read_onto_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
+    config, params = MODELS[name], parameters(name)
+    ids = np.random.default_rng(2).integers(0, config.vocab_size, (2, 10)).astype(np.int32)
+    cache = ops.kv_cache(params, config, 2, 10)
+    model.prefill(ops, params, config, ids[:, :4], np.array([4, 4]), cache)
+    lengths = np.array([6, 3])  # the second row is padded
+    got = model.prefill(ops, params, config, ids[:, 4:], lengths, cache, start=4)
+    for row, length in enumerate(lengths):
+        expected = model.logits(ops, params, config, ids[row : row + 1, : 4 + length])[0, -1]
+        np.testing.assert_allclose(got[row], expected, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("name", ["myllm", "gpt2"])
 def test_beyond_the_context_the_last_half_is_read_anew(name: str) -> None:
     config = MODELS[name]
