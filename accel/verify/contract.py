@@ -170,7 +170,7 @@ def draw_case(spec: Op, draw: Draw, *, has_backward: bool, backward_offers: Any)
         cotangent = _cotangent(draw, _out_like(spec, arrays, options))
     if draw.dtype == "float16":
         arrays, cotangent = _in_range(spec, arrays, options, cotangent)
-    special = draw.pick((*[""] * 21, *SPECIAL), "special")
+    special = draw.pick((*[""] * 37, *SPECIAL), "special")
     if special and draw.dtype not in FP8:  # whose scale is the largest of all elements
         arrays, cotangent = _with_special(spec, draw, special, arrays, cotangent)
     layouts: dict[str, str] = {}

@@ -347,11 +347,12 @@ class Dealer:
     def __init__(self, seed: int, hard: Iterable[Mapping[str, Any]] = ()) -> None:
         self.rng = np.random.default_rng(seed)
         self.decks: dict[tuple[str | int, int], list[int]] = {}
-        self.hard = list(hard)[::-1]
+        # NaN hides all else, so it is put into those hard cases alone that are about it
+        self.hard = [{"special": "", **case} for case in hard][::-1]
 
     def picks(self, choices: list[int]) -> Pick:
         """Return what answers the choices of one case, and notes them in ``choices``."""
-        wanted = self.hard.pop() if self.hard else {}
+        wanted: Mapping[str, Any] = self.hard.pop() if self.hard else {}
 
         def pick(options: Sequence[Any], name: str = "") -> Any:
             if name in wanted and wanted[name] in options:

@@ -175,8 +175,8 @@ def _apart(spec: Op, place: Place, name: str, shape: tuple[int, ...]) -> Array |
     if not result or not source:
         return np.zeros(shape, np.bool_) if spec.out == "Loss" else None
     apart = np.zeros(shape, np.bool_)
-    axes = _expanded(result, len(shape))
-    for letter, index in zip(_expanded(source, len(place.at)), place.at, strict=True):
+    axes = expanded(result, len(shape))
+    for letter, index in zip(expanded(source, len(place.at)), place.at, strict=True):
         if letter.rstrip("0123456789") in letters and letter in axes:
             axis = axes.index(letter)
             line: Any = np.arange(shape[axis]) != index
@@ -184,7 +184,7 @@ def _apart(spec: Op, place: Place, name: str, shape: tuple[int, ...]) -> Array |
     return apart
 
 
-def _expanded(text: str, ndim: int) -> list[str]:
+def expanded(text: str, ndim: int) -> list[str]:
     """Return a letter for each axis; leading axes are ...0, ...1 and so on."""
     tokens = text.split()
     free = ndim - len(tokens) + 1

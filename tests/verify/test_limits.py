@@ -144,8 +144,8 @@ def test_a_report_says_where_the_nan_was() -> None:
         return np.where(x > 0, x, np.zeros((), x.dtype)), None
 
     text = check_op("relu", forward=relu_forward, dtypes=["float32"], raises=False).text()
-    assert "out[0] is 0, but depends on the NaN at x[0]: it must be NaN" in text
-    assert "nan at x[0]" in text and "is 0, should be nan" in text
+    assert "out[0, 0] is 0, but depends on the NaN at x[0, 0]: it must be NaN" in text
+    assert "; nan at x[0, 0]" in text and "is 0, should be nan" in text
 
     def scale_forward(x: Array, *, factor: float) -> Any:
         return np.full_like(x, np.nan), None

@@ -10,6 +10,7 @@ from accel.verify.contract import Case
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from reference.types import Array
 
+CUTS = "..."
 HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "x": "large", "width": 17},
     {"long": False, "x": "wide", "width": 129, "shape": (17,), "layout": "transposed"},

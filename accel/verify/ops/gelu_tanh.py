@@ -9,6 +9,7 @@ from accel.verify.contract import Case
 from accel.verify.ops import Magnitude, Magnitudes, Mistakes, Values, gelu
 from reference.types import Array
 
+CUTS = "..."
 generate, HARD = gelu.generate, gelu.HARD
 
 

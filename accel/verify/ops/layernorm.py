@@ -9,6 +9,7 @@ from accel.verify.ops.rmsnorm import root_mean_square
 from accel.verify.rounding import n_rows, sum_rows
 from reference.types import Array
 
+CUTS = "... D"
 HARD = rmsnorm.HARD
 
 

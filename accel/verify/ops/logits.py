@@ -18,7 +18,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 33, "shape": (5, 7), "V": 3, "special": "nan", "where": "x"},
     {"long": True, "long shape": ((4_099,), 3)},
     {"long": False, "width": 65, "shape": (17,), "V": 257, "layout": "strided"},
-    {"vast": True, "V": 33_001, "D": 3, "bias": False, "special": ""},
+    {"vast": True, "V": 33_001, "D": 3, "bias": False},
 )
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from accel.verify.ops import Magnitude, Magnitudes, Values, gelu
 from reference.types import Array
 
+CUTS = "..."
 generate, HARD = gelu.generate, gelu.HARD
 
 

@@ -11,10 +11,19 @@ from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Value
 from accel.verify.rounding import n_rows, sum_rows
 from reference.types import Array
 
+CUTS = "... D"
 HARD: tuple[dict[str, Any], ...] = (
-    {"long": False, "width": 17, "shape": (17,), "x": "offset", "offset": 1000, "eps": 1e-6},
-    {"long": False, "width": 7, "shape": (3, 2, 5), "x": "tiny", "eps": 1e-5},
-    {"long": False, "width": 33, "shape": (65,), "x": "zero rows", "eps": 1e-6},
+    {
+        "long": False,
+        "width": 17,
+        "shape": (17,),
+        "x": "offset",
+        "offset": 1000,
+        "eps": 1e-6,
+        "gain": "normal",
+    },
+    {"long": False, "width": 7, "shape": (3, 2, 5), "x": "tiny", "eps": 1e-5, "gain": "normal"},
+    {"long": False, "width": 33, "shape": (65,), "x": "zero rows", "eps": 1e-6, "gain": "normal"},
     {"long": False, "width": 65, "shape": (5, 7), "x": "normal", "special": "nan", "where": "x"},
     {"long": True, "long shape": ((4_099,), 3), "x": "normal"},
     {"long": False, "width": 1025, "shape": (17,), "x": "wide", "layout": "strided"},
@@ -32,7 +41,7 @@ def generate(draw: Draw) -> Draft:
     """Rows so small that ε decides, too."""
     eps = draw.pick((1e-5, 0.5, 1e-6), "eps")
     x = draw.rows(kinds=("tiny", "zero rows", "offset", "wide"))
-    return Draft({"x": x, "gain": draw.values(x.shape[-1])}, {"eps": eps})
+    return Draft({"x": x, "gain": draw.values(x.shape[-1], name="gain")}, {"eps": eps})
 
 
 def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:

@@ -12,6 +12,7 @@ from reference.types import Array
 UNTRIED = ("out",)
 
 
+CUTS = "..."
 HARD: tuple[dict[str, Any], ...] = (
     {"factor": 0.3, "long": False, "width": 17, "shape": (5, 7), "x": "wide"},
     {"factor": -1.5, "long": False, "width": 33, "layout": "transposed", "laid": "all"},

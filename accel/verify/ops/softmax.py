@@ -11,6 +11,7 @@ from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from accel.verify.rounding import bend
 from reference import ops
 
+CUTS = "... n"
 HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 17, "shape": (17,), "x": "large"},
     {"long": False, "width": 65, "shape": (5, 7), "x": "offset", "offset": 1000},
