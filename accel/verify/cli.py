@@ -123,7 +123,7 @@ def run(argv: list[str]) -> int:
     out = Console() if sys.stdout.isatty() else Console(width=110)
     err = Console(stderr=True)
     for op in arguments.op or ():
-        if op not in OPS:
+        if op not in OPS and not arguments.like:
             parser().error(f"there is no op {op!r}; known: {', '.join(OPS)}{OTHERS}")
     for option in ("examples", "timeout", "budget", "jobs"):
         if (given := getattr(arguments, option)) is not None and not given > 0:

@@ -121,6 +121,7 @@ def moved(
     return {name: one(a) for name, a in arrays.items()}
 
 
+@np.errstate(all="ignore")
 def expect(
     evaluate: Evaluate,
     arrays: Mapping[str, Array],

@@ -170,7 +170,7 @@ class Declared:
                 found |= dict.fromkeys(letters_in(text))
         for text in self.where:
             found |= dict.fromkeys(letters_in(text))
-        return tuple(found)
+        return tuple(found | dict.fromkeys(letter for letter, _ in self.known))
 
     def fits(self, sizes: Sizes) -> bool:
         """Say whether sizes, perhaps not all of them yet, keep to what is declared."""
@@ -265,6 +265,8 @@ def read(declared: Mapping[str, Any]) -> Declared:
         elif isinstance(value, str):
             arrays[name], conditions = _array(name, value)
             where += conditions
+            for condition in conditions:
+                letters_in(condition)
         else:
             options[name] = tuple(value) if isinstance(value, list) else (value,)
     order = tuple(name for name in declared if name != "init")

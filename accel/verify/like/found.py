@@ -3,7 +3,8 @@
 Axes of one size may belong together: those of which one alone can take another size, as the
 reference itself accepts or refuses, get a letter of their own; of the others those that can be
 changed in pairs share one; what is left of a size goes together. An integer among the arguments
-counts as an axis. Then each letter is tried at the usual sizes, and keeps those that are accepted.
+counts as an axis, if it changes with one. Then each letter is tried at the usual sizes, and keeps
+those that are accepted.
 """
 
 import dataclasses
@@ -143,7 +144,9 @@ def declared_by(name: str, function: Any, framework: Framework, example: Any) ->
     def accepts(wanted: Mapping[Hashable, int]) -> bool:
         return gives(*with_sizes(wanted))
 
-    groups = together(sizes, accepts)
+    # an integer that goes with no axis stays what it is
+    integers = {(key, -1) for key in options}
+    groups = [group for group in together(sizes, accepts) if not integers.issuperset(group)]
     letters = {letter: group for letter, group in zip(string.ascii_uppercase, groups, strict=False)}
     of = {key: letter for letter, group in letters.items() for key in group}
 

@@ -272,20 +272,21 @@ class Jax:
         NoGradient
             When JAX cannot differentiate it.
         """
-        jnp, kept = self.jax.numpy, {}
+        jnp = self.jax.numpy
 
-        def of_parts(leaves: dict[str, Any]) -> dict[str, Any]:
-            kept["out"] = out = function({**given, **leaves})
+        def of_parts(leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+            out = function({**given, **leaves})
             parts = named_parts(out)
-            return {name: parts[name] for name in cotangents if name in parts}
+            return {name: parts[name] for name in cotangents if name in parts}, out
 
         try:
-            parts, backward = self.jax.vjp(of_parts, {name: given[name] for name in wanted})
+            leaves = {name: given[name] for name in wanted}
+            parts, backward, out = self.jax.vjp(of_parts, leaves, has_aux=True)
         except (NotImplementedError, ValueError, TypeError) as error:
             raise NoGradient((str(error).splitlines() or [type(error).__name__])[0]) from error
         douts = {name: jnp.asarray(cotangents[name], part.dtype) for name, part in parts.items()}
         (found,) = backward(douts)
-        return parts, dict(found)
+        return out, dict(found)
 
     def _in(self, dtype: str) -> AbstractContextManager[Any]:
         if dtype != "float64":

@@ -11,8 +11,8 @@ is halved the function has a kink, and any slope between the two is right.
 What plain code is off by in a gradient is not to be had. Its terms may be far larger than their sum
 (1 - n² in a norm of one element). A part f of the result that has x for a factor has a slope f/x
 for a term, so that the size of the terms is taken to be ‖dout f‖/rms(x), over the results that
-depend on x, with the root mean square of x in its row. In large arrays some elements are tried, the
-first and the last among them.
+depend on x, with the root mean square of x in its row, and at least that of all. In large arrays
+some elements are tried, the first and the last among them.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,6 +58,10 @@ def slopes(
             size = sum(float(np.sum((dout * f) ** 2, where=by != 0)) for dout, by, f in parts)
             return total, size**0.5
 
+    with np.errstate(all="ignore"):
+        sums = [float(np.sum(np.square(dout * here[out]))) for out, dout in cotangents.items()]
+    given = sum(sums) ** 0.5
+
     found: dict[str, Slopes] = {}
     for name in wanted:
         x = wide[name]
@@ -77,6 +81,7 @@ def slopes(
                 gaps = [abs(a - b) for a, b in zip(up, down, strict=True)]
                 row = x.reshape(-1, x.shape[-1])[at // x.shape[-1]] if x.ndim else x
                 terms = ups[0][1] / (float(np.sqrt(np.mean(row**2))) or rms)
+                terms = max(terms, given * max(1.0, 1 / rms) / x.size**0.5)
                 noise = NOISE * (abs(value) + terms)
                 kink = gaps[2] > 0.75 * gaps[1] and (
                     gaps[2] > 16 * noise + 1e-6 * max(abs(up[2]), abs(down[2]))
