@@ -29,7 +29,9 @@ from reference.contract import Op
 from reference.ops import HOST, OPS, SERVICES
 from reference.types import Array
 
+GUARD_BYTES = 64  # on either side of an array: it stays aligned as vector loads want it
 if TYPE_CHECKING:
+    from accel.verify.evidence import Evidence
     from accel.verify.trial import Judged
 
 # where to go with an op that the contract has not
@@ -51,6 +53,7 @@ class Placed(NamedTuple):
     view: Any  # what is passed
     base: Any  # the buffer that view is cut from
     before: Array  # the buffer's content, to see whether anything was written
+    around: Array | None = None  # which elements of the buffer are not the view's
 
 
 class Subject:
@@ -270,12 +273,16 @@ class Subject:
         return cuts(case)
 
     def hints(
-        self, case: Case, judged: "Judged", more: Iterable[tuple[str, str]] = ()
+        self,
+        case: Case,
+        judged: "Judged",
+        evidence: "Evidence | None" = None,
+        more: Iterable[tuple[str, str]] = (),
     ) -> list[str]:
-        """Return what may be wrong."""
+        """Return what may be wrong; the evidence is what other cases say."""
         from accel.verify.hints import hints_for  # which needs this module
 
-        return hints_for(self, case, judged, more)
+        return hints_for(self, case, judged, evidence, more)
 
     # ---- arrays ------------------------------------------------------------------------------
 
@@ -326,6 +333,8 @@ class Subject:
             layout = "strided"  # only NumPy has negative strides
         poison: Any = {"f": np.nan, "b": True}.get(array.dtype.kind, 0)
         cut: tuple[Any, ...] = ()
+        if layout == "plain" and array.size and array.ndim:
+            return self._guarded(array, poison, activation)
         if array.ndim == 0 or layout == "plain":
             base = array.copy()
         elif layout == "strided":
@@ -348,15 +357,41 @@ class Subject:
             base[cut] = array
         given = self.from_numpy(base, activation=activation)
         before = self.to_numpy(given).copy()
+        around = np.ones(base.shape, np.bool_)
+        around[cut] = False
         try:
-            return Placed(given[cut] if cut else given, given, before)
+            return Placed(given[cut] if cut else given, given, before, around)
         except (IndexError, TypeError, ValueError):
+            return self._plain_instead(array, activation)
+
+    def _guarded(self, array: Array, poison: Any, activation: bool) -> Placed:
+        """Lay an array out without gaps, with poison before and behind it."""
+        guard, size = GUARD_BYTES // array.itemsize, array.size
+        inside = slice(guard, guard + size)
+        base = np.full(size + 2 * guard, poison, array.dtype)
+        base[inside] = array.reshape(-1)
+        around = np.ones(base.shape, np.bool_)
+        around[inside] = False
+        given = self.from_numpy(base, activation=activation)
+        before = self.to_numpy(given).copy()
+        try:
+            return Placed(given[inside].reshape(array.shape), given, before, around)
+        except (AttributeError, IndexError, TypeError, ValueError):
             return self._plain_instead(array, activation)
 
     def _plain_instead(self, array: Array, activation: bool) -> Placed:
         self.notes.add("its arrays cannot be sliced, so none but contiguous inputs were tried")
         given = self.from_numpy(array.copy(), activation=activation)
         return Placed(given, given, self.to_numpy(given).copy())
+
+    def fill(self, view: Any, array: Array, *, activation: bool) -> bool:
+        """Put other numbers into an array that was placed; say whether that can be done."""
+        try:
+            view[...] = self.from_numpy(array, activation=activation)
+        except (KernelError, RuntimeError, TypeError, ValueError):
+            return False  # arrays that never change, as JAX's
+        there = self.to_numpy(self.from_numpy(array, activation=activation))
+        return np.array_equal(self.to_numpy(view), there, equal_nan=there.dtype.kind == "f")
 
     # ---- calls -------------------------------------------------------------------------------
 

@@ -1,6 +1,13 @@
 """One case, run and judged: what the kernel gave beside what it should have given."""
 
 import collections
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +34,7 @@ from reference.types import Array, KVCache, Loss
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
 CANARY = 12_345.0
+REFILLED = 5_000  # elements of a case that is tried with other numbers in the same arrays as well
 
 
 class Judged(NamedTuple):
@@ -34,7 +42,8 @@ class Judged(NamedTuple):
 
     name: str  # "out", "dk", "n_valid", …, or "" when the call itself failed
     # "value"; "second" when only a second call is wrong, since the case has the arguments of the
-    # first; or what else is wrong: raised, missing, shape, dtype, nonfinite, written…
+    # first, "refilled" when that call had the first one's arrays with other numbers in them; or
+    # what else is wrong: raised, missing, shape, dtype, nonfinite, written, seeded…
     kind: str
     closeness: Closeness | None = None
     got: Array | None = None
@@ -56,6 +65,7 @@ class _Run:
         self.placed: dict[str, Placed] = {}
         # results as they were returned, and the kernel's own arrays, to see whether those change
         self.returned: dict[str, tuple[Any, Array]] = {}
+        self.options = {n: v.copy() for n, v in case.options.items() if isinstance(v, np.ndarray)}
 
     def place(self, case: Case, *, hold: bool) -> dict[str, Any]:
         views: dict[str, Any] = {}
@@ -97,16 +107,61 @@ class _Run:
         except KernelError as error:
             self.judged.append(Judged(name, "missing", problem=str(error)))
             return None
-        if self.subject.native and isinstance(value, np.ndarray):
-            self.returned[name] = (value, array)
+        self.returned[name] = (value, array)
         return array
+
+    @contextmanager
+    def called_before(self) -> Iterator[None]:
+        """Look after the generators of random numbers that a program shares.
+
+        The first call of a function may compile and import whatever it likes; later ones may not
+        seed, or draw from, what the caller's program draws from.
+        """
+        generators = _generators()
+        saved = [get() for _, get, _, _ in generators]
+        for _, _, _, draw in generators:
+            draw()  # so that seeding anew with the same number shows as well
+        drawn = [_bits(get()) for _, get, _, _ in generators]
+        try:
+            yield
+        finally:
+            for (name, get, put, _), before, state in zip(generators, saved, drawn, strict=True):
+                if _bits(get()) != state:
+                    text = f"{name}'s global generator was seeded or drawn from by a call"
+                    self.problem("", "seeded", f"{text}: that is for the program to do")
+                put(before)
 
     def problem(self, name: str, kind: str, text: str) -> None:
         self.judged.append(Judged(name, kind, problem=text))
 
 
-def run_case(subject: Subject, case: Case, want: Expected | None = None) -> list[Judged]:
+def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any], Callable[[], Any]]]:
+    """Return what belongs to the whole process: its name, how it is read, set and drawn from."""
+    legacy = np.random.mtrand._rand  # what np.random.seed and np.random.rand use
+    found: list[Any] = [
+        ("random", random.getstate, random.setstate, random.random),
+        ("np.random", legacy.get_state, legacy.set_state, legacy.random_sample),
+    ]
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        draw = partial(torch.rand, ())
+        found.append(("torch", torch.get_rng_state, torch.set_rng_state, draw))
+    return found
+
+
+def _bits(state: Any) -> bytes:
+    return bytes(state.numpy()) if hasattr(state, "numpy") else pickle.dumps(state)
+
+
+def run_case(
+    subject: Subject, case: Case, want: Expected | None = None, *, patience: float = 0.0
+) -> list[Judged]:
     """Run a case and judge every result.
+
+    Parameters
+    ----------
+    patience : float
+        Seconds to wait before results are read once more.
 
     Returns
     -------
@@ -119,20 +174,22 @@ def run_case(subject: Subject, case: Case, want: Expected | None = None) -> list
     run = _Run(subject, case)
     try:
         with subject.step():
-            _perform(run, want)
+            _perform(run, want, patience)
     except KernelError as error:
         run.problem("", "raised", str(error))
     return run.judged
 
 
-def _perform(run: _Run, want: Expected) -> None:
+def _perform(run: _Run, want: Expected, patience: float) -> None:
     subject, case, spec = run.subject, run.case, run.spec
     views = run.place(case, hold=True)
     got: dict[str, Array | None] = {}
+    has_forward = subject.has(spec.forward_name)
 
     cache: Any = None
     inputs: Any = None
-    if subject.has(spec.forward_name):
+    if has_forward:
+        _poison(want)
         out, cache, cached = run.call_forward(views, case, want.exact)
         got = _take_out(run, out, views, want.exact)
         if case.cotangent is not None and not cached:
@@ -141,11 +198,29 @@ def _perform(run: _Run, want: Expected) -> None:
         inputs = inputs_tuple(subject, case, views, _given_out(subject, case, want))
 
     judge(run, got, want)
-    if case.interleaved and subject.has(spec.forward_name):
-        _interleave(run)
+    if case.interleaved and has_forward:
+        with run.called_before():
+            _interleave(run)
     if case.cotangent is not None and subject.has_backward(spec):
         _backward(run, want, cache if inputs is None else inputs)
-    _untouched(run)
+    if has_forward and not case.interleaved:
+        with run.called_before():
+            _repeat(run, views, want, got)
+            _arguments_kept(run)
+            if case.size[0] <= REFILLED:
+                _refill(run, views)
+    else:
+        _arguments_kept(run)
+    if patience:
+        time.sleep(patience)
+    _results_kept(run)
+
+
+def _poison(want: Expected) -> None:
+    """Leave NaN where fresh memory of the size of a result is likely to come from."""
+    for size in {np.size(a) * width for a in want.exact.values() for width in (4, 8)}:
+        held = [np.full(size, 0xFF, np.uint8) for _ in range(8 if size < 1024 else 2)]
+        del held
 
 
 def arguments(
@@ -378,7 +453,9 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
                 )
             )
             continue
-        problem, kind = "", "second" if note.startswith(" of a second") else "value"
+        problem, kind = "", "value"
+        if note.startswith(" of a"):
+            kind = "second" if note.startswith(" of a second") else "refilled"
         plain, settled, shown = want.plain[name], np.asarray(value), exact
         travels, lost = want.travels.get(name), ""
         if travels is not None:
@@ -410,6 +487,8 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
             rule = allowed(exact, plain, want.magnitudes[name], unit, gradient=gradient)
             want.rules[name] = rule
         closeness = want.rules[name].closeness(settled)
+        if kind in ("second", "refilled") and not closeness.ok:
+            problem = f"{name}{note} is off by {closeness.error:.2e} relative"
         run.judged.append(Judged(name, kind, closeness, value, shown, problem))
 
 
@@ -433,6 +512,55 @@ def _interleave(run: _Run) -> None:
     judge(run, got, second, note=" of a second call")
 
 
+def _repeat(run: _Run, views: dict[str, Any], want: Expected, first: dict[str, Any]) -> None:
+    """Make the same call again: what is not written, or added onto what was, gives itself away."""
+    if run.case.written:
+        return  # its arguments are not what they were
+    _poison(want)
+    out, _, _ = run.call_forward(views, run.case, want.exact)
+    held, run.returned = run.returned, {}
+    got = _take_out(run, out, views, want.exact)
+    run.returned = held
+    if all(
+        a is not None and a.tobytes() == np.asarray(first.get(n)).tobytes() for n, a in got.items()
+    ):
+        return
+    before = len(run.judged)
+    judge(run, got, want, note=" of a second call, the same again,")
+    if all(j.ok for j in run.judged):
+        del run.judged[before:]
+        run.subject.notes.add(
+            f"{run.spec.forward_name}: the same call twice gives other bits; are sums made in a "
+            "varying order?"
+        )
+
+
+def _refill(run: _Run, views: dict[str, Any]) -> None:
+    """Put other numbers into the same arrays and call again, as a training loop does."""
+    if any(o.kind == "object" for o in run.spec.operands):
+        return  # a cache that has grown, parameters that were prepared
+    other, subject = other_case(run.case), run.subject
+    bases = [subject.to_numpy(placed.base) for placed in run.placed.values()]
+    for name in list(run.returned):  # what is a view of an argument changes with it
+        array = subject.to_numpy(run.returned[name][0])
+        if any(np.may_share_memory(array, base) for base in bases):
+            del run.returned[name]
+    for name, value in other.arrays.items():
+        if value is None:
+            continue
+        if not subject.fill(views[name], value, activation=name in run.activations):
+            subject.notes.add(
+                "its arrays cannot be filled anew, so results kept by address were not looked for"
+            )
+            return
+    want = expected(other)
+    out, _, _ = run.call_forward(views, other, want.exact)
+    held, run.returned = run.returned, {}
+    got = _take_out(run, out, views, want.exact)
+    run.returned = held
+    judge(run, got, want, note=" of a call with other numbers in the same arrays")
+
+
 def _again(run: _Run, want: Expected, state: Any, function: Any) -> None:
     """Call the backward once more: a cache that the first call wrote into gives itself away.
 
@@ -449,27 +577,37 @@ def _again(run: _Run, want: Expected, state: Any, function: Any) -> None:
     dout = _place_cotangent(run, second)
     run.placed = placed
     try:
-        result = run.subject.call(run.spec.backward_name, function, dout, state)
+        _poison(want)
+        with run.called_before():
+            result = run.subject.call(run.spec.backward_name, function, dout, state)
         gradients = _gradients(run, result, gradient_names(case))
         got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
     except KernelError:
         return
-    negated = want.negated(got)
+    negated = want.negated(gradient_names(case))
     judge(run, dict(got), negated, note=" of a second backward from one cache")
 
 
-def _untouched(run: _Run) -> None:
-    """See whether arguments were written into, or results changed after they were returned."""
+def _arguments_kept(run: _Run) -> None:
+    """See whether arguments, or what lies around them, were written into."""
     for name, placed in run.placed.items():
-        if name in run.case.written:
-            continue
         now = np.asarray(run.subject.to_numpy(placed.base))
-        if not np.array_equal(now, placed.before, equal_nan=now.dtype.kind == "f"):
+        same = (now == placed.before) | ((now != now) & (placed.before != placed.before))
+        around = np.zeros(same.shape, np.bool_) if placed.around is None else placed.around
+        if name not in run.case.written and not same[~around].all():
             run.problem(name, "written", f"{name}, an argument, was written into")
-    for name, (array, copy) in run.returned.items():
-        if name not in run.case.written and not np.array_equal(
-            array, copy, equal_nan=copy.dtype.kind == "f"
-        ):
-            run.problem(
-                name, "overwritten", f"{name} changed after it was returned, by a later call"
-            )
+        elif not same[around].all():
+            run.problem(name, "written", f"elements before, behind or between {name} were written")
+    for name, before in run.options.items():
+        if not np.array_equal(run.case.options[name], before):
+            run.problem(name, "written", f"{name}, an argument, was written into")
+            run.case.options[name][...] = before
+
+
+def _results_kept(run: _Run) -> None:
+    """See whether results changed after they were returned, by a later call or a late one."""
+    for name, (given, copy) in run.returned.items():
+        now = copy if name in run.case.written else run.subject.to_numpy(given)
+        if not np.array_equal(now, copy, equal_nan=copy.dtype.kind == "f"):
+            text = f"{name} changed after it was returned, by a later call or as it came late"
+            run.problem(name, "overwritten", text)
