@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.status import Status
+
 from dist import checkpoint, monitor
+from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
 from dist.config import from_tables
@@ -35,10 +39,22 @@ def eval_(argv: Sequence[str]) -> int:
     add_model(args)
     args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
     args.add_argument("--windows", type=int, help="windows, at most (default: all)")
+    args.add_argument(
+        "--tasks",
+        action="append",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="answer questions with choices instead: rows of HellaSwag, ARC, PIQA, or "
+        '{"context": …, "choices": […], "answer": 0} (may be repeated)',
+    )
+    args.add_argument("--limit", type=int, metavar="N", help="questions of each file, at most")
     given = args.parse_intermixed_args(argv)
-    if given.windows is not None and given.windows < 1:
-        raise ValueError(f"--windows must be at least 1, got {given.windows}")
+    for name in ("windows", "limit"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    if given.tasks:
+        return _answer(model, given.tasks, given.limit)
     tables = model.state.config
     if "data" not in tables:  # imported weights: no run says what they are to be measured on
         train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
@@ -71,6 +87,25 @@ def eval_(argv: Sequence[str]) -> int:
         f"{model.path} on {path}: {result} ({result.n_targets:,} tokens in "
         f"{monitor.duration(time.perf_counter() - started)})"
     )
+    return 0
+
+
+def _answer(model: Model, files: Sequence[Path], limit: int | None) -> int:
+    """Answer the questions of files, and print how many rightly."""
+    from dist.tasks import answer  # which needs this module
+
+    if model.tokenizer is None:
+        raise ValueError(f"{model.path} has no tokenizer beside it, so it cannot read text")
+    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+    console = Console(stderr=True)
+    for path in files:
+        with console.status(f"{path}") as status:
+
+            def tell(done: int, path: Path = path, status: Status = status) -> None:
+                status.update(f"{path}: {done} questions")
+
+            score = answer(model, tokenizer, path, limit=limit, tell=tell)
+        print(f"{path}: {score}")
     return 0
 
 

@@ -61,9 +61,14 @@ class Source(NamedTuple):
     backend: str = ""
     compute: str = "float32"
     op: str = ""  # the module holds this op alone, as a file of reference/ or accel/cpu/ does
+    like: str = ""  # the file of a reference of one's own, which the module is held to
+    functions: tuple[str, ...] = ()  # of it, when not all
 
     @property
     def command(self) -> str:
+        if self.like:
+            only = "".join(f" --function {shlex.quote(name)}" for name in self.functions)
+            return f"--like {shlex.quote(self.like)} --module {shlex.quote(self.module)}{only}"
         if self.module:
             return f"--module {shlex.quote(self.module)}"
         return f"--backend {self.backend} --compute {self.compute}"
@@ -74,6 +79,10 @@ class Source(NamedTuple):
 
     def load(self) -> Subject:
         """Load it, in this process."""
+        if self.like:
+            from accel.verify.like.source import load  # which may import a framework
+
+            return load(self.like, self.module, self.functions, self.command)
         if self.module:
             return load_op(self.module, self.op) if self.op else load_file(self.module)
         module = importlib.import_module("accel").load(self.backend, compute=self.compute)
@@ -322,7 +331,7 @@ def _failure(source: Source, options: Options, case: Case, calling: str, end: En
         case.op,
         case.dtype,
         seed=options.seed,
-        cases=cases_of(case.op, options),
+        cases=cases_of(case.spec, options),
     )
     if options.save is not None:
         path = failure_path(options.save, source.command, failure)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.contract import DTYPES, Case, applies
+from accel.verify.contract import DTYPES, Case
 from accel.verify.files import (
     case_command,
     case_file,
@@ -16,12 +16,11 @@ from accel.verify.files import (
     save_failure,
     search_command,
 )
-from accel.verify.hints import hints_for
+from accel.verify.like.case import OwnOp
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
 from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError, as_subject
-from accel.verify.trial import run_case
 from reference.contract import Op
 from reference.ops import OPS
 
@@ -241,14 +240,14 @@ def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
         missing = [op for op in options.ops if op not in offered]
         if missing:
             raise SubjectError(f"{subject.name} offers no {', '.join(missing)}")
-        specs = [OPS[op] for op in options.ops]
+        specs = [spec for spec in specs if spec.name in options.ops]
     try:
         dtypes = options.dtypes or subject.dtypes()
         return [
-            (spec, dtype, cases_of(spec.name, options))
+            (spec, dtype, cases_of(spec, options))
             for spec in specs
             for dtype in dtypes
-            if applies(spec, dtype)
+            if subject.applies(spec, dtype)
         ]
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
@@ -317,9 +316,10 @@ def check_subject(
     return report
 
 
-def cases_of(op: str, options: Options) -> int:
+def cases_of(spec: Op, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
-    weight = room(op).WEIGHT  # first: an op without a room is refused before anything runs
+    # first: an op without a room is refused before anything runs
+    weight = spec.WEIGHT if isinstance(spec, OwnOp) else room(spec.name).WEIGHT
     if options.examples is not None:
         return max(1, options.examples)
     return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
@@ -339,10 +339,10 @@ def _leave_out(found: OpReport) -> None:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     more = options.mistakes
-    failure.hints = hints_for(subject, failure.case, failure.judged, more)
+    failure.hints = subject.hints(failure.case, failure.judged, more)
     if len(failure.hints) > 1 and failure.telling is not None:
         # a small case has many explanations, of which a large one leaves few
-        others = hints_for(subject, *failure.telling, more)
+        others = subject.hints(*failure.telling, more)
         failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
     failure.hints = failure.hints[:MAX_HINTS]
     failure.telling = None
@@ -351,11 +351,11 @@ def _explain(subject: Subject, failure: Failure, options: Options) -> None:
         failure.op,
         failure.dtype,
         seed=options.seed,
-        cases=cases_of(failure.op, options),
+        cases=cases_of(failure.case.spec, options),
     )
     if options.save is not None:
         path = failure_path(options.save, subject.command, failure)
-        save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
+        save_failure(path, failure.case, [failure.judged, *subject.run(failure.case)])
         failure.file = str(path)
         failure.rerun = case_command(subject.command, path)
 
@@ -376,9 +376,9 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     if case.spec not in subject.specs():
         raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
     failures = []
-    for judged in run_case(subject, case):
+    for judged in subject.run(case):
         if not judged.ok:
             failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = hints_for(subject, case, judged)[:MAX_HINTS]
+            failure.hints = subject.hints(case, judged)[:MAX_HINTS]
             failures.append(failure)
     return failures

@@ -30,6 +30,7 @@ examples:
   myllm verify --module mykernels.py          whatever ops that module offers
   myllm verify --module mykernels.py --op attention --dtype bf16 --seed 7
   myllm verify --module mykernels.py --case verify-failures/mykernels/attention-dk-float32.npz
+  myllm verify --like ref.py --module new.py  functions beside those of a reference of your own
   myllm verify --adapters adapters.py         run_rmsnorm, run_rope, … of the course exercise
   myllm verify --golden vectors               write golden vectors, for any language
   myllm verify --against results              check what another program made of them
@@ -90,6 +91,17 @@ def parser() -> argparse.ArgumentParser:
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")
     add("--adapters", type=Path, metavar="FILE.py", help="check the adapters of a course exercise")
+    add(
+        "--like",
+        metavar="REF.py",
+        help="hold --module's functions to those of this file, in any framework",
+    )
+    add(
+        "--function",
+        action="append",
+        metavar="NAME",
+        help="only this function of --like (REF=NEW where the names differ; may be repeated)",
+    )
     add("--json", action="store_true", help="print the report as JSON on stdout")
     add(
         "--report",
@@ -116,6 +128,10 @@ def run(argv: list[str]) -> int:
     for option in ("examples", "timeout", "budget", "jobs"):
         if (given := getattr(arguments, option)) is not None and not given > 0:
             parser().error(f"--{option} must be positive")
+    if arguments.like and not arguments.module:
+        parser().error("--like REF.py needs --module NEW.py, the file that is held to it")
+    if arguments.function and not arguments.like:
+        parser().error("--function goes with --like; an op of the contract is named by --op")
     try:
         for path in arguments.report:
             format_of(path)
@@ -184,7 +200,11 @@ def run(argv: list[str]) -> int:
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:
     """Return what is to be checked: modules, and backends when named or when there is no module."""
-    sources = [Source(module=path) for path in arguments.module or ()]
+    functions = tuple(arguments.function or ())
+    sources = [
+        Source(module=path, like=arguments.like or "", functions=functions)
+        for path in arguments.module or ()
+    ]
     if arguments.module and not arguments.backend:
         return sources
     wanted = list(BACKENDS)

@@ -80,6 +80,14 @@ class Case:
         """Return the arguments of the forward, arrays in float64."""
         return {**gathered(self.in_float64()[0]), **self.options}
 
+    def exact(self) -> dict[str, Array]:
+        """Return the right results by name, as far as they are known without the subject."""
+        return expected(self).exact
+
+    def about(self) -> dict[str, Any]:
+        """Return what a saved case has to say beside its arrays, options and manner."""
+        return {}
+
     def describe(self) -> str:
         """Return the case in one line: shapes, options, manner."""
         parts = [

@@ -12,10 +12,16 @@ from accel.verify.travel import expanded
 from reference.types import Array
 
 
-def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Case:
+def cut_while(
+    case: Case,
+    fails: Callable[[Case], bool],
+    cuts: Callable[[Case], Iterator[Case]],
+    tries: int = 80,
+) -> Case:
     """Return the smallest case that cutting finds and that still fails.
 
-    ``fails`` is asked of at most ``tries`` cases, and says no to those that the reference refuses.
+    ``cuts`` yields smaller cases. ``fails`` is asked of at most ``tries`` of them, and says no to
+    those that the reference refuses.
     """
     going = True
     while going:

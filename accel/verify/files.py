@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import Case, contract_parameters, expected
+from accel.verify.contract import Case, contract_parameters
+from accel.verify.like.case import LikeCase
 from accel.verify.trial import Judged
 from reference.config import Config
 from reference.ops import OPS
@@ -95,8 +96,10 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
     """
     arrays: dict[str, Any] = {f"input.{n}": a for n, a in case.arrays.items() if a is not None}
     arrays |= cotangent_arrays(case.cotangent)
-    arrays |= {f"expected.{name}": value for name, value in expected(case).exact.items()}
+    arrays |= {f"expected.{name}": value for name, value in case.exact().items()}
     for result in judged:
+        if result.exact is not None:
+            arrays.setdefault(f"expected.{result.name}", result.exact)
         if result.got is not None and f"got.{result.name}" not in arrays:
             arrays[f"got.{result.name}"] = result.got
     arrays["case"] = np.array(
@@ -104,10 +107,11 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
             {
                 "op": case.op,
                 "dtype": case.dtype,
-                "options": options_to_json(case.options),
+                "options": "" if "like" in case.about() else options_to_json(case.options),
                 "layouts": case.layouts,
                 "out": case.out,
                 "interleaved": case.interleaved,
+                **case.about(),
             }
         )
     )
@@ -139,8 +143,11 @@ def load_failure(path: str | Path) -> Case:
         raise ValueError(f"{path} is no .npz of a case: {error}") from None
     try:
         about = json.loads(str(content["case"]))
+        if "like" in about:
+            inputs = {n.removeprefix("input."): a for n, a in content.items() if n[:6] == "input."}
+            return LikeCase.of(about, inputs)
         spec = OPS[about["op"]]
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, SyntaxError, json.JSONDecodeError):
         raise ValueError(
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import round_to
-from accel.verify.contract import Case, draw_case, storable
+from accel.verify.contract import Case, storable
 from accel.verify.cuts import cut_while
-from accel.verify.draw import Draw, Pick
-from accel.verify.ops import room
+from accel.verify.draw import Pick
 from accel.verify.subject import Subject
 from accel.verify.travel import special_at, tamed
-from accel.verify.trial import Judged, run_case
+from accel.verify.trial import Judged
 from reference.contract import Op
 
 # Of the kernel, for one failing result; the smallest case found is kept. What fails only when it is
@@ -150,7 +149,7 @@ def search(
     telling: dict[tuple[str, str], tuple[Case, Judged]] = {}  # a large one
 
     def look(case: Case, choices: list[int]) -> None:
-        judged = run_case(subject, case)
+        judged = subject.run(case)
         report.cases += 1
         arrays = [j for j in judged if j.name not in ("total", "n_valid")]
         refused = [j for j in arrays if j.kind in ("raised", "dtype") and not j.ok]
@@ -166,10 +165,10 @@ def search(
                     telling[key] = case, result
         tick()
 
-    dealer = Dealer(stream, room(spec.name).HARD)
+    dealer = Dealer(stream, subject.hard(spec))
     for _ in range(examples):
         choices: list[int] = []
-        look(_draw(subject, spec, dtype, dealer.picks(choices)), choices)
+        look(subject.draw(spec, dtype, dealer.picks(choices)), choices)
         if seconds is not None and time.monotonic() - started > seconds:
             break
     shown: set[tuple[str, str]] = set()
@@ -182,7 +181,7 @@ def search(
             found = smallest(subject, spec, dtype, key, found, seed=stream)
         case = found.case
         # what else the smallest case shows needs no search of its own
-        also = [(j.name, j.kind) for j in run_case(subject, case) if not j.ok]
+        also = [(j.name, j.kind) for j in subject.run(case) if not j.ok]
         shown |= {key, *also}
         failure = Failure(spec.name, dtype, *key, case, found.judged, telling=telling[key])
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
@@ -255,8 +254,8 @@ def smallest(
                 choices.append(data.draw(st.integers(0, last)))
             return options[choices[-1]]
 
-        case = _draw(subject, spec, dtype, pick)
-        for result in run_case(subject, case):
+        case = subject.draw(spec, dtype, pick)
+        for result in subject.run(case):
             if not result.ok and (result.name, result.kind) == key:
                 if case.size <= best.case.size:
                     best = Found(case, result, choices)
@@ -282,7 +281,7 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
         try:
             if not storable(candidate):
                 return False
-            results = run_case(subject, candidate)
+            results = subject.run(candidate)
         except (ValueError, IndexError):
             return False  # the reference refuses it
         still = [j for j in results if not j.ok and (j.name, j.kind) == key]
@@ -292,7 +291,7 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
 
     for changed in simpler(found.case):
         fails(changed(found.case))
-    cut_while(found.case, fails)
+    cut_while(found.case, fails, subject.cuts)
     for changed in simpler(found.case):
         fails(changed(found.case))
     return found
@@ -368,15 +367,6 @@ class Dealer:
             return options[choices[-1]]
 
         return pick
-
-
-def _draw(subject: Subject, spec: Op, dtype: str, pick: Pick) -> Case:
-    return draw_case(
-        spec,
-        Draw(pick, dtype, subject.parameter_offers(spec.forward_name)),
-        has_backward=subject.has_backward(spec),
-        backward_offers=subject.parameter_offers(spec.backward_name),
-    )
 
 
 def require_hypothesis() -> None:

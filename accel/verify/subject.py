@@ -10,22 +10,27 @@ import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from accel.tolerance import round_float16
-from accel.verify.contract import DTYPES, contract_parameters
+from accel.verify.contract import DTYPES, Case, applies, contract_parameters, draw_case
+from accel.verify.cuts import cuts
+from accel.verify.draw import Draw, Pick
 from accel.verify.ops import room
 from reference import ops as reference
 from reference.boundary import Boundary, plain
 from reference.contract import Op
 from reference.ops import HOST, OPS, SERVICES
 from reference.types import Array
+
+if TYPE_CHECKING:
+    from accel.verify.trial import Judged
 
 # where to go with an op that the contract has not
 OTHERS = ". An op of your own is held to a reference of yours: myllm verify --like REF.py"
@@ -234,6 +239,43 @@ class Subject:
             if near and (near[0] == plainly or not name.startswith(tuple(taken))):
                 found[name] = known[near[0]]
         return found
+
+    # ---- cases -------------------------------------------------------------------------------
+
+    def applies(self, spec: Op, dtype: str) -> bool:
+        """Say whether an op has cases of its own in a precision."""
+        return applies(spec, dtype)
+
+    def hard(self, spec: Op) -> tuple[Mapping[str, Any], ...]:
+        """Return what the first cases of an op have to be."""
+        return room(spec.name).HARD
+
+    def draw(self, spec: Op, dtype: str, pick: Pick) -> Case:
+        """Draw a case that this subject can be asked."""
+        return draw_case(
+            spec,
+            Draw(pick, dtype, self.parameter_offers(spec.forward_name)),
+            has_backward=self.has_backward(spec),
+            backward_offers=self.parameter_offers(spec.backward_name),
+        )
+
+    def run(self, case: Case) -> "list[Judged]":
+        """Run a case and judge every result."""
+        from accel.verify.trial import run_case  # which needs this module
+
+        return run_case(self, case)
+
+    def cuts(self, case: Case) -> Iterator[Case]:
+        """Yield smaller cases, the boldest cuts first."""
+        return cuts(case)
+
+    def hints(
+        self, case: Case, judged: "Judged", more: Iterable[tuple[str, str]] = ()
+    ) -> list[str]:
+        """Return what may be wrong."""
+        from accel.verify.hints import hints_for  # which needs this module
+
+        return hints_for(self, case, judged, more)
 
     # ---- arrays ------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """What is done with a trained model: generate, chat, eval, plot; samples while training."""
 
+import json
 import math
 import re
 import zlib
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, monitor, use
+from dist import checkpoint, cli, monitor, tasks, use
 from dist.evaluate import Evaluation, token_lengths
 from dist.generate import Stops
 from reference.session import Session
@@ -260,6 +261,80 @@ def test_eval_repeats_what_training_said_in_bits_per_byte(
     assert 0.5 < bits < 8 and len(held) > 0
     assert cli.main(reference("eval", str(run), str(run.parent / "train"), "--windows", "3")) == 0
     assert "(141 tokens in" in capsys.readouterr().out  # 3 windows of 47 targets
+
+
+QUESTIONS = [
+    {"context": "the quick", "choices": [" zzqy", " brown fox"], "answer": 1},
+    {"ctx": "the quick", "endings": ["brown fox", "zzqy", "xq vk"], "label": "0"},
+    {
+        "question": "the quick",
+        "choices": {"text": ["zzqy", "brown"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    {
+        "question": {"stem": "q", "choices": [{"text": "brown", "label": "1"}]},
+        "answerKey": "1",
+    },
+    {"goal": "the quick", "sol1": "zzqyzzqyx", "sol2": "brown fox", "label": 0},
+]
+
+
+def test_questions_are_answered_by_what_is_most_likely(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 0
+    # the last one's answer is the unlikely one
+    chance = (1 / 2 + 1 / 3 + 1 / 2 + 1 + 1 / 2) / 5
+    assert (
+        f"accuracy 0.800 ± 0.179, per byte 0.800 ± 0.179, by chance {chance:.3f} (5 questions)"
+        in capsys.readouterr().out
+    )
+    assert cli.main(reference("eval", str(run), "--tasks", str(path), "--limit", "4")) == 0
+    assert "accuracy 1.000" in capsys.readouterr().out
+
+
+def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    """Of -6 nats over 12 bytes and -5 over 5, the first is likelier a byte."""
+    model = checkpoint.load_model(run, "reference")
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    short, long = " aaaa", " bbbbbbbbbbb"
+    sums = {tuple(tokenizer.encode_ordinary(text)): s for text, s in ((short, -5), (long, -6))}
+
+    def given(model: Any, ids: list[int]) -> Any:
+        own = next(key for key in sums if tuple(ids[-len(key) :]) == key)
+        return np.array([-100.0, *[sums[own] / len(own)] * len(own)])
+
+    monkeypatch.setattr(tasks, "log_probabilities", given)
+    path = run.parent / "long.jsonl"
+    path.write_text(json.dumps({"context": "x", "choices": [short, long], "answer": 1}))
+    found = tasks.answer(model, tokenizer, path)
+    assert (found.n, found.right, found.right_per_byte) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2 is no question: Expecting value"),
+        ('{"text": "x"}', "it has none of the fields endings, answerKey, sol1, context"),
+        ('{"context": "x", "choices": ["a"], "answer": 1}', "there is no choice 1"),
+        ('{"context": "x", "choices": ["a", ""], "answer": 0}', "a choice is empty"),
+        ('{"context": "x", "answer": 0}', "it has no field 'choices'"),
+        ("[1]", "it has none of the fields"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(
+    line: str, message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]) + f"\n{line}\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 1
+    said = capsys.readouterr().err
+    assert message in said and "line 2" in said and "Traceback" not in said
+    path.write_text("")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 1
+    assert "has no question" in capsys.readouterr().err
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:

@@ -392,7 +392,7 @@ def test_a_report_tells_every_result_of_a_backend() -> None:
 
 
 def test_thorough_takes_more_cases() -> None:
-    assert cases_of("rope", Options(thorough=True)) == 10 * cases_of("rope", Options())
+    assert cases_of(OPS["rope"], Options(thorough=True)) == 10 * cases_of(OPS["rope"], Options())
 
 
 def test_a_result_and_the_gradients_of_an_op_have_the_names_of_its_arguments() -> None:
