@@ -264,7 +264,7 @@ def test_cutting_finds_the_one_key_that_matters() -> None:
         return ops.attention_forward(q, k, v)[0]
 
     report = check_op("attention", forward=attention_forward, dtypes=["float32"], raises=False)
-    assert report.failures[0].case.arrays["k"].size <= 2, report.text()
+    assert report.failures[0].case.arrays["k"].size <= 3, report.text()
 
 
 def test_a_cut_leaves_every_query_head_its_key_head() -> None:

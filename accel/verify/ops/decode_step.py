@@ -17,7 +17,7 @@ from reference import kv, ops
 from reference.model import decode_step as compose
 from reference.types import Array, KVCache
 
-WEIGHT = 0.5
+WEIGHT = 0.35
 CUTS = "B S"
 _ROTARY: dict[str, Any] = {"long": False, "vast": False, "positions": "rope"}
 HARD: tuple[dict[str, Any], ...] = (
