@@ -18,25 +18,81 @@ all where a correct kernel makes one.
 where r is the number of roundings on the longest path from an input to an output and n the number
 of terms that are added up. A sum of n terms in any order is off by at most n u s, and by more
 than 4√n u s only with a chance below exp(-8) times a small number even if every rounding goes as
-badly as it can (Higham & Mary 2019, theorem 2.4). Sums of bf16 products are kept in float32, so
-there the n terms count with float32's u. The float64 reference rounds too: c u₆₄ s is added,
-which matters only when the kernel itself works in float64.
+badly as it can (Higham & Mary 2019, theorem 2.4). The float64 reference rounds too: c u₆₄ s is
+added, which matters only when the kernel itself works in float64.
+
+What is rounded to u, and what is not, is the precision's own (``Unit``):
+
+=============  =====================================================================================
+float64        everything
+float32        everything
+bf16, float16  what is kept in memory: inputs, results, whatever plain code writes on the way.
+               Products and sums are float32, so there the n terms count with float32's u
+tf32           the inputs of matrix products, to 10 explicit bits: two of the r roundings of a
+               product. Everything else is float32, and so is an op without matrix products
+e4m3, e5m2     nothing: weights and activations hold 8-bit numbers times one float32 for each array,
+               so that storing them loses nothing, and all else is as in bf16
+=============  =====================================================================================
+
+float16 has less range. A number below 2^-14 is kept to the nearest multiple of 2^-24, an error of
+u 2^-14 at most, whatever its own size: where a kernel may store a number p on its way, p + 2^-14
+stands for p in s. Beyond 65,504 there is only infinity, so no case comes near it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from reference.types import Array
 
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bf16": 2.0**-8}
 
-# Results smaller than this may be flushed to zero, as GPUs and fast-math kernels do.
+class Unit(float):
+    """The unit roundoff u of a precision, and what else of it enters a bound.
+
+    Parameters
+    ----------
+    u : float
+        Of what is rounded.
+    sums : float, optional
+        The unit roundoff of sums, where that is another.
+    least : float
+        Numbers below this that are stored on the way have an error of u·least all the same.
+    stored : bool
+        Whether what is written to memory on the way may be rounded to u.
+    """
+
+    def __new__(
+        cls, u: float, sums: float | None = None, least: float = 1e-30, stored: bool = False
+    ) -> "Unit":
+        made = super().__new__(cls, u)
+        made.sums, made.least, made.stored = u if sums is None else sums, least, stored
+        return made
+
+    sums: float
+    # 1e-30: exp of float32 has nothing below 1e-38
+    least: float
+    stored: bool
+
+
+_U32 = 2.0**-24
+UNIT_ROUNDOFF = {
+    "float64": Unit(2.0**-53),
+    "float32": Unit(_U32),
+    "bf16": Unit(2.0**-8, _U32, stored=True),
+    "float16": Unit(2.0**-11, _U32, 2.0**-14, stored=True),
+    "tf32": Unit(2.0**-11, _U32),
+    "e4m3": Unit(2.0**-8, _U32, stored=True),
+    "e5m2": Unit(2.0**-8, _U32, stored=True),
+}
+
+# Results smaller than this may be flushed to zero, as GPUs and fast-math kernels do; in float16,
+# which is for storage, they are rounded to a multiple of it.
 _UNDERFLOW = {
     "float64": float(np.finfo(np.float64).tiny),
-    "float32": float(np.finfo(np.float32).tiny),
-    "bf16": float(np.finfo(np.float32).tiny),
+    "float16": 2.0**-24,
 }
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 class Magnitude(NamedTuple):
@@ -60,68 +116,148 @@ class Closeness(NamedTuple):
         return self.ratio <= 1
 
 
+def round_bits(x: Array, bits: int) -> Array:
+    """Return x as float32 with so many low bits rounded away, to the nearest, ties to even."""
+    x = np.asarray(x, np.float32)
+    word = x.view(np.uint32) if x.ndim else x.reshape(1).view(np.uint32).reshape(())
+    odd = (word >> np.uint32(bits)) & np.uint32(1)
+    kept = (word + np.uint32(2 ** (bits - 1) - 1) + odd) & np.uint32(2**32 - 2**bits)
+    return np.where(np.isfinite(x), np.asarray(kept, np.uint32).view(np.float32), x)
+
+
 def round_bf16(x: Array) -> Array:
     """Return x rounded to the nearest bfloat16 (ties to even), as float32 of x's shape."""
+    return round_bits(x, 16)
+
+
+def round_tf32(x: Array) -> Array:
+    """Return x rounded to 10 explicit bits (ties to even), as float32 of x's shape."""
+    return round_bits(x, 13)
+
+
+def round_float16(x: Array) -> Array:
+    """Return x rounded to the nearest float16, as float32 of x's shape."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float16).astype(np.float32)
+
+
+# Micikevicius et al. 2022, "FP8 formats for deep learning", table 1: the explicit bits of the
+# mantissa, the exponent of the smallest normal number, the largest number.
+FP8 = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}
+
+
+def round_fp8(x: Array, dtype: str) -> Array:
+    """Return x rounded to the nearest e4m3 or e5m2 (ties to even), as float32 of x's shape.
+
+    What is beyond the largest number becomes that one, as ``cvt.rn.satfinite`` makes it.
+    """
+    bits, least, largest = FP8[dtype]
     x = np.asarray(x, np.float32)
-    bits = x.view(np.uint32) if x.ndim else x.reshape(1).view(np.uint32).reshape(())
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    kept = (bits + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(x), np.asarray(kept, np.uint32).view(np.float32), x)
+    _, exponent = np.frexp(x)  # x = m 2^exponent with m in [½, 1)
+    step = np.ldexp(np.float32(1), np.maximum(exponent - 1, least) - bits)
+    return np.asarray(np.clip(np.round(x / step) * step, -largest, largest), np.float32)
+
+
+def scaled_fp8(x: Array, dtype: str) -> Array:
+    """Return x stored in 8 bits with one scale, its largest magnitude over the largest number.
+
+    Storing the result in the same way gives the same numbers again.
+    """
+    x = np.asarray(x, np.float32)
+    largest = np.float32(FP8[dtype][2])
+    top = np.max(np.abs(x), initial=0.0, where=np.isfinite(x))
+    if top == 0:
+        return x
+    scale = np.float32(top / largest)
+    return np.where(np.isfinite(x), scale * round_fp8(x / scale, dtype), x).astype(np.float32)
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """Return x as an array of a precision holds it: float64, or float32 that has such values."""
+    if dtype == "float64":
+        return np.asarray(x, np.float64)
+    rounds: dict[str, Callable[[Array], Array]] = {"bf16": round_bf16, "float16": round_float16}
+    if dtype in FP8:
+        return scaled_fp8(x, dtype)
+    return rounds[dtype](x) if dtype in rounds else np.asarray(x, np.float32)
+
+
+class Allowed(NamedTuple):
+    """What a result may be off by: the rule, before there is a result."""
+
+    exact: Array
+    by_row: Array  # ‖err‖ that a row may have
+    total: float  # ‖err‖ that the whole may have
+    size: float  # ‖exact‖, 1 where that is zero
+
+    def closeness(self, got: Array) -> Closeness:
+        """Hold a result to it."""
+        with np.errstate(invalid="ignore"):  # a NaN is found out by ``_ratio``
+            err = _norms(np.asarray(got, np.float64) - self.exact)
+        by_row = _ratio(err, self.by_row)
+        error = float(np.linalg.norm(err))
+        total = float(_ratio(np.array(error), np.array(self.total)))
+        rows = np.shape(self.exact)[:-1]
+        worst = int(np.argmax(by_row)) if len(by_row) else 0
+        return Closeness(
+            error / self.size,
+            self.total / self.size,
+            max(total, float(np.max(by_row, initial=0.0))),
+            tuple(int(i) for i in np.unravel_index(worst, rows)) if rows and len(by_row) else (),
+        )
+
+
+def allowed(
+    exact: Array, plain: Array, magnitude: Magnitude, dtype: str, *, gradient: bool
+) -> Allowed:
+    """Return what the rule allows.
+
+    Parameters
+    ----------
+    exact, plain : arrays of one shape
+        The float64 reference's result, and the reference's in the working precision.
+    magnitude : Magnitude
+        s, of the same shape, and the numbers that make c.
+    dtype : str
+        The working precision, one of ``UNIT_ROUNDOFF``.
+    gradient : bool
+        Whether k is 3 rather than 2.
+    """
+    u = UNIT_ROUNDOFF[dtype]
+    underflow = 16 * _UNDERFLOW.get(dtype, _TINY)
+    sums = min(magnitude.terms, 4 * magnitude.terms**0.5)
+    c_u = magnitude.roundings * u + sums * u.sums
+    c_u += (magnitude.roundings + sums) * UNIT_ROUNDOFF["float64"]
+    k = 3 if gradient else 2
+
+    exact = np.asarray(exact, np.float64)
+    width = exact.shape[-1] if exact.ndim else 1
+    plain_err, s = _norms(np.asarray(plain, np.float64) - exact), _norms(magnitude.s)
+    total = k * float(np.linalg.norm(plain_err)) + c_u * float(np.linalg.norm(s))
+    return Allowed(
+        exact,
+        k * plain_err + c_u * s + width * underflow * (s > 0),
+        total + exact.size * underflow * bool(np.any(s)),
+        float(np.linalg.norm(_norms(exact))) or 1.0,
+    )
 
 
 def compare(
     got: Array, exact: Array, plain: Array, magnitude: Magnitude, dtype: str, *, gradient: bool
 ) -> Closeness:
-    """Hold a result to the rule.
+    """Hold a result to the rule; the arguments are those of ``allowed``."""
+    return allowed(exact, plain, magnitude, dtype, gradient=gradient).closeness(got)
 
-    Parameters
-    ----------
-    got, exact, plain : arrays of one shape
-        The kernel's result, the float64 reference's, and the reference's in the working precision.
-    magnitude : Magnitude
-        s, of the same shape, and the numbers that make c.
-    dtype : {"float64", "float32", "bf16"}
-        The working precision.
-    gradient : bool
-        Whether k is 3 rather than 2.
-    """
-    u = UNIT_ROUNDOFF[dtype]
-    sums = min(magnitude.terms, 4 * magnitude.terms**0.5)
-    c_u = magnitude.roundings * u + sums * min(u, UNIT_ROUNDOFF["float32"])
-    c_u += (magnitude.roundings + sums) * UNIT_ROUNDOFF["float64"]
-    k = 3 if gradient else 2
 
-    rows = np.shape(exact)[:-1]
-    width = np.shape(exact)[-1] if np.ndim(exact) else 1
-
-    def norms(x: Array) -> Array:
-        # scaled, so that squares of small numbers do not underflow
-        x = np.abs(np.asarray(x, np.float64).reshape(-1, width))
-        top = np.max(x, axis=-1, initial=0.0)
-        scale = np.where((top > 0) & np.isfinite(top), top, 1)
-        return np.asarray(scale * np.sqrt(np.sum((x / scale[:, None]) ** 2, axis=-1)))
-
-    exact = np.asarray(exact, np.float64)
-    with np.errstate(invalid="ignore"):  # a NaN is found out below
-        err = norms(np.asarray(got, np.float64) - exact)
-    allowed = k * norms(np.asarray(plain, np.float64) - exact) + c_u * norms(magnitude.s)
-    allowed = np.where(norms(magnitude.s) > 0, allowed + 16 * width * _UNDERFLOW[dtype], allowed)
-    by_row = _ratio(err, allowed)
-
-    total_err = float(np.linalg.norm(err))
-    total_allowed = k * float(np.linalg.norm(norms(np.asarray(plain, np.float64) - exact)))
-    total_allowed += c_u * float(np.linalg.norm(norms(magnitude.s)))
-    total_allowed += 16 * exact.size * _UNDERFLOW[dtype] * bool(np.any(magnitude.s))
-    total = float(_ratio(np.array(total_err), np.array(total_allowed)))
-
-    size = float(np.linalg.norm(norms(exact))) or 1.0
-    worst = int(np.argmax(by_row)) if len(by_row) else 0
-    return Closeness(
-        total_err / size,
-        total_allowed / size,
-        max(total, float(np.max(by_row, initial=0.0))),
-        tuple(int(i) for i in np.unravel_index(worst, rows)) if rows and len(by_row) else (),
-    )
+def _norms(x: Array) -> Array:
+    """Return the norm of each row."""
+    x = np.asarray(x, np.float64)
+    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    # scaled, so that squares of small numbers do not underflow
+    top = float(np.max(np.abs(x), initial=0.0))
+    scale = top if 0 < top < np.inf else 1.0
+    x = x / scale
+    return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", x, x)))
 
 
 def _ratio(err: Array, allowed: Array) -> Array:

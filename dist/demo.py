@@ -23,8 +23,9 @@ from dist.commands import parser
 from dist.corpus import Text, near_duplicates, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
+from dist.generate import Writer
 from dist.launch import cores, find_mpirun, launch
-from dist.use import draw, write_text
+from dist.use import draw
 from reference import ops as reference_ops
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
@@ -266,18 +267,9 @@ def show(paths: Paths, compute: str) -> None:
 
     say(f"completions of held-out text (seed {PROMPT_SEED}, temperature 0.8, top-p 0.95)")
     for text_from, prompt in choose_prompts(held, tokenizer):
-        continuation = "".join(
-            write_text(
-                model,
-                tokenizer,
-                prompt,
-                max_new_tokens=NEW_TOKENS,
-                temperature=0.8,
-                top_p=0.95,
-                seed=PROMPT_SEED,
-                stop={tokenizer.special_tokens["<|eos|>"]},
-            )
-        )
+        writer = Writer(model, tokenizer, temperature=0.8, top_p=0.95)
+        writer.session.read(prompt)
+        continuation = "".join(writer.write(NEW_TOKENS, np.random.default_rng([PROMPT_SEED, 0])))
         print(f"\n---- {text_from}\n{tokenizer.decode(prompt)}⟦{continuation}⟧")
     say(
         f"""everything is in {paths.out}: corpus.jsonl, tokenizer.myllm, data/, run.toml,

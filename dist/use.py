@@ -1,10 +1,12 @@
-"""``myllm generate``, ``myllm eval`` and ``myllm plot``: what a trained model is good for."""
+"""``myllm eval`` and ``myllm plot``: how good a trained model is."""
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
 
 from dist import checkpoint, monitor
 from dist.checkpoint import Model
@@ -12,13 +14,7 @@ from dist.comm import Solo
 from dist.commands import parser
 from dist.config import from_tables
 from dist.data import Windows
-from dist.documents import END, EOS_NAMES, chat
 from dist.evaluate import evaluate, load_tokenizer, token_lengths
-from dist.pack import special_id
-from reference.generate import stream
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
 
 
 def add_model(args: Any) -> None:
@@ -28,114 +24,6 @@ def add_model(args: Any) -> None:
     )
     args.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
     args.add_argument("--compute", default="float32", help="float32 (default) or bf16")
-
-
-# ---- generate ------------------------------------------------------------------------------------
-
-
-def write_text(
-    model: Model, tokenizer: "Tokenizer", prompt: list[int], **sampling: Any
-) -> Iterator[str]:
-    """Yield a continuation piece by piece, never half a character.
-
-    Parameters
-    ----------
-    model : Model
-    tokenizer : Tokenizer
-    prompt : list of int
-        Token ids.
-    **sampling
-        Of ``reference.generate.stream``.
-    """
-    from tokenizer import DecodeStream
-
-    decoder = DecodeStream(tokenizer)
-    for (token,) in stream(model.ops, model.params, model.config, [prompt], **sampling):
-        if token is None:
-            break
-        if token < tokenizer.n_vocab:  # a model may have more ids than its tokenizer
-            yield decoder.step(token)
-    yield decoder.finish()
-
-
-def generate(argv: Sequence[str]) -> int:
-    """``myllm generate``."""
-    args = parser(
-        "generate",
-        "Let a trained model continue a text. Without --prompt it asks for one after the other.",
-        'myllm generate runs/laptop --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',
-    )
-    add_model(args)
-    args.add_argument("--prompt", help="the text to continue; - reads it from standard input")
-    args.add_argument("--chat", action="store_true", help="the prompt is a user's turn in a chat")
-    args.add_argument("--tokens", type=int, default=200, help="new tokens, at most (default 200)")
-    args.add_argument("--temperature", type=float, default=0.8, help="0: the most likely (0.8)")
-    args.add_argument("--top-k", type=int, help="choose among the k most likely")
-    args.add_argument("--top-p", type=float, help="choose among the likeliest that hold p")
-    args.add_argument("--seed", type=int, default=0)
-    given = args.parse_args(argv)
-    if given.tokens < 1:
-        raise ValueError(f"--tokens: max_new_tokens must be at least 1, got {given.tokens}")
-    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
-    if model.tokenizer is None:
-        raise ValueError(
-            f"{model.path} has no tokenizer beside it, so it cannot read or write text"
-        )
-    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
-    stop = {special_id(tokenizer, *EOS_NAMES)}
-    if given.chat:
-        stop.add(special_id(tokenizer, END))
-
-    def answer(text: str, seed: int) -> None:
-        if not given.chat:
-            # what stands before the first token of a text in training is the end of another
-            ids = tokenizer.encode_ordinary(text) or [special_id(tokenizer, *EOS_NAMES)]
-            print(text, end="", flush=True)
-        else:
-            parts = [*chat([{"role": "user", "content": text}])]
-            ids = []
-            for part in parts:
-                said = str(part.text)
-                ids += (
-                    [special_id(tokenizer, said)]
-                    if part.control
-                    else tokenizer.encode_ordinary(said)
-                )
-            ids.append(special_id(tokenizer, "<|assistant|>"))
-        pieces = write_text(
-            model,
-            tokenizer,
-            ids,
-            max_new_tokens=given.tokens,
-            temperature=given.temperature,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            seed=seed,
-            stop=stop,
-        )
-        n, started = 0, time.perf_counter()
-        for piece in pieces:
-            print(piece, end="", flush=True)
-            n += 1
-        seconds = time.perf_counter() - started
-        print()
-        print(f"({n - 1} tokens, {(n - 1) / seconds:.0f} a second)", file=sys.stderr)
-
-    if given.prompt is not None:
-        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, given.seed)
-        return 0
-    asked = 0
-    while True:
-        try:
-            text = input("> ")
-        except EOFError:
-            print()
-            return 0
-        try:
-            answer(text, given.seed + asked)
-        except ValueError as error:  # a prompt longer than the context: ask for another
-            print(f"myllm generate: {error}", file=sys.stderr)
-        asked += 1
 
 
 # ---- eval ----------------------------------------------------------------------------------------
@@ -151,10 +39,22 @@ def eval_(argv: Sequence[str]) -> int:
     add_model(args)
     args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
     args.add_argument("--windows", type=int, help="windows, at most (default: all)")
+    args.add_argument(
+        "--tasks",
+        action="append",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="answer questions with choices instead: rows of HellaSwag, ARC, PIQA, or "
+        '{"context": …, "choices": […], "answer": 0} (may be repeated)',
+    )
+    args.add_argument("--limit", type=int, metavar="N", help="questions of each file, at most")
     given = args.parse_intermixed_args(argv)
-    if given.windows is not None and given.windows < 1:
-        raise ValueError(f"--windows must be at least 1, got {given.windows}")
+    for name in ("windows", "limit"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
     model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    if given.tasks:
+        return _answer(model, given.tasks, given.limit)
     tables = model.state.config
     if "data" not in tables:  # imported weights: no run says what they are to be measured on
         train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
@@ -187,6 +87,25 @@ def eval_(argv: Sequence[str]) -> int:
         f"{model.path} on {path}: {result} ({result.n_targets:,} tokens in "
         f"{monitor.duration(time.perf_counter() - started)})"
     )
+    return 0
+
+
+def _answer(model: Model, files: Sequence[Path], limit: int | None) -> int:
+    """Answer the questions of files, and print how many rightly."""
+    from dist.tasks import answer  # which needs this module
+
+    if model.tokenizer is None:
+        raise ValueError(f"{model.path} has no tokenizer beside it, so it cannot read text")
+    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+    console = Console(stderr=True)
+    for path in files:
+        with console.status(f"{path}") as status:
+
+            def tell(done: int, path: Path = path, status: Status = status) -> None:
+                status.update(f"{path}: {done} questions")
+
+            score = answer(model, tokenizer, path, limit=limit, tell=tell)
+        print(f"{path}: {score}")
     return 0
 
 

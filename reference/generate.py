@@ -1,12 +1,15 @@
 """Generation: predict, choose, append, repeat.
 
 The prompt is read in one pass that fills the KV cache; then each step reads one token. Choosing
-from the distribution over next tokens, in this order: divide the logits by the temperature, keep
-the k best (Fan et al. 2018), keep the smallest set that holds probability p (nucleus sampling,
-Holtzman et al. 2020), draw.
+from the distribution over next tokens, in this order: lower the logits of what was said already,
+divide them by the temperature, keep the k best (Fan et al. 2018), keep the smallest set that holds
+probability p (nucleus sampling, Holtzman et al. 2020), keep what is not much less likely than the
+best (min-p, Nguyen et al. 2024), draw.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +21,49 @@ from reference.softmax import softmax
 from reference.types import Array, Params
 
 
-def filter_logits(logits: Array, top_k: int | None = None, top_p: float | None = None) -> Array:
-    """Return logits (V,) with all but the best entries at -inf; equal logits favour lower ids.
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen.
 
-    Parameters
-    ----------
-    logits : (V,)
-    top_k : int, optional
-        Keep the k largest.
-    top_p : float, optional
-        Of those, keep the smallest set whose probability is at least p; never fewer than one.
+    Raises
+    ------
+    ValueError
+        When a setting is out of range.
+    """
+
+    temperature: float = 1.0  # 0 takes the most likely
+    top_k: int | None = None  # keep the k largest
+    top_p: float | None = None  # of those, the smallest set that holds p; never fewer than one
+    min_p: float | None = None  # of those, what has at least min_p times the best one's probability
+    # what stands in the text already has its logit divided by this where positive, multiplied where
+    # negative (Keskar et al. 2019, section 4.1); 1 changes nothing
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
+            raise ValueError(
+                f"sample: temperature must be >= 0 and top_k >= 1, got {self.temperature} and "
+                f"{self.top_k}"
+            )
+        for name in ("top_p", "min_p"):
+            p = getattr(self, name)
+            if p is not None and not 0 < p <= 1:
+                raise ValueError(f"sample: {name} is a probability in (0, 1], got {p}")
+        if not 0 < self.repetition_penalty < np.inf:
+            raise ValueError(
+                f"sample: repetition_penalty must be positive, got {self.repetition_penalty}"
+            )
+
+
+def filter_logits(
+    logits: Array,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> Array:
+    """Return logits (V,) with all but those kept at -inf (see ``Sampling``).
+
+    Of equal logits lower ids are kept first.
     """
     order = np.argsort(-logits, kind="stable")
     if top_k is not None:
@@ -36,41 +72,44 @@ def filter_logits(logits: Array, top_k: int | None = None, top_p: float | None =
         before = np.cumsum(softmax(logits[order].astype(np.float64)))
         # an entry stays while those better than it hold less than p
         order = order[np.concatenate([[True], before[:-1] < top_p])]
+    if min_p is not None:
+        order = order[logits[order] >= logits[order[0]] + np.log(min_p)]
     kept = np.full_like(logits, -np.inf)
     kept[order] = logits[order]
     return kept
 
 
 def sample(
-    logits: Array,
-    rng: np.random.Generator,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    logits: Array, rng: np.random.Generator, *, said: Collection[int] = (), **sampling: Any
 ) -> int:
-    """Return one token id drawn from logits (V,); temperature 0 takes the most likely.
+    """Return one token id drawn from logits (V,).
+
+    Parameters
+    ----------
+    said : collection of int
+        The ids of the text so far, to which ``repetition_penalty`` applies.
+    **sampling
+        Fields of ``Sampling``.
 
     Raises
     ------
     ValueError
         When the logits are not finite or a setting is out of range.
     """
+    how = Sampling(**sampling)
     if not np.isfinite(logits).all():
         raise ValueError("sample: the logits are not finite; has the model diverged?")
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
-        raise ValueError(
-            f"sample: temperature must be >= 0 and top_k >= 1, got {temperature} and {top_k}"
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"sample: top_p is a probability in (0, 1], got {top_p}")
-    if temperature == 0:
+    logits = logits.astype(np.float64)
+    if how.repetition_penalty != 1 and said:
+        ids = np.unique(np.fromiter(said, np.int64))
+        own = logits[ids]
+        logits[ids] = np.where(own > 0, own / how.repetition_penalty, own * how.repetition_penalty)
+    if how.temperature == 0:
         return int(np.argmax(logits))
     # The best is subtracted first, so that a temperature near 0 makes -inf of the others, not NaN.
-    below = logits.astype(np.float64) - logits.max()
     with np.errstate(over="ignore"):
-        scaled = below / temperature
-    p = softmax(filter_logits(scaled, top_k, top_p))
+        scaled = (logits - logits.max()) / how.temperature
+    p = softmax(filter_logits(scaled, how.top_k, how.top_p, how.min_p))
     # by the inverse of the distribution function: one uniform number, one token
     drawn = np.searchsorted(np.cumsum(p), rng.random() * np.sum(p), side="right")
     return int(min(drawn, np.flatnonzero(p)[-1]))
@@ -83,16 +122,15 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
     stop: Collection[int] = (),
+    **sampling: Any,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the prompt.
 
-    A row ends after ``max_new_tokens``, before a token in ``stop``, or when the context is full. A
-    row's draws depend on the seed and its own number alone, not on the rest of the batch.
+    A row ends after ``max_new_tokens``, before a token in ``stop``, or when the context is full
+    (``reference.session`` goes on). A row's draws depend on the seed and its own number alone, not
+    on the rest of the batch. How they are made is said by fields of ``Sampling``.
 
     Raises
     ------
@@ -106,11 +144,9 @@ def generate(
         config,
         prompts,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
         seed=seed,
         stop=stop,
+        **sampling,
     ):
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
@@ -125,11 +161,9 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     seed: int = 0,
     stop: Collection[int] = (),
+    **sampling: Any,
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, each row's next token, or None for a row that has ended.
 
@@ -159,6 +193,7 @@ def stream(
     rngs = [np.random.default_rng([seed, b]) for b in range(B)]
     ended = np.zeros(B, np.bool_)
     chosen = np.zeros(B, np.int32)
+    said = [[int(i) for i in prompt] for prompt in prompts]
 
     cache = ops.kv_cache(params, config, B, room)
     scores = prefill(ops, params, config, ops.from_numpy(ids), lengths, cache)
@@ -171,9 +206,8 @@ def stream(
             position = position + 1
         host = ops.to_numpy(scores)
         for row in np.flatnonzero(~ended):
-            chosen[row] = sample(
-                host[row], rngs[row], temperature=temperature, top_k=top_k, top_p=top_p
-            )
+            chosen[row] = sample(host[row], rngs[row], said=said[row], **sampling)
+            said[row].append(int(chosen[row]))
             ended[row] = int(chosen[row]) in stop
         yield [None if end else int(token) for end, token in zip(ended, chosen, strict=True)]
         ended |= position >= config.context_length  # no room to read what was just chosen

@@ -145,7 +145,14 @@ def logits(
 
 
 def prefill(
-    ops: Ops, params: Params, config: Config, ids: Array, lengths: Array, cache: KVCache
+    ops: Ops,
+    params: Params,
+    config: Config,
+    ids: Array,
+    lengths: Array,
+    cache: KVCache,
+    *,
+    start: int = 0,
 ) -> Array:
     """Read the prompts into the cache and return the logits (B, V) after each prompt's last token.
 
@@ -158,19 +165,35 @@ def prefill(
     lengths : (B,) int, NumPy
         Tokens of each prompt, 1 .. T.
     cache : KVCache
-        From ``ops.kv_cache``, empty.
+        From ``ops.kv_cache``, empty, or with ``start`` tokens of each row in it.
+    start : int
+        Tokens of each row that were read before these, and are all in the cache still.
+
+    Raises
+    ------
+    ValueError
+        When lengths do not fit the ids, or the ids the cache.
     """
     B, T = ids.shape
     if np.shape(lengths) != (B,) or np.min(lengths) < 1 or np.max(lengths) > T:
         raise ValueError(f"prefill: lengths must be ({B},) with values in 1..{T}, got {lengths}")
-    if T > room(config, cache):
+    fits = room(config, cache)
+    if start:  # what a window has let go of cannot be read again
+        fits = min(k.shape[1] for k in cache.k)
+    if start + T > fits:
+        before = f"{start} before them and " if start else ""
         raise ValueError(
-            f"prefill: the cache has room for {room(config, cache)} tokens, the prompts have {T}"
+            f"prefill: the cache has room for {fits} tokens, the prompts have {before}{T}"
         )
 
     def remember(layer: int, k: Array, v: Array) -> tuple[Array, Array, dict[str, Any]]:
         kept = {"k": k, "v": v}
         n_slots = cache.k[layer].shape[1]
+        if start:
+            ops.write_kv(cache, k, v, layer=layer, position=start)
+            seen = slice(0, start + T)  # the queries are the last T of them
+            window = {"window": config.window_of(layer)}
+            return cache.k[layer][:, seen], cache.v[layer][:, seen], window
         if T > n_slots:
             # a slot that holds nothing yet (position < 0) may take any token: it is not seen
             tokens = np.maximum(held(np.asarray(lengths) - 1, n_slots), 0)
@@ -182,7 +205,7 @@ def prefill(
         return k, v, {"window": config.window_of(layer)}
 
     run = start_pass(ops, params, config, decoder_layout(config))
-    x, _ = hidden_forward(run, ids, remember=remember, need_backward=False)
+    x, _ = hidden_forward(run, ids, start=start, remember=remember, need_backward=False)
     # the head is applied to one row of each prompt; a lookup by row number picks them
     rows = ops.from_numpy((np.arange(B) * T + np.asarray(lengths) - 1).astype(np.int32))
     last, _ = ops.embedding_forward(rows, x.reshape(B * T, config.d_model))

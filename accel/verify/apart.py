@@ -1,13 +1,15 @@
-"""Checks in a process of their own, so that a kernel that crashes does not end the run.
+"""Checks in processes of their own, so that a kernel that crashes does not end the run.
 
-A wrong index in C or CUDA may end the process that it runs in, or never come back. A worker
-therefore loads the module and checks it, telling what it does over a pipe; each case is told before
-it is tried. When the worker dies or falls silent, the case that it was in becomes a failure of its
-op, and a fresh worker goes on with what is left. It is a new interpreter, not a fork, so that
-nothing of a GPU's state is shared.
+A wrong index in C or CUDA may end the process that it runs in, or never come back. Workers
+therefore load the module and check its ops, one op after the other and several at once, telling
+what they do over a pipe; each case is told before it is tried. When a worker dies or falls silent,
+the case that it was in becomes a failure of its op, and a fresh worker goes on with what is left.
+It is a new interpreter, not a fork, so that nothing of a GPU's state is shared.
 """
 
+import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import importlib
 import os
@@ -18,16 +20,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.verify.check import Options, Progress, check_subject, failure_path, planned, replay
+from accel.verify.check import (
+    Options,
+    Progress,
+    cases_of,
+    check_subject,
+    failure_path,
+    planned,
+    replay,
+    untried,
+)
 from accel.verify.contract import Case
-from accel.verify.files import case_command, save_failure
+from accel.verify.files import case_command, save_failure, search_command
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport, simpler
 from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
@@ -35,6 +48,7 @@ from accel.verify.trial import Judged
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included
+MOST_JOBS = 4  # processes at once, unless told: each may hold a GPU's context
 SHRINK_SECONDS = 15.0  # each try of a case that crashes costs a process
 
 Plan = list[tuple[str, str, int]]  # (op, dtype, cases)
@@ -47,9 +61,14 @@ class Source(NamedTuple):
     backend: str = ""
     compute: str = "float32"
     op: str = ""  # the module holds this op alone, as a file of reference/ or accel/cpu/ does
+    like: str = ""  # the file of a reference of one's own, which the module is held to
+    functions: tuple[str, ...] = ()  # of it, when not all
 
     @property
     def command(self) -> str:
+        if self.like:
+            only = "".join(f" --function {shlex.quote(name)}" for name in self.functions)
+            return f"--like {shlex.quote(self.like)} --module {shlex.quote(self.module)}{only}"
         if self.module:
             return f"--module {shlex.quote(self.module)}"
         return f"--backend {self.backend} --compute {self.compute}"
@@ -60,6 +79,10 @@ class Source(NamedTuple):
 
     def load(self) -> Subject:
         """Load it, in this process."""
+        if self.like:
+            from accel.verify.like.source import load  # which may import a framework
+
+            return load(self.like, self.module, self.functions, self.command)
         if self.module:
             return load_op(self.module, self.op) if self.op else load_file(self.module)
         module = importlib.import_module("accel").load(self.backend, compute=self.compute)
@@ -67,13 +90,11 @@ class Source(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a worker is asked to do: what is left of a check, or one case."""
+    """What a worker is asked to do: tell the plan, check what is left of it, or run one case."""
 
-    source: Source
     options: Options
-    earlier: list[OpReport]
-    case: Case | None
-    trace: str  # a file for the traceback of a crash
+    earlier: list[OpReport] | None = None  # what is known of the ops that are checked
+    case: Case | None = None
 
 
 class Ended(Exception):
@@ -94,15 +115,19 @@ def check_apart(
     *,
     begin: Callable[[str, Plan], Progress] = lambda name, plan: lambda *_: None,
     timeout: float = TIMEOUT,
+    jobs: int | None = None,
 ) -> Report:
-    """Check a module or backend in a process of its own.
+    """Check a module or backend in processes of its own.
 
     Parameters
     ----------
     begin : callable
-        Called once with the subject's name and what will be checked; returns what is told progress.
+        Called once with the subject's name and what will be checked; returns what is told progress,
+        from any thread.
     timeout : float
         Seconds after which a case that gives no answer is taken for one that never will.
+    jobs : int, optional
+        How many processes; as many as cores, and ``MOST_JOBS`` at most, when None.
 
     Raises
     ------
@@ -111,49 +136,168 @@ def check_apart(
     ImportError, ValueError
         When the backend cannot run here; the message says why.
     """
-    done: list[OpReport] = []
-    progress: Progress | None = None
-    while True:
-        case: Case | None = None
-        calling = ""
-        tried = 0
+    first = Worker(source, timeout)
+    try:
+        plan, report = _plan(first, source, options)
+        many = _Many(source, options, timeout, begin(report.subject, plan), plan)
+        jobs = min(jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS), len(many.left))
+        many.jobs, many.workers = jobs, [first]
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for line in [pool.submit(many.line) for _ in range(jobs)]:
+                    line.result()
+            except BaseException:
+                many.stop()
+                raise
+    finally:
+        first.end()
+    report.ops = [op for name in many.names for op in many.found[name]]
+    report.notes = sorted(many.notes)
+    return report
+
+
+def plan_apart(
+    source: Source, options: Options, *, timeout: float = TIMEOUT
+) -> tuple[Plan, Report]:
+    """Return what ``check_apart`` would check, and its report without results.
+
+    Raises
+    ------
+    SubjectError, ImportError, ValueError
+        As ``check_apart``.
+    """
+    worker = Worker(source, timeout)
+    try:
+        return _plan(worker, source, options)
+    finally:
+        worker.end()
+
+
+def _plan(worker: "Worker", source: Source, options: Options) -> tuple[Plan, Report]:
+    """Return what will be checked, and the report of it, without results."""
+    try:
+        ((_, (name, plan, said)),) = worker.do(Job(options))
+    except Ended as end:
+        raise SubjectError(f"{source.name}: importing it {end}") from None
+    return plan, Report(name, options.seed, untried=said, partial=options.partial)
+
+
+class _Many:
+    """The ops of a plan, which several workers take one after the other."""
+
+    def __init__(
+        self, source: Source, options: Options, timeout: float, progress: Progress, plan: Plan
+    ) -> None:
+        self.source, self.options, self.timeout, self.progress = source, options, timeout, progress
+        cases: dict[str, int] = {}
+        for op, _, count in plan:
+            cases[op] = cases.get(op, 0) + count
+        self.names = list(cases)
+        # the last is taken first: what takes longest, or what the plan has first
+        self.left = sorted(reversed(self.names), key=lambda op: cases[op])
+        self.found: dict[str, list[OpReport]] = {}
+        self.notes: set[str] = set()
+        self.jobs = 1
+        self.workers: list[Worker] = []  # those that are running and free, at first
+        self.lock, self.stopped = threading.Lock(), False
+        self.end = None if options.budget is None else time.monotonic() + options.budget
+
+    def line(self) -> None:
+        """Check one op after the other, until none is left."""
+        worker: Worker | None = None
         try:
-            for kind, content in _worker(source, options, done, None, timeout):
-                if kind == "plan" and progress is None:
-                    progress = begin(*content)
-                elif kind == "case":
-                    case, calling = content, ""
-                elif kind == "calling":
-                    calling = content
-                elif kind == "tick" and progress is not None:
-                    tried = content[2]
-                    progress(*content)
-                elif kind == "op":
-                    done.append(content)
-                elif kind == "report":
-                    return Report(content.subject, content.seed, done, content.notes)
-        except Ended as end:
-            if case is None:
-                raise SubjectError(f"{source.name}: importing it {end}") from None
-            if options.shrink and end.kind == "crash":
-                case = _simplest(source, options, case, timeout)
-            failure = _failure(source, options, case, calling, end)
-            done.append(OpReport(case.op, case.dtype, tried + 1, failures=[failure]))
-            if progress is not None:
-                progress(case.op, case.dtype, 1, 1)
+            while True:
+                with self.lock:
+                    if self.stopped or not self.left:
+                        return
+                    if worker is None:
+                        free = [w for w in self.workers if w.free]
+                        worker = free[0] if free else Worker(self.source, self.timeout)
+                        worker.free = False
+                        self.workers += [] if free else [worker]
+                    budget = self._budget()
+                    op = self.left.pop()
+                options = dataclasses.replace(self.options, ops=(op,), budget=budget)
+                worker = self._check(worker, op, options)
+        finally:
+            if worker is not None:
+                worker.end()
+
+    def stop(self) -> None:
+        """End all workers, whatever they are doing."""
+        with self.lock:
+            self.stopped = True
+            for worker in self.workers:
+                worker.process.kill()
+
+    def _budget(self) -> float | None:
+        """Return the seconds of the op that is taken next."""
+        if self.end is None:
+            return None
+        return max(0.0, self.end - time.monotonic()) * self.jobs / len(self.left)
+
+    def _check(self, worker: "Worker", op: str, options: Options) -> "Worker | None":
+        """Check an op; return the worker, None when it ended on the way."""
+        done: list[OpReport] = []
+        now: Worker | None = worker
+        while True:
+            case: Case | None = None
+            calling, tried, planned = "", 0, 0
+            try:
+                now = now or self._another()
+                for kind, content in now.do(Job(options, done)):
+                    if kind == "case":
+                        case, calling = content, ""
+                    elif kind == "calling":
+                        calling = content
+                    elif kind == "tick":
+                        _, _, tried, planned = content
+                        self.progress(*content)
+                    elif kind == "op":
+                        done.append(content)
+                        self.progress(op, content.dtype, content.planned, content.planned)
+                    elif kind == "notes":
+                        with self.lock:
+                            self.notes |= content
+                            self.found[op] = done
+                return now
+            except Ended as end:
+                assert now is not None
+                now.end()
+                now = None
+                if self.stopped:
+                    return None
+                if case is None:
+                    raise SubjectError(f"{self.source.name}: importing it {end}") from None
+                if options.shrink and end.kind == "crash":
+                    case = _simplest(self.source, options, case, self.timeout)
+                failure = _failure(self.source, options, case, calling, end)
+                found = OpReport(case.op, case.dtype, tried + 1, planned, failures=[failure])
+                done.append(found)
+                self.progress(case.op, case.dtype, 1, 1)
+
+    def _another(self) -> "Worker":
+        worker = Worker(self.source, self.timeout)
+        worker.free = False
+        with self.lock:
+            self.workers.append(worker)
+        return worker
 
 
 def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> list[Failure]:
     """Run one case again, in a process of its own, and return what is wrong with it."""
     calling = ""
+    worker = Worker(source, timeout)
     try:
-        for kind, content in _worker(source, Options(), [], case, timeout):
+        for kind, content in worker.do(Job(Options(), case=case)):
             if kind == "calling":
                 calling = content
             elif kind == "failures":
                 return list(content)
     except Ended as end:
         return [_failure(source, Options(), case, calling, end)]
+    finally:
+        worker.end()
     raise AssertionError("a worker ends with what it found, or by Ended")
 
 
@@ -164,14 +308,17 @@ def _simplest(source: Source, options: Options, case: Case, timeout: float) -> C
         if time.monotonic() > stop:
             break
         candidate = changed(case)
+        worker = Worker(source, timeout)
         try:
-            for _ in _worker(source, options, [], candidate, timeout):
+            for _ in worker.do(Job(options, case=candidate)):
                 pass
         except Ended as end:
             if end.kind == "crash":
                 case = candidate
         except ValueError:
             continue  # the reference refuses it
+        finally:
+            worker.end()
     return case
 
 
@@ -179,11 +326,15 @@ def _failure(source: Source, options: Options, case: Case, calling: str, end: En
     problem = f"{calling or case.op} {end}"
     judged = Judged("", end.kind, problem=problem)
     failure = Failure(case.op, case.dtype, "", end.kind, case, judged)
-    failure.rerun = (
-        f"myllm verify {source.command} --op {case.op} --dtype {case.dtype} --seed {options.seed}"
+    failure.rerun = search_command(
+        source.command,
+        case.op,
+        case.dtype,
+        seed=options.seed,
+        cases=cases_of(case.spec, options),
     )
     if options.save is not None:
-        path = failure_path(options.save, failure)
+        path = failure_path(options.save, source.command, failure)
         save_failure(path, case, [])
         failure.file, failure.rerun = str(path), case_command(source.command, path)
     return failure
@@ -192,42 +343,64 @@ def _failure(source: Source, options: Options, case: Case, calling: str, end: En
 # ---- the process ---------------------------------------------------------------------------------
 
 
-def _worker(
-    source: Source, options: Options, earlier: list[OpReport], case: Case | None, timeout: float
-) -> Iterator[tuple[str, Any]]:
-    """Start a worker and yield what it tells, up to its last word.
+class Worker:
+    """A process that loads a subject and does jobs on it, one after the other.
 
-    Raises ``Ended`` when it dies or is silent for too long, and what it raised when it raised.
+    Parameters
+    ----------
+    timeout : float
+        Seconds of silence after which it is given up.
     """
-    reading, writing = os.pipe()
-    with tempfile.NamedTemporaryFile("r", prefix="myllm-verify-") as trace:
+
+    def __init__(self, source: Source, timeout: float) -> None:
+        self.source, self.timeout, self.free = source, timeout, True
+        reading, writing = os.pipe()
+        self.trace = tempfile.NamedTemporaryFile("r", prefix="myllm-verify-")
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.apart import work; "
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}work({writing})"],
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"{code}work({writing}, {self.trace.name!r})"],
             stdin=subprocess.PIPE,
             stdout=2,  # whatever a module prints must not stand between the lines of --json
             pass_fds=(writing,),
+            # products of the reference are small, and threads that wait for them hold up others
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
         )
         os.close(writing)
+        self.told = Connection(reading, writable=False)
+        self._first: tuple[Any, ...] = (source,)  # told with the first job
+
+    def do(self, job: Job) -> Iterator[tuple[str, Any]]:
+        """Yield what the process tells of a job.
+
+        Raises ``Ended`` when it dies or is silent for too long, and what it raised when it raised.
+        """
         try:
-            assert process.stdin is not None
-            with Connection(reading, writable=False) as told:
-                pickle.dump(Job(source, options, earlier, case, trace.name), process.stdin)
-                process.stdin.close()
-                while True:
-                    if not told.poll(timeout):
-                        raise Silent(f"gave no answer within {timeout:g} s and was stopped")
-                    kind, content = told.recv()
-                    if kind == "error":
-                        raise content
-                    yield kind, content
-                    if kind in ("report", "failures"):
-                        return
+            assert self.process.stdin is not None
+            for content in (*self._first, job):
+                pickle.dump(content, self.process.stdin)
+            self._first = ()
+            self.process.stdin.flush()
+            while True:
+                if not self.told.poll(self.timeout):
+                    raise Silent(f"gave no answer within {self.timeout:g} s and was stopped")
+                kind, content = self.told.recv()
+                if kind == "error":
+                    raise content
+                if kind == "done":
+                    return
+                yield kind, content
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise Ended(_how(process.wait(), trace.read(), source)) from None
-        finally:
-            process.kill()
-            process.wait()
+            raise Ended(_how(self.process.wait(), self.trace.read(), self.source)) from None
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            self.process.stdin.close()
+        self.told.close()
+        self.trace.close()
 
 
 def _how(status: int, trace: str, source: Source) -> str:
@@ -247,25 +420,40 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def work(writing: int) -> None:
-    """Do a job that comes as stdin, in a worker, and tell about it through a pipe."""
+def work(writing: int, trace: str) -> None:
+    """Do jobs that come as stdin, in a worker, and tell about them through a pipe."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
-    job: Job = pickle.load(sys.stdin.buffer)
-    faulthandler.enable(open(job.trace, "w", encoding="utf-8"))
+    faulthandler.enable(open(trace, "w", encoding="utf-8"))
     told = Connection(writing, readable=False)
 
     def tell(kind: str, content: Any) -> None:
         told.send((kind, content))
 
     try:
-        subject = job.source.load()
+        source: Source = pickle.load(sys.stdin.buffer)
+        subject = source.load()
         subject.watch = tell
-        if job.case is not None:
-            tell("failures", replay(subject, job.case))
-            return
-        plan = [(spec.name, dtype, n) for spec, dtype, n in planned(subject, job.options)]
-        tell("plan", (subject.name, plan))
+        while True:
+            _do(subject, pickle.load(sys.stdin.buffer), tell)
+            tell("done", None)
+    except EOFError:
+        return  # no more jobs
+    except BrokenPipeError:
+        sys.exit(1)  # nobody listens any more
+    except Exception as error:
+        known = isinstance(error, (SubjectError, ImportError)) or type(error) is ValueError
+        tell("error", error if known else RuntimeError(traceback.format_exc()))
+
+
+def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
+    if job.case is not None:
+        tell("failures", replay(subject, job.case))
+    elif job.earlier is None:
+        plan = planned(subject, job.options)
+        said = untried(subject, job.options, plan)
+        tell("plan", (subject.name, [(spec.name, dtype, n) for spec, dtype, n in plan], said))
+    else:
         report = check_subject(
             subject,
             job.options,
@@ -273,10 +461,4 @@ def work(writing: int) -> None:
             earlier=job.earlier,
             found=lambda op: tell("op", op),
         )
-        report.ops = []  # they have been told
-        tell("report", report)
-    except BrokenPipeError:
-        sys.exit(1)  # nobody listens any more
-    except Exception as error:
-        known = isinstance(error, (SubjectError, ImportError)) or type(error) is ValueError
-        tell("error", error if known else RuntimeError(traceback.format_exc()))
+        tell("notes", set(report.notes))

@@ -2,19 +2,25 @@
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from accel.verify.contract import DTYPES, Case
-from accel.verify.files import case_command, save_failure
-from accel.verify.hints import hints_for
+from accel.verify.files import (
+    case_command,
+    case_file,
+    load_failure,
+    save_failure,
+    search_command,
+)
+from accel.verify.like.case import OwnOp
 from accel.verify.ops import room
-from accel.verify.report import Report
+from accel.verify.report import Report, failure_text
 from accel.verify.search import Failure, OpReport, require_hypothesis, search
-from accel.verify.subject import KernelError, Subject, SubjectError, applies, as_subject
-from accel.verify.trial import run_case
+from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError, as_subject
 from reference.contract import Op
 from reference.ops import OPS
 
@@ -42,6 +48,8 @@ class Options:
     thorough: bool = False
     shrink: bool = True
     save: Path | None = None  # the folder for .npz files of failures; None writes none
+    partial: bool = False  # whether what the subject offers and nobody tries is all right
+    budget: float | None = None  # seconds for all of it; fewer cases are tried when they run out
     # more mistakes to guess at: a sentence, and an op with that mistake, as ``load_op`` takes it
     mistakes: tuple[tuple[str, str], ...] = ()
 
@@ -56,6 +64,8 @@ def check_module(
     thorough: bool = False,
     shrink: bool = True,
     save: str | Path | None = None,
+    partial: bool = False,
+    budget: float | None = None,
     raises: bool = True,
 ) -> Report:
     """Hold every function that a module offers to the reference.
@@ -67,7 +77,7 @@ def check_module(
         file is checked in a process of its own, which may crash.
     ops : iterable of str, optional
         Only these: ``["attention", "rmsnorm"]``.
-    dtypes : iterable of {"float32", "float64", "bf16"}, optional
+    dtypes : iterable of {"float32", "float64", "bf16", "float16", "tf32", "e4m3", "e5m2"}, optional
         The precisions to check in. When None, the module's ``DTYPES`` or else those of float32 and
         float64 that it works in (bf16 where its ``from_numpy`` rounds to bf16).
     seed : int
@@ -80,6 +90,12 @@ def check_module(
         Whether to look for the smallest case that fails.
     save : path, optional
         A folder for the failing cases, one ``.npz`` each.
+    partial : bool
+        Whether it is all right that something which the module offers is not tried: a forward
+        without a backward, an option that the contract has not, a function named nearly like one
+        of the contract's.
+    budget : float, optional
+        Seconds: fewer cases are tried where they run out, at least one of each op and precision.
     raises : bool
         Whether a failure raises, or is only reported.
 
@@ -90,7 +106,8 @@ def check_module(
     Raises
     ------
     VerificationError
-        When a result is wrong; an ``AssertionError``, whose message is the report.
+        When a result is wrong, or something is not tried; an ``AssertionError``, whose message is
+        the report.
     SubjectError
         A ``ValueError``: the file does not import, offers nothing, or an op or dtype is unknown.
     """
@@ -102,13 +119,16 @@ def check_module(
         thorough,
         shrink,
         None if save is None else Path(save),
+        partial,
+        budget,
     )
     if isinstance(module, (str, Path)):
         from accel.verify.apart import Source, check_apart  # which needs this module
 
         report = check_apart(Source(module=str(module)), options)
     else:
-        report = check_subject(as_subject(module), options)
+        subject = module if isinstance(module, Subject) else as_subject(module)
+        report = check_subject(subject, options)
     if raises and not report.ok:
         raise VerificationError(report)
     return report
@@ -143,16 +163,48 @@ def check_op(
         As ``check_module``.
     """
     (name,) = _known("op", [op], OPS) or ()
-    if module is None:
-        spec = OPS[name]
-        given = {spec.forward_name: forward, spec.backward_name: backward}
-        module = SimpleNamespace(**{n: f for n, f in given.items() if f is not None})
-        module.__name__ = getattr(forward or backward, "__module__", None) or op
-        if forward is None and backward is None:
-            raise SubjectError(f"check_op({op!r}) needs a module, a forward or a backward")
-    elif forward is not None or backward is not None:
-        raise SubjectError("check_op takes a module, or a forward and backward, but not both")
+    if module is None or forward is not None or backward is not None:
+        module = _of_functions(OPS[name], module, forward, backward)
     return check_module(module, ops=[name], **options)
+
+
+def check_case(
+    path: str | Path,
+    module: Any = None,
+    *,
+    forward: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Run a saved case again, on what ``check_op`` takes.
+
+    Raises
+    ------
+    AssertionError
+        When a result is wrong, with what is wrong as its message.
+    ValueError
+        When the file holds no case, or the op of the case is not offered.
+    """
+    case = load_failure(path)
+    if module is None or forward is not None or backward is not None:
+        module = _of_functions(case.spec, module, forward, backward)
+    failures = replay(module if isinstance(module, Subject) else as_subject(module), case)
+    if failures:
+        raise AssertionError("\n\n".join(failure_text(failure) for failure in failures))
+
+
+def _of_functions(spec: Op, module: Any, forward: Any, backward: Any) -> Subject:
+    """Return a subject that is a forward, a backward, or both."""
+    given = {"forward": forward, "backward": backward}
+    named = dict(zip(given, (spec.forward_name, spec.backward_name), strict=True))
+    given = {role: function for role, function in given.items() if function is not None}
+    if module is not None:
+        raise SubjectError("check_op takes a module, or a forward and backward, but not both")
+    if not given:
+        raise SubjectError(f"check_op({spec.name!r}) needs a module, a forward or a backward")
+    offered = SimpleNamespace(**{named[role]: function for role, function in given.items()})
+    name = getattr(forward or backward, "__module__", None) or spec.name
+    words = [f"{role}={getattr(f, '__qualname__', '…')}" for role, f in given.items()]
+    return as_subject(offered, name, ", ".join(words), alone=True)
 
 
 def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...] | None:
@@ -163,8 +215,9 @@ def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tupl
         if name not in known:
             short = re.sub(r"_(forward|backward)$", "", name)
             near = f"; did you mean {short}?" if short in known else ""
+            other = OTHERS if what == "op" and not near else ""
             raise SubjectError(
-                f"there is no {what} {name!r}{near or '; known: ' + ', '.join(known)}"
+                f"there is no {what} {name!r}{near or '; known: ' + ', '.join(known)}{other}"
             )
     return names
 
@@ -187,19 +240,25 @@ def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
         missing = [op for op in options.ops if op not in offered]
         if missing:
             raise SubjectError(f"{subject.name} offers no {', '.join(missing)}")
-        specs = [OPS[op] for op in options.ops]
+        specs = [spec for spec in specs if spec.name in options.ops]
     try:
         dtypes = options.dtypes or subject.dtypes()
         return [
-            (spec, dtype, cases_of(spec.name, options))
+            (spec, dtype, cases_of(spec, options))
             for spec in specs
             for dtype in dtypes
-            if applies(spec, dtype)
+            if subject.applies(spec, dtype)
         ]
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
     except NotImplementedError as error:  # an op without a room
         raise SubjectError(str(error)) from None
+
+
+def untried(subject: Subject, options: Options, plan: Iterable[tuple[Op, str, int]]) -> list[str]:
+    """Return what the subject offers and the plan passes over, a sentence each."""
+    specs = {spec.name: spec for spec, _, _ in plan}
+    return subject.untried(specs.values(), among=options.ops)
 
 
 def check_subject(
@@ -220,9 +279,13 @@ def check_subject(
         Told of each op in each precision when it is through.
     """
     require_hypothesis()
-    report = Report(subject.name, options.seed, list(earlier))
+    report = Report(subject.name, options.seed, list(earlier), partial=options.partial)
     chosen = options.dtypes is not None or subject.declared_dtypes() is not None
-    for spec, dtype, count in planned(subject, options)[len(report.ops) :]:
+    plan = planned(subject, options)
+    report.untried = untried(subject, options, plan)
+    left = plan[len(report.ops) :]
+    end = None if options.budget is None else time.monotonic() + options.budget
+    for at, (spec, dtype, count) in enumerate(left):
         before = [op for op in report.ops if op.op == spec.name]
         known = {(failure.name, failure.kind) for op in before for failure in op.failures}
         done = 0
@@ -241,6 +304,7 @@ def check_subject(
             shrink=options.shrink,
             known=frozenset(known),
             tick=tick,
+            seconds=None if end is None else (end - time.monotonic()) / (len(left) - at),
         )
         if not chosen and any(b.dtype == "float32" and b.ok for b in before):
             _leave_out(op)
@@ -252,9 +316,10 @@ def check_subject(
     return report
 
 
-def cases_of(op: str, options: Options) -> int:
+def cases_of(spec: Op, options: Options) -> int:
     """Return how many cases of an op are tried in one precision."""
-    weight = room(op).WEIGHT  # first: an op without a room is refused before anything runs
+    # first: an op without a room is refused before anything runs
+    weight = spec.WEIGHT if isinstance(spec, OwnOp) else room(spec.name).WEIGHT
     if options.examples is not None:
         return max(1, options.examples)
     return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
@@ -274,30 +339,30 @@ def _leave_out(found: OpReport) -> None:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     more = options.mistakes
-    failure.hints = hints_for(subject, failure.case, failure.judged, more)
+    failure.hints = subject.hints(failure.case, failure.judged, more)
     if len(failure.hints) > 1 and failure.telling is not None:
         # a small case has many explanations, of which a large one leaves few
-        others = hints_for(subject, *failure.telling, more)
+        others = subject.hints(*failure.telling, more)
         failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
     failure.hints = failure.hints[:MAX_HINTS]
     failure.telling = None
-    failure.rerun = (
-        f"myllm verify {subject.command} --op {failure.op} --dtype {failure.dtype} "
-        f"--seed {options.seed}"
+    failure.rerun = search_command(
+        subject.command,
+        failure.op,
+        failure.dtype,
+        seed=options.seed,
+        cases=cases_of(failure.case.spec, options),
     )
     if options.save is not None:
-        path = failure_path(options.save, failure)
-        save_failure(path, failure.case, [failure.judged, *run_case(subject, failure.case)])
+        path = failure_path(options.save, subject.command, failure)
+        save_failure(path, failure.case, [failure.judged, *subject.run(failure.case)])
         failure.file = str(path)
         failure.rerun = case_command(subject.command, path)
 
 
-def failure_path(folder: Path, failure: Failure) -> Path:
+def failure_path(folder: Path, subject: str, failure: Failure) -> Path:
     """Return where the case of a failure is kept."""
-    what = re.sub(r"\W+", "", failure.name) or failure.kind
-    if failure.name and failure.kind != "value":
-        what += f"-{failure.kind}"
-    return folder / f"{failure.op}-{what}-{failure.dtype}.npz"
+    return case_file(folder, subject, failure.op, failure.dtype, failure.name, failure.kind)
 
 
 def replay(subject: Subject, case: Case) -> list[Failure]:
@@ -311,9 +376,9 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     if case.spec not in subject.specs():
         raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
     failures = []
-    for judged in run_case(subject, case):
+    for judged in subject.run(case):
         if not judged.ok:
             failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = hints_for(subject, case, judged)[:MAX_HINTS]
+            failure.hints = subject.hints(case, judged)[:MAX_HINTS]
             failures.append(failure)
     return failures

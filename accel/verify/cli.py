@@ -1,7 +1,6 @@
 """``myllm verify``: hold kernels to the reference, from the command line."""
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -14,20 +13,24 @@ from accel.verify.apart import TIMEOUT, Plan, Source, check_apart, replay_apart
 from accel.verify.check import Options
 from accel.verify.contract import DTYPES
 from accel.verify.files import load_failure
+from accel.verify.formats import format_of, to_json, write_reports
 from accel.verify.golden import check_results, write_golden
 from accel.verify.report import Report, failure_text, show
-from accel.verify.subject import SubjectError
+from accel.verify.subject import OTHERS, SubjectError
 from reference.ops import OPS
 
 # Every backend in every mode, as accel.load names them.
 BACKENDS = (("cpu", "float32"), ("cpu", "bf16"), ("cuda", "float32"), ("cuda", "bf16"))
+
+UNTRIED = 3  # the exit status when all that was tried is right, but not all was tried
 
 _EPILOG = """\
 examples:
   myllm verify                                the backends of this machine, every op
   myllm verify --module mykernels.py          whatever ops that module offers
   myllm verify --module mykernels.py --op attention --dtype bf16 --seed 7
-  myllm verify --module mykernels.py --case verify-failures/attention-dk-float32.npz
+  myllm verify --module mykernels.py --case verify-failures/mykernels/attention-dk-float32.npz
+  myllm verify --like ref.py --module new.py  functions beside those of a reference of your own
   myllm verify --adapters adapters.py         run_rmsnorm, run_rope, … of the course exercise
   myllm verify --golden vectors               write golden vectors, for any language
   myllm verify --against results              check what another program made of them
@@ -36,7 +39,11 @@ A module offers functions named like the contract's (rmsnorm_forward, rmsnorm_ba
 all or some of them; from_numpy and to_numpy if its arrays are not NumPy's; and DTYPES, the
 precisions it works in. accel/verify/README.md has a worked example.
 
-exit status: 0 all as the reference, 1 something is not, 2 wrong usage.
+exit status:
+  0  all as the reference
+  1  something is not, or could not be checked at all
+  2  wrong usage
+  3  what was tried is right, but the module offers something that was not tried (--partial: 0)
 """
 
 
@@ -63,6 +70,18 @@ def parser() -> argparse.ArgumentParser:
     add("--examples", type=int, metavar="N", help="cases of each op in each precision")
     add("--thorough", action="store_true", help="ten times as many cases")
     add(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="seconds in which to try cases; fewer are tried where they run out",
+    )
+    add("--jobs", type=int, metavar="N", help="processes at once (default: the cores, at most 4)")
+    add(
+        "--partial",
+        action="store_true",
+        help="status 0 although something that the module offers was not tried",
+    )
+    add(
         "--timeout",
         type=float,
         default=TIMEOUT,
@@ -72,7 +91,26 @@ def parser() -> argparse.ArgumentParser:
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")
     add("--adapters", type=Path, metavar="FILE.py", help="check the adapters of a course exercise")
+    add(
+        "--like",
+        metavar="REF.py",
+        help="hold --module's functions to those of this file, in any framework",
+    )
+    add(
+        "--function",
+        action="append",
+        metavar="NAME",
+        help="only this function of --like (REF=NEW where the names differ; may be repeated)",
+    )
     add("--json", action="store_true", help="print the report as JSON on stdout")
+    add(
+        "--report",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write the report as .json, .xml (JUnit) or .md (may be repeated)",
+    )
     add("--golden", type=Path, metavar="DIR", help="write golden vectors into DIR")
     add("--against", type=Path, metavar="DIR", help="check results computed from golden vectors")
     return parser
@@ -86,11 +124,19 @@ def run(argv: list[str]) -> int:
     err = Console(stderr=True)
     for op in arguments.op or ():
         if op not in OPS:
-            parser().error(f"there is no op {op!r}; known: {', '.join(OPS)}")
-    if arguments.examples is not None and arguments.examples < 1:
-        parser().error("--examples must be positive")
-    if not arguments.timeout > 0:
-        parser().error("--timeout must be positive")
+            parser().error(f"there is no op {op!r}; known: {', '.join(OPS)}{OTHERS}")
+    for option in ("examples", "timeout", "budget", "jobs"):
+        if (given := getattr(arguments, option)) is not None and not given > 0:
+            parser().error(f"--{option} must be positive")
+    if arguments.like and not arguments.module:
+        parser().error("--like REF.py needs --module NEW.py, the file that is held to it")
+    if arguments.function and not arguments.like:
+        parser().error("--function goes with --like; an op of the contract is named by --op")
+    try:
+        for path in arguments.report:
+            format_of(path)
+    except ValueError as error:
+        parser().error(str(error))
     if arguments.adapters is not None:
         from accel.verify import adapters
 
@@ -140,17 +186,25 @@ def run(argv: list[str]) -> int:
     if not reports and not broken:
         err.print("no fast backend runs here, so the reference checks itself", highlight=False)
         reports.append(_check(Source(backend="reference"), arguments, err))
+    for path in arguments.report:
+        write_reports(path, reports)
     if arguments.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=2))
+        print(to_json(reports), end="")
     else:
         for report in reports:
             show(report, out)
-    return int(broken or not all(report.ok for report in reports))
+    if broken or not all(report.right for report in reports):
+        return 1
+    return 0 if all(report.ok for report in reports) else UNTRIED
 
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:
     """Return what is to be checked: modules, and backends when named or when there is no module."""
-    sources = [Source(module=path) for path in arguments.module or ()]
+    functions = tuple(arguments.function or ())
+    sources = [
+        Source(module=path, like=arguments.like or "", functions=functions)
+        for path in arguments.module or ()
+    ]
     if arguments.module and not arguments.backend:
         return sources
     wanted = list(BACKENDS)
@@ -174,6 +228,8 @@ def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Repor
         examples=arguments.examples,
         thorough=arguments.thorough,
         save=arguments.save,
+        partial=arguments.partial,
+        budget=arguments.budget,
     )
     columns = (
         TextColumn("{task.description}"),
@@ -184,21 +240,25 @@ def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Repor
     bars = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
     def begin(name: str, plan: Plan) -> Callable[[str, str, int, int], None]:
-        ends = list(itertools.accumulate(count for _, _, count in plan))
-        places = {(op, dtype): i for i, (op, dtype, _) in enumerate(plan)}
-        task = bars.add_task(name, total=ends[-1])
+        cases = {(op, dtype): count for op, dtype, count in plan}
+        done: dict[tuple[str, str], int] = {}
+        task = bars.add_task(name, total=sum(cases.values()))
 
-        def tell(op: str, dtype: str, done: int, count: int) -> None:
-            i = places[op, dtype]
-            at = ends[i] if done == count else ends[i] - count + done
-            bars.update(task, completed=at, description=f"{op} {dtype}")
-            if done == count and not err.is_terminal:
-                print(f"{i + 1}/{len(plan)} {op} {dtype}", file=sys.stderr)
+        def tell(op: str, dtype: str, tried: int, count: int) -> None:
+            if done.get((op, dtype)) == cases[op, dtype]:
+                return
+            done[op, dtype] = cases[op, dtype] if tried == count else tried
+            bars.update(task, completed=sum(done.values()), description=f"{op} {dtype}")
+            if tried == count and not err.is_terminal:
+                through = sum(done[unit] == cases[unit] for unit in list(done))
+                print(f"{through}/{len(plan)} {op} {dtype}", file=sys.stderr)
 
         return tell
 
     with bars:
-        return check_apart(source, options, begin=begin, timeout=arguments.timeout)
+        return check_apart(
+            source, options, begin=begin, timeout=arguments.timeout, jobs=arguments.jobs
+        )
 
 
 def _again(arguments: argparse.Namespace, sources: list[Source], out: Console) -> int:

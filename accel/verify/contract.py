@@ -4,21 +4,24 @@ import collections
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.tolerance import UNIT_ROUNDOFF, Magnitude, round_bf16
-from accel.verify.draw import LAYOUTS, Draw
+from accel.tolerance import FP8, UNIT_ROUNDOFF, Allowed, Magnitude, round_tf32, round_to
+from accel.verify.draw import LAYOUTS, SPECIAL, Draw
 from accel.verify.ops import room
+from accel.verify.travel import Travels, other_value, special_at, tamed, travels
 from reference import ops as reference
 from reference.config import Config
-from reference.contract import Op
+from reference.contract import Dims, Op, Pattern
 from reference.ops import OPS
 from reference.types import Array, KVCache
 
-DTYPES = ("float32", "float64", "bf16")
+DTYPES = ("float32", "float64", "bf16", "float16", "tf32", *FP8)
+LARGEST_FLOAT16 = 2.0**14  # of a result; what is written on the way to it is not much larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,14 @@ class Case:
         """Return the arguments of the forward, arrays in float64."""
         return {**gathered(self.in_float64()[0]), **self.options}
 
+    def exact(self) -> dict[str, Array]:
+        """Return the right results by name, as far as they are known without the subject."""
+        return expected(self).exact
+
+    def about(self) -> dict[str, Any]:
+        """Return what a saved case has to say beside its arrays, options and manner."""
+        return {}
+
     def describe(self) -> str:
         """Return the case in one line: shapes, options, manner."""
         parts = [
@@ -93,6 +104,9 @@ class Case:
         parts += [f"{', '.join(names)} {layout}" for layout, names in kinds.items()]
         if self.out:
             parts.append("out= given" + (", accumulate = True" * (self.out == "accumulate")))
+        place = special_at(self)
+        if place is not None:
+            parts.append(f"{place.value} at {place.name}[{', '.join(str(i) for i in place.at)}]")
         if self.interleaved:
             parts.append("with another forward in between")
         return f"{self.dtype}: {'; '.join(parts)}"
@@ -125,39 +139,114 @@ def gradient_names(case: Case) -> list[str]:
     return [f"d{name}" for name in case.spec.gradients if case.arrays.get(name) is not None]
 
 
+def applies(spec: Op, dtype: str) -> bool:
+    """Say whether an op has cases of its own in a precision."""
+    if dtype in FP8:
+        return room(spec.name).FP8
+    if dtype == "tf32":
+        return room(spec.name).PRODUCTS
+    return dtype in ("float32", "float64") or any(o.kind != "master" for o in spec.operands)
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the type of the arrays that values of a precision come in."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def storable(case: Case) -> bool:
+    """Say whether a case holds values of its precision: a part of an array has another scale."""
+    given = [*case.arrays.values(), case.cotangent]
+    floating = [a for a in given if isinstance(a, np.ndarray) and a.dtype.kind == "f"]
+    return case.dtype not in FP8 or all(
+        np.array_equal(round_to(a, case.dtype), a) for a in floating
+    )
+
+
 def draw_case(spec: Op, draw: Draw, *, has_backward: bool, backward_offers: Any) -> Case:
     """Draw a case: the arguments, the cotangent and the manner of calling."""
     arrays, options = room(spec.name).generate(draw)
     cotangent = None
     if has_backward and options.get("need_backward", True):
-        out = forward(spec, floats(arrays, np.float64), options)[0]
-        cotangent = _cotangent(draw, out)
+        cotangent = _cotangent(draw, _out_like(spec, arrays, options))
+    if draw.dtype == "float16":
+        arrays, cotangent = _in_range(spec, arrays, options, cotangent)
+    special = draw.pick((*[""] * 37, *SPECIAL), "special")
+    if special and draw.dtype not in FP8:  # whose scale is the largest of all elements
+        arrays, cotangent = _with_special(spec, draw, special, arrays, cotangent)
     layouts: dict[str, str] = {}
-    layout = draw.pick(LAYOUTS)
+    layout = draw.pick(LAYOUTS, "layout")
     if layout != "plain":
         # a cache and parameters lie as the module makes them
         names = [name for name, a in arrays.items() if a is not None and "." not in name]
         if cotangent is not None and not isinstance(cotangent, float):
             names.append("dout")
-        chosen = draw.pick((*names, "all"))
+        chosen = draw.pick((*names, "all"), "laid")
         layouts = {name: layout for name in (names if chosen == "all" else [chosen])}
     to = ""
     if cotangent is not None and spec.parameters and backward_offers("out"):
-        to = draw.pick(("", "out"))
+        to = draw.pick(("", "out"), "out")
         if to and spec.accumulates and backward_offers("accumulate"):
-            to = draw.pick(("out", "accumulate"))
-    return Case(
-        spec.name, draw.dtype, arrays, options, cotangent, layouts, to, draw.pick((False, True))
-    )
+            to = draw.pick(("out", "accumulate"), "accumulate")
+    again = draw.rarely("interleaved", 3)
+    return Case(spec.name, draw.dtype, arrays, options, cotangent, layouts, to, again)
+
+
+def _out_like(spec: Op, arrays: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Return something of the output's shape: by the letters of the declaration, where they do."""
+    dims: Dims = {}
+    known = [(o, arrays.get(o.name)) for o in spec.operands if o.shape]
+    if spec.out and all(a is None or Pattern(o.shape).fits(a.shape, dims) for o, a in known):
+        shape = None if spec.out == "Loss" else Pattern(spec.out).sizes(dims)
+        if shape is not None:
+            return np.empty(shape)
+    return forward(spec, floats(arrays, np.float64), options)[0]
 
 
 def _cotangent(draw: Draw, out: Any) -> Any:
     """Return a random cotangent; ones would let whole classes of error cancel."""
     if hasattr(out, "total"):
-        return draw.pick((0.5, -1.75, 1.0))
+        return draw.pick((0.5, -1.75, 1.0), "dout")
     if isinstance(out, tuple):
         return tuple(_cotangent(draw, part) for part in out)
-    return draw.values(*out.shape, kinds=("zero rows", "wide"))
+    return draw.values(*out.shape, kinds=("zero rows", "wide"), name="dout")
+
+
+def _in_range(
+    spec: Op, arrays: dict[str, Any], options: dict[str, Any], cotangent: Any
+) -> tuple[dict[str, Any], Any]:
+    """Halve what goes in until no result leaves the range of float16."""
+    for _ in range(40):
+        case = Case(spec.name, "float16", arrays, options, cotangent, {})
+        results = reference_results(case, np.float64).values()
+        if max(float(np.max(np.abs(r), initial=0)) for r in results) < LARGEST_FLOAT16:
+            break
+        constant = {o.name for o in spec.operands if o.kind == "constant"}
+        half = {n: a if n in constant else _halved(a) for n, a in arrays.items()}
+        arrays, cotangent = half, cotangent if np.ndim(cotangent) == 0 else _halved(cotangent)
+    return arrays, cotangent
+
+
+def _halved(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_halved(part) for part in value)
+    floating = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    return round_to(value / 2, "float16") if floating else value
+
+
+def _with_special(
+    spec: Op, draw: Draw, special: str, arrays: dict[str, Any], cotangent: Any
+) -> tuple[dict[str, Any], Any]:
+    """Put NaN or an infinity into one element of one input."""
+    names = [o.name for o in spec.floats if arrays.get(o.name) is not None]
+    if isinstance(cotangent, np.ndarray):
+        names.append("dout")
+    if not names:
+        return arrays, cotangent
+    name = draw.pick(names, "where")
+    a = np.array(cotangent if name == "dout" else arrays[name])
+    if a.size:
+        a.reshape(-1)[int(draw.rng.integers(a.size))] = SPECIAL[special]
+    return (arrays, a) if name == "dout" else ({**arrays, name: a}, cotangent)
 
 
 def other_case(case: Case) -> Case:
@@ -176,7 +265,7 @@ def other_case(case: Case) -> Case:
             changed[name] = changed[name] + by
     for name in ("key", "dropout_key"):
         if changed.get(name) is not None:
-            changed[name] = changed[name]._replace(seed=changed[name].seed + 1)
+            changed[name] = changed[name]._replace(seed=changed[name].seed ^ 1)
     arrays = {name: turned(a) for name, a in case.arrays.items()}
     return dataclasses.replace(case, arrays=arrays, options=changed, cotangent=None, out="")
 
@@ -211,6 +300,7 @@ def named_parts(out: Any) -> dict[str, Any]:
     return {"out": np.asarray(out)}
 
 
+@np.errstate(all="ignore")  # what comes of NaN and infinity is told by the results
 def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str, Array]:
     """Return every result of a case by name, computed by the reference in ``dtype``."""
     spec = case.spec
@@ -234,24 +324,58 @@ class Expected(NamedTuple):
     exact: dict[str, Array]  # the float64 reference
     plain: dict[str, Array]  # the reference in the working precision
     magnitudes: dict[str, Magnitude]
+    rules: dict[str, Allowed]  # what follows of these; filled when a result is judged
+    travels: Mapping[str, Travels] = MappingProxyType({})  # of a NaN or infinity that is put in
+
+    def negated(self, names: Iterable[str]) -> "Expected":
+        """Return what the opposite cotangent gives, in which these results are linear."""
+        exact, plain = ({n: -np.asarray(r[n]) for n in names} for r in (self.exact, self.plain))
+        travels = {n: t.negated() for n, t in self.travels.items()}
+        rules = {n: r._replace(exact=-r.exact) for n, r in self.rules.items() if n in exact}
+        return Expected(exact, plain, self.magnitudes, rules, travels)
+
+
+def plain_results(case: Case) -> dict[str, Array]:
+    """Return what plain code gives in the working precision.
+
+    It is the reference in float32, its results rounded to 16 bits where those are for storage: the
+    operands have such values already. In TF32 its operands are rounded, as far as they are
+    multiplied.
+    """
+    if case.dtype == "tf32":
+        factors = [o.name for o in case.spec.floats if len(o.shape.split()) > 1]
+        given = {n: round_tf32(a) for n, a in case.arrays.items() if n in factors and a is not None}
+        dout = case.cotangent
+        case = case.but(given)
+        if isinstance(dout, np.ndarray):
+            case = dataclasses.replace(case, cotangent=round_tf32(dout))
+    plain = reference_results(case, numpy_dtype(case.dtype))
+    if UNIT_ROUNDOFF[case.dtype].stored:
+        kept = "float16" if case.dtype == "float16" else "bf16"
+        plain = {n: round_to(r, kept) if np.ndim(r) else r for n, r in plain.items()}
+    return plain
 
 
 def expected(case: Case) -> Expected:
     """Return the results of a case, exact and plain, and their magnitudes.
 
-    Plain bf16 is the reference in float32 over operands that are bf16 values, its results rounded
-    to bf16: products in bf16, sums in float32.
+    Where NaN or an infinity was put in, those of the case with a number in its place, and where
+    that must not stay a number.
     """
+    place = special_at(case)
+    if place is not None:
+        want = expected(tamed(case, place, 1.5))
+        moved = reference_results(tamed(case, place, other_value(place)), np.float64)
+        given = reference_results(case, np.float64)
+        return want._replace(travels=travels(case, place, want.exact, moved, given), rules={})
     exact = reference_results(case, np.float64)
-    plain = exact if case.dtype == "float64" else reference_results(case, np.float32)
-    if case.dtype == "bf16":
-        plain = {n: round_bf16(value) if np.ndim(value) else value for n, value in plain.items()}
+    plain = exact if case.dtype == "float64" else plain_results(case)
     _, dout = case.in_float64()
     if dout is None and case.spec.gradients:  # magnitudes of gradients nobody will look at
         parts = {n: np.zeros_like(np.asarray(e, np.float64)) for n, e in exact.items()}
         dout = 0.0 if "total" in parts else parts.get("out", tuple(parts.values()))
     found = room(case.op).magnitude(case.values(), dout, UNIT_ROUNDOFF[case.dtype])
-    return Expected(exact, plain, found)
+    return Expected(exact, plain, found, {})
 
 
 def contract_parameters(function: str) -> list[inspect.Parameter]:

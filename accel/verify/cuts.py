@@ -8,13 +8,20 @@ import numpy as np
 
 from accel.verify.contract import Case
 from accel.verify.ops import room
+from accel.verify.travel import expanded
 from reference.types import Array
 
 
-def cut_while(case: Case, fails: Callable[[Case], bool], tries: int = 80) -> Case:
+def cut_while(
+    case: Case,
+    fails: Callable[[Case], bool],
+    cuts: Callable[[Case], Iterator[Case]],
+    tries: int = 80,
+) -> Case:
     """Return the smallest case that cutting finds and that still fails.
 
-    ``fails`` is asked of at most ``tries`` cases, and says no to those that the reference refuses.
+    ``cuts`` yields smaller cases. ``fails`` is asked of at most ``tries`` of them, and says no to
+    those that the reference refuses.
     """
     going = True
     while going:
@@ -45,14 +52,15 @@ def cuts(case: Case) -> Iterator[Case]:
     sizes: dict[str, int] = {}
     for name, value in _values(case).items():
         if isinstance(value, np.ndarray) and shapes.get(name):
-            axes[name] = shapes[name].split()
+            axes[name] = expanded(shapes[name], value.ndim)
             if value.ndim != len(axes[name]):
                 return
             sizes |= dict(zip(axes[name], value.shape, strict=True))
     if "Hq" in sizes:
         sizes["G"] = sizes["Hq"] // sizes["Hkv"]
     for bold in (True, False):
-        for letter in room(case.op).CUTS.split():
+        cut = room(case.op).CUTS.split()
+        for letter in [n for n in sizes if n in cut or (n[:3] == "..." and "..." in cut)]:
             n = sizes.get(letter, 1)
             whole = np.arange(n)
             parts = [whole[:1], whole[-1:], whole[: n // 2], whole[n // 2 :]]

@@ -1,10 +1,12 @@
 """What the generators of cases draw from: inputs that hurt.
 
-A generator asks ``draw.pick(options)`` for every choice, the simplest option first. Hypothesis
-answers in ``search.py``, which is why a failing case shrinks towards the first options; a plain
-random generator answers for the golden vectors, and may in any other test.
+A generator asks ``draw.pick(options, name)`` for every choice, the simplest option first.
+Hypothesis answers in ``search.py``, which is why a failing case shrinks towards the first options;
+a plain random generator answers for the golden vectors, and may in any other test. A name lets the
+``HARD`` cases of a room, which come first, say what a choice has to be.
 
-Sizes are one, primes, and one past the tiles that kernels are cut into (16, 32, 64, 128, 256, …).
+Sizes are one, primes, and one past the tiles that kernels are cut into (16, 32, 64, 128, 256, …);
+a few are one past what an index of 15 or 16 bits can count, in arrays that are otherwise thin.
 Values come from a generator whose seed is one of the choices.
 """
 
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from accel.tolerance import round_bf16
+from accel.tolerance import round_to
 from reference.types import Array, DropoutKey
 
 Option = TypeVar("Option")
@@ -35,17 +37,30 @@ SHAPES = (
     (65,),
     (129,),
 )
+# (leading axes, width) beyond the blocks of a sum, and beyond indices of 15 and 16 bits
+LONG = (
+    ((1031,), 5),
+    ((4_099,), 3),
+    ((3, 1367), 2),
+    ((3,), 4_099),
+    ((1,), 8_209),
+    ((1,), 65_539),
+    ((65_539,), 2),
+)
 FLAT = (1, 2, 3, 7, 17, 33, 129, 1025, 4097)
+LONG_FLAT = (8_209, 32_771, 65_535, 65_536, 65_537, 131_075)
 LENGTHS = (1, 2, 3, 5, 7, 16, 17, 31, 33, 64, 65, 129)
-MAX_ELEMENTS = 20_000  # of an input
+LONG_LENGTHS = (257, 513, 1_025, 4_097, 65_537)
+MAX_ELEMENTS = 20_000  # of an input, unless it is a long one
 MAX_SCORES = 100_000  # of a table of attention scores or logits
 LAYOUTS = ("plain", "strided", "transposed", "sliced", "reversed")
+SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Pick(Protocol):
     """Chooses one of some options, the first being the simplest."""
 
-    def __call__(self, options: Sequence[Option], /) -> Option: ...
+    def __call__(self, options: Sequence[Option], name: str = "", /) -> Option: ...
 
 
 class Draft(NamedTuple):
@@ -61,8 +76,9 @@ class Draw:
     Parameters
     ----------
     pick : Pick
-    dtype : {"float64", "float32", "bf16"}
-        Values are representable in it; bf16 comes as float32.
+    dtype : str
+        A precision of ``accel/tolerance.py``. Values are representable in it, and come as float32
+        in all but float64.
     offers : callable, optional
         ``offers(parameter)`` says whether the kernel takes an optional parameter: True, False, or
         "always" when it cannot do without.
@@ -82,13 +98,15 @@ class Draw:
         offered = self.offers(parameter)
         if offered == "always":
             return True
-        return bool(offered) and self.pick((False, True))
+        return bool(offered) and self.pick((False, True), parameter)
+
+    def rarely(self, name: str, of: int = 8) -> bool:
+        """Return True in one case of so many."""
+        return self.pick((*[False] * (of - 1), True), name)
 
     def rounded(self, x: Array) -> Array:
         """Return x in the dtype of the case."""
-        if self.dtype == "bf16":
-            return round_bf16(x)
-        return np.asarray(x, np.dtype(self.dtype))
+        return round_to(x, self.dtype)
 
     def simple(self, *shape: int) -> Array:
         """Return quarters between -2 and 2: short to read, exact in every precision."""
@@ -97,14 +115,16 @@ class Draw:
     def normal(self, *shape: int, std: float = 1.0) -> Array:
         return self.rounded(std * self.rng.standard_normal(shape))
 
-    def values(self, *shape: int, kinds: tuple[str, ...] = ("wide", "zero rows")) -> Array:
+    def values(
+        self, *shape: int, kinds: tuple[str, ...] = ("wide", "zero rows"), name: str = ""
+    ) -> Array:
         """Return an input: quarters, normal, or one of the more extreme ``kinds``."""
-        kind = self.pick(("simple", "normal", *kinds))
+        kind = self.pick(("simple", "normal", *kinds), name)
         if kind == "simple":
             return self.simple(*shape)
         x = self.rng.standard_normal(shape)
-        if kind == "wide":  # magnitudes from 1e-3 to 30
-            x *= 10.0 ** self.rng.uniform(-3, 1.5, shape)
+        if kind == "wide":  # magnitudes from 1e-3 to 30; to 10 where the largest number is 65,504
+            x *= 10.0 ** self.rng.uniform(-3, 1 if self.dtype == "float16" else 1.5, shape)
         elif kind == "large":
             x *= 30
         elif kind == "faint":
@@ -112,19 +132,36 @@ class Draw:
         elif kind == "tiny":
             x *= 10.0 ** self.rng.uniform(-4, -2, (*shape[:-1], 1))
         elif kind == "offset":  # far from zero beside its spread
-            x += self.pick((8, 1000)) * self.rng.choice([-1, 1], (*shape[:-1], 1))
+            x += self.pick((8, 1000), "offset") * self.rng.choice([-1, 1], (*shape[:-1], 1))
         elif kind == "zero rows":
             x *= self.rng.random((*shape[:-1], 1)) < 0.5
         return self.rounded(x)
 
     def shape_for(self, width: int) -> tuple[int, ...]:
         """Return leading axes that fit beside a last axis."""
-        return self.pick([s for s in SHAPES if math.prod(s) * width <= MAX_ELEMENTS])
+        return self.pick([s for s in SHAPES if math.prod(s) * width <= MAX_ELEMENTS], "shape")
 
-    def rows(self, widths: Sequence[int] = WIDE, **kinds: Any) -> Array:
-        """Return an input (..., D)."""
-        width = self.pick(widths)
-        return self.values(*self.shape_for(width), width, **kinds)
+    def shape(self, widths: Sequence[int] = WIDE, times: int = 1) -> tuple[int, ...]:
+        """Return a shape (..., D), D a multiple of ``times``; now and then a long one."""
+        if self.rarely("long", 12):
+            leading, width = self.pick(LONG, "long shape")
+            return (*leading, times * width)
+        width = times * self.pick(widths, "width")
+        return (*self.shape_for(width), width)
 
-    def key(self) -> DropoutKey:
-        return DropoutKey(*(self.pick(of) for of in ((0, 7, 2**40 + 3), (0, 5), (0, 3), (0, 12))))
+    def rows(self, widths: Sequence[int] = WIDE, *, times: int = 1, **kinds: Any) -> Array:
+        """Return an input x (..., D)."""
+        return self.values(*self.shape(widths, times), name="x", **kinds)
+
+    def flat(self, lengths: Sequence[int] = FLAT, long: Sequence[int] = LONG_FLAT) -> int:
+        """Return the length of a flat array."""
+        return self.pick(long, "length") if self.rarely("long") else self.pick(lengths, "length")
+
+    def key(self, batch: int) -> DropoutKey:
+        """Return a key for a batch of so many samples: each number small, or as large as can be."""
+        return DropoutKey(
+            seed=self.pick((0, 7, 2**40 + 3, 2**63 + 5, 2**64 - 1), "seed"),
+            step=self.pick((0, 5, 70_001, 2**31 + 7, 2**32 - 1), "step"),
+            sample=self.pick((0, 3, 40_000, 2**31 + 1, 2**32 - batch), "sample"),
+            site=self.pick((0, 12, 300, 70_003, 2**32 - 1), "site"),
+        )

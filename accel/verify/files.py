@@ -1,6 +1,7 @@
 """Cases as files: what a failure leaves behind, and how it is run again."""
 
 import json
+import re
 import shlex
 import zipfile
 import zlib
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import Case, contract_parameters, expected
+from accel.verify.contract import Case, contract_parameters
+from accel.verify.like.case import LikeCase
 from accel.verify.trial import Judged
 from reference.config import Config
 from reference.ops import OPS
@@ -21,8 +23,40 @@ UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZip
 
 
 def case_command(subject: str, path: str | Path) -> str:
-    """Return the command that runs a saved case again, as a shell takes it."""
-    return f"myllm verify {subject} --case {shlex.quote(str(path))}"
+    """Return what runs a saved case again: a command as a shell takes it, or a call in Python."""
+    if subject.startswith("--"):
+        return f"myllm verify {subject} --case {shlex.quote(str(path))}"
+    return f"check_case({str(path)!r}, {subject})"
+
+
+def search_command(subject: str, op: str, dtype: str, *, seed: int, cases: int) -> str:
+    """Return what draws the cases of an op in one precision again, as ``case_command`` does."""
+    if subject.startswith("--"):
+        words = f"--op {op} --dtype {dtype} --seed {seed} --examples {cases}"
+        return f"myllm verify {subject} {words}"
+    return f"check_op({op!r}, {subject}, dtypes={dtype!r}, seed={seed}, examples={cases})"
+
+
+def case_file(folder: Path, subject: str, op: str, dtype: str, name: str, kind: str) -> Path:
+    """Return where the failing case of one result is kept, in a folder for each subject.
+
+    Parameters
+    ----------
+    subject : str
+        Its command (see ``Subject``). A file's folder is named by its path from the working
+        directory, so that two files of one name stay apart.
+    """
+    words = shlex.split(subject)
+    if words[0] == "--module":
+        file = Path(words[1]).resolve().with_suffix("")
+        here = Path.cwd().resolve()
+        home = file.relative_to(here if file.is_relative_to(here) else file.anchor)
+    else:
+        home = Path(re.sub(r"\W+", "-", subject).strip("-"))
+    what = re.sub(r"\W+", "", name) or kind
+    if name and kind != "value":
+        what += f"-{kind}"
+    return folder / home / f"{op}-{what}-{dtype}.npz"
 
 
 def options_to_json(options: dict[str, Any]) -> str:
@@ -62,8 +96,10 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
     """
     arrays: dict[str, Any] = {f"input.{n}": a for n, a in case.arrays.items() if a is not None}
     arrays |= cotangent_arrays(case.cotangent)
-    arrays |= {f"expected.{name}": value for name, value in expected(case).exact.items()}
+    arrays |= {f"expected.{name}": value for name, value in case.exact().items()}
     for result in judged:
+        if result.exact is not None:
+            arrays.setdefault(f"expected.{result.name}", result.exact)
         if result.got is not None and f"got.{result.name}" not in arrays:
             arrays[f"got.{result.name}"] = result.got
     arrays["case"] = np.array(
@@ -71,10 +107,11 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
             {
                 "op": case.op,
                 "dtype": case.dtype,
-                "options": options_to_json(case.options),
+                "options": "" if "like" in case.about() else options_to_json(case.options),
                 "layouts": case.layouts,
                 "out": case.out,
                 "interleaved": case.interleaved,
+                **case.about(),
             }
         )
     )
@@ -106,8 +143,11 @@ def load_failure(path: str | Path) -> Case:
         raise ValueError(f"{path} is no .npz of a case: {error}") from None
     try:
         about = json.loads(str(content["case"]))
+        if "like" in about:
+            inputs = {n.removeprefix("input."): a for n, a in content.items() if n[:6] == "input."}
+            return LikeCase.of(about, inputs)
         spec = OPS[about["op"]]
-    except (KeyError, json.JSONDecodeError):
+    except (KeyError, SyntaxError, json.JSONDecodeError):
         raise ValueError(
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None

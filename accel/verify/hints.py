@@ -22,7 +22,8 @@ from accel.verify.subject import Subject, functions_of
 from accel.verify.trial import Judged, run_case
 from reference.types import Array
 
-_CLOSE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
+_CLOSE = {"float64": 1e-9, "float32": 1e-4, "float16": 3e-3, "tf32": 3e-3}
+_CLOSE |= dict.fromkeys(("bf16", "e4m3", "e5m2"), 2e-2)
 
 
 def hints_for(

@@ -5,12 +5,13 @@ import io
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from accel.verify.contract import Case
-from accel.verify.search import Failure, OpReport
+from accel.verify.search import Failure, OpReport, Tally
 from reference.types import Array
 
 
@@ -22,10 +23,23 @@ class Report:
     seed: int
     ops: list[OpReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    untried: list[str] = dataclasses.field(default_factory=list)  # sentences: what nobody looked at
+    partial: bool = False  # whether that is all right
+
+    @property
+    def right(self) -> bool:
+        """Whether all that was tried is as the reference."""
+        return all(op.ok for op in self.ops)
 
     @property
     def ok(self) -> bool:
-        return all(op.ok for op in self.ops)
+        return self.right and (self.partial or not self.untried)
+
+    @property
+    def verdict(self) -> str:
+        if self.right and self.untried:
+            return "what was tried is as the reference, but not all was tried"
+        return "all as the reference" if self.right else "not as the reference"
 
     @property
     def cases(self) -> int:
@@ -49,6 +63,7 @@ class Report:
             "ok": self.ok,
             "cases": self.cases,
             "notes": self.notes,
+            "untried": self.untried,
             "ops": [_op_dict(op) for op in self.ops],
         }
 
@@ -59,6 +74,7 @@ def _op_dict(op: OpReport) -> dict[str, Any]:
         "dtype": op.dtype,
         "ok": op.ok,
         "cases": op.cases,
+        "planned": op.planned,
         "seconds": round(op.seconds, 3),
         "not_covered": op.not_covered,
         "not_offered": op.not_offered,
@@ -95,16 +111,22 @@ def _finite(x: float) -> float | None:
 
 def show(report: Report, console: Console) -> None:
     """Print the table, then each failure."""
-    table = Table(title=f"{escape(report.subject)}, seed {report.seed}", title_justify="left")
+    table = Table(
+        title=f"{escape(report.subject)}, seed {report.seed}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
     table.add_column("op", no_wrap=True)
     table.add_column("dtype", no_wrap=True)
-    table.add_column("cases", justify="right")
-    table.add_column("result", no_wrap=True)
-    for title in ("worst error", "allowed", "of allowed"):
-        table.add_column(title, justify="right")
+    table.add_column("cases", justify="right", no_wrap=True)
+    table.add_column("result", overflow="fold")
+    for title in ("error", "allowed", "ratio"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("verdict")
     for op in report.ops:
-        lead = [op.op, op.dtype, str(op.cases)]
+        lead = [op.op, op.dtype, cases_text(op)]
         if op.not_offered:
             table.add_row(*lead, "", "", "", "", "[yellow]not offered[/]")
             continue
@@ -114,13 +136,10 @@ def show(report: Report, console: Console) -> None:
             table.add_row(*lead, "", "", "", "", f"[red]FAIL[/] {kinds}")
             lead = ["", "", ""]
         for name, tally in op.results.items():
-            percent = f"{100 * tally.ratio:.0f} %" if tally.ratio < 10 else f"{tally.ratio:.2g} ×"
             verdict = "[green]ok[/]"
             if tally.failed:
                 verdict = f"[red]FAIL[/] in {tally.failed}"
-            table.add_row(
-                *lead, escape(name), f"{tally.error:.1e}", f"{tally.bound:.1e}", percent, verdict
-            )
+            table.add_row(*lead, escape(name), *_closeness(tally), verdict)
             lead = ["", "", ""]
     console.print(table)
     for op in report.ops:
@@ -149,9 +168,30 @@ def show(report: Report, console: Console) -> None:
         told.add(key)
         console.print()
         console.print(escape(failure_text(failure)), highlight=False, soft_wrap=True)
-    verdict = "[green]all as the reference[/]" if report.ok else "[red]not as the reference[/]"
+    for sentence in report.untried:
+        console.print(f"not tried: {escape(sentence)}", style="yellow", highlight=False)
+    if report.untried and not report.partial:
+        console.print("--partial (partial=True) takes that for all right", highlight=False)
+    colour = "green" if report.ok else "red"
     seconds = sum(op.seconds for op in report.ops)
-    console.print(f"{report.cases} cases in {seconds:.1f} s: {verdict}", highlight=False)
+    console.print(
+        f"{report.cases} cases in {seconds:.1f} s: [{colour}]{report.verdict}[/]", highlight=False
+    )
+
+
+def cases_text(op: OpReport) -> str:
+    """Return how many cases were tried, and of how many when time ran out."""
+    return f"{op.cases}/{op.planned}" if 0 < op.cases < op.planned else str(op.cases)
+
+
+def _closeness(tally: Tally) -> tuple[str, str, str]:
+    """Return the worst error, what was allowed, and how much of that it is."""
+    if not np.isfinite(tally.error):  # NaN or infinity, where a number was due
+        return "not finite", f"{tally.bound:.1e}" if np.isfinite(tally.bound) else "", ""
+    ratio = f"{100 * tally.ratio:.0f} %"
+    if not tally.ratio < 10:
+        ratio = f"{tally.ratio:.2g} ×" if np.isfinite(tally.ratio) else ""
+    return f"{tally.error:.1e}", f"{tally.bound:.1e}", ratio
 
 
 def problem_line(failure: Failure) -> str:
@@ -207,7 +247,7 @@ def _numbers(a: Array) -> str:
 def first_difference(name: str, got: Array, exact: Array) -> str:
     """Name the first element that differs by more than a hundredth of the largest difference."""
     g, e = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    off = np.abs(g - e)
+    off = np.where(np.isnan(g) & np.isnan(e), 0, np.abs(g - e))
     off = np.where(np.isnan(off), np.inf, off)
     top = float(off.max(initial=0.0))
     if top == 0:

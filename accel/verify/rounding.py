@@ -18,10 +18,8 @@ import math
 
 import numpy as np
 
+from accel.tolerance import Magnitude, Unit
 from reference.types import Array
-
-# A probability below this may be flushed to zero: exp of float32 has nothing below 1e-38.
-SMALLEST_P = 1e-30
 
 
 def n_rows(x: Array) -> int:
@@ -30,6 +28,19 @@ def n_rows(x: Array) -> int:
 
 def sum_rows(x: Array) -> Array:
     return np.asarray(np.sum(x, axis=tuple(range(x.ndim - 1))))
+
+
+def summed(s: Array, roundings: int, terms: int, u: Unit, stored: Array) -> Magnitude:
+    """Return the magnitude of sums of products, of which 16 bits round ``stored`` alone.
+
+    Products of 16-bit numbers are exact in float32, and their sums float32's. What is rounded to u
+    is what comes of them, which may be much less than the terms: a kernel that adds up in 16 bits
+    is off by more.
+    """
+    if not u.stored:
+        return Magnitude(s, roundings, terms)
+    c = roundings + min(terms, 4 * math.sqrt(terms))
+    return Magnitude(stored + c * u.sums / u * s, 1)
 
 
 def bend(top: Array, u: float) -> Array:

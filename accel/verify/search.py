@@ -1,8 +1,9 @@
 """Try many cases of an op, and shrink one that fails to the smallest that still does.
 
-The first pass tries all cases and stops at none, so that everything that fails is known. Its
-choices are dealt like cards: each option of a choice comes up once before any comes up twice, so a
-few dozen cases see every size, mask and memory layout. Then, for each result that fails, Hypothesis
+The first pass tries all cases and stops at none, so that everything that fails is known. It begins
+with the hard cases that the op's room names. All other choices are dealt like cards: each option of
+a choice comes up once before any comes up twice, so a few dozen cases see every size, mask and
+memory layout. Then, for each result that fails, Hypothesis
 shrinks the choices of a failing case towards the first, simplest options. All is drawn from the
 seed: the same seed gives the same cases.
 """
@@ -11,21 +12,25 @@ import dataclasses
 import importlib.util
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import Case, draw_case
+from accel.tolerance import round_to
+from accel.verify.contract import Case, storable
 from accel.verify.cuts import cut_while
-from accel.verify.draw import Draw, Pick
+from accel.verify.draw import Pick
 from accel.verify.subject import Subject
-from accel.verify.trial import Judged, run_case
+from accel.verify.travel import special_at, tamed
+from accel.verify.trial import Judged
 from reference.contract import Op
 
-SHRINK_RUNS = 500  # of the kernel, for one failing result; the smallest case found is kept
+# Of the kernel, for one failing result; the smallest case found is kept. What fails only when it is
+# long takes long.
+SHRINK_RUNS, SHRINK_SECONDS = 500, 10.0
 TELLING = 5_000  # elements of a case that hints are tried on
 
 
@@ -54,12 +59,22 @@ class Failure:
     telling: tuple[Case, Judged] | None = None  # a larger case, while hints are made
 
     @property
+    def gradient(self) -> bool:
+        """Whether it is a gradient that is wrong."""
+        return self.name[1:] in self.case.spec.gradients and self.name[0] == "d"
+
+    @property
+    def direction(self) -> str:
+        """Return whether the forward is wrong or the backward, as far as one can tell."""
+        called = self.case.spec.backward and self.case.spec.backward_name in self.judged.problem
+        return "backward" if self.gradient or (called and not self.name) else "forward"
+
+    @property
     def where(self) -> str:
         """Return the op and the result in words."""
         if not self.name:
             return self.op
-        gradient = self.name[1:] in self.case.spec.gradients and self.name[0] == "d"
-        return f"{self.op}: {'gradient ' if gradient else ''}{self.name}"
+        return f"{self.op}: {'gradient ' if self.gradient else ''}{self.name}"
 
 
 @dataclasses.dataclass
@@ -88,11 +103,13 @@ class OpReport:
     op: str
     dtype: str
     cases: int = 0
+    planned: int = 0  # cases that would have been tried, had time not run out
     seconds: float = 0.0
     results: dict[str, Tally] = dataclasses.field(default_factory=dict)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     not_covered: list[str] = dataclasses.field(default_factory=list)
     not_offered: str = ""  # why this precision was left out, when it was
+    backward: bool = False  # whether a backward was called
     refused: int = 0  # cases that raised, or gave nothing but a narrower dtype
 
     @property
@@ -110,6 +127,7 @@ def search(
     shrink: bool = True,
     known: frozenset[tuple[str, str]] = frozenset(),
     tick: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
 ) -> OpReport:
     """Try ``examples`` cases of an op in one precision.
 
@@ -119,8 +137,11 @@ def search(
         Failures seen in another precision already: reported again, but not shrunk again.
     tick : callable
         Called after every case: progress.
+    seconds : float, optional
+        After these no further case is tried, but one at least is.
     """
     report = OpReport(spec.name, dtype, not_covered=subject.missing_features(spec))
+    report.planned, report.backward = examples, subject.has_backward(spec)
     started = time.monotonic()
     # every op has a stream of its own, so that --op draws what a whole run draws
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
@@ -128,7 +149,7 @@ def search(
     telling: dict[tuple[str, str], tuple[Case, Judged]] = {}  # a large one
 
     def look(case: Case, choices: list[int]) -> None:
-        judged = run_case(subject, case)
+        judged = subject.run(case)
         report.cases += 1
         arrays = [j for j in judged if j.name not in ("total", "n_valid")]
         refused = [j for j in arrays if j.kind in ("raised", "dtype") and not j.ok]
@@ -144,20 +165,23 @@ def search(
                     telling[key] = case, result
         tick()
 
-    dealer = Dealer(stream)
+    dealer = Dealer(stream, subject.hard(spec))
     for _ in range(examples):
         choices: list[int] = []
-        look(_draw(subject, spec, dtype, dealer.picks(choices)), choices)
+        look(subject.draw(spec, dtype, dealer.picks(choices)), choices)
+        if seconds is not None and time.monotonic() - started > seconds:
+            break
     shown: set[tuple[str, str]] = set()
     for key in _in_order(first, list(report.results)):
-        if key in shown or (key[1] == "second" and (key[0], "value") in first):
+        # what is wrong with any number is wrong with NaN as well, and in a second call
+        if key in shown or (key[1] in ("second", "nan") and (key[0], "value") in first):
             continue
         found = first[key]
         if shrink and key not in known:
             found = smallest(subject, spec, dtype, key, found, seed=stream)
         case = found.case
         # what else the smallest case shows needs no search of its own
-        also = [(j.name, j.kind) for j in run_case(subject, case) if not j.ok]
+        also = [(j.name, j.kind) for j in subject.run(case) if not j.ok]
         shown |= {key, *also}
         failure = Failure(spec.name, dtype, *key, case, found.judged, telling=telling[key])
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
@@ -199,7 +223,7 @@ def smallest(
         """Tells Hypothesis that a case fails."""
 
     best = found
-    runs = 0
+    runs, begun = 0, time.monotonic()
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -217,11 +241,11 @@ def smallest(
     def shrinking(data: Any) -> None:
         nonlocal best, runs
         runs += 1
-        if runs > SHRINK_RUNS:
+        if runs > SHRINK_RUNS or time.monotonic() - begun > SHRINK_SECONDS:
             return
         choices: list[int] = []
 
-        def pick(options: Sequence[Any]) -> Any:
+        def pick(options: Sequence[Any], name: str = "") -> Any:
             at, last = len(choices), len(options) - 1
             kept = min(found.choices[at], last) if at < len(found.choices) else 0
             if kept and data.draw(st.integers(0, 99)):
@@ -230,8 +254,8 @@ def smallest(
                 choices.append(data.draw(st.integers(0, last)))
             return options[choices[-1]]
 
-        case = _draw(subject, spec, dtype, pick)
-        for result in run_case(subject, case):
+        case = subject.draw(spec, dtype, pick)
+        for result in subject.run(case):
             if not result.ok and (result.name, result.kind) == key:
                 if case.size <= best.case.size:
                     best = Found(case, result, choices)
@@ -255,7 +279,9 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
     def fails(candidate: Case) -> bool:
         nonlocal found
         try:
-            results = run_case(subject, candidate)
+            if not storable(candidate):
+                return False
+            results = subject.run(candidate)
         except (ValueError, IndexError):
             return False  # the reference refuses it
         still = [j for j in results if not j.ok and (j.name, j.kind) == key]
@@ -265,7 +291,7 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
 
     for changed in simpler(found.case):
         fails(changed(found.case))
-    cut_while(found.case, fails)
+    cut_while(found.case, fails, subject.cuts)
     for changed in simpler(found.case):
         fails(changed(found.case))
     return found
@@ -279,7 +305,10 @@ def _with_quarters(case: Case) -> Case:
             return tuple(rounded(part) for part in value)
         if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
             return value
-        return np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
+        if not np.isfinite(value).all():
+            return value
+        quarters = np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
+        return round_to(quarters, case.dtype)
 
     arrays = {name: rounded(a) for name, a in case.arrays.items()}
     return dataclasses.replace(case, arrays=arrays, cotangent=rounded(case.cotangent))
@@ -289,6 +318,7 @@ def simpler(case: Case) -> list[Callable[[Case], Case]]:
     """Return what can be taken away from a case: its manner first, then optional arguments."""
     return [
         _with_quarters,
+        *([_tamed] if special_at(case) is not None else []),
         partial(dataclasses.replace, interleaved=False),
         partial(dataclasses.replace, layouts={}),
         partial(dataclasses.replace, out=""),
@@ -297,39 +327,46 @@ def simpler(case: Case) -> list[Callable[[Case], Case]]:
     ]
 
 
+def _tamed(case: Case) -> Case:
+    """Put a number where NaN or an infinity is."""
+    place = special_at(case)
+    return case if place is None else tamed(case, place, 1.0)
+
+
 def _with_plain(name: str, case: Case) -> Case:
     layouts = {n: layout for n, layout in case.layouts.items() if n != name}
     return dataclasses.replace(case, layouts=layouts)
 
 
 class Dealer:
-    """Answers the choices of many cases, each option once before any comes up twice."""
+    """Answers the choices of many cases, each option once before any comes up twice.
 
-    def __init__(self, seed: int) -> None:
+    The first cases are the hard ones: some of their choices have a name, and what they have to be.
+    """
+
+    def __init__(self, seed: int, hard: Iterable[Mapping[str, Any]] = ()) -> None:
         self.rng = np.random.default_rng(seed)
-        self.decks: dict[tuple[int, int], list[int]] = {}
+        self.decks: dict[tuple[str | int, int], list[int]] = {}
+        # NaN hides all else, so it is put into those hard cases alone that are about it
+        self.hard = [{"special": "", **case} for case in hard][::-1]
 
     def picks(self, choices: list[int]) -> Pick:
         """Return what answers the choices of one case, and notes them in ``choices``."""
+        wanted: Mapping[str, Any] = self.hard.pop() if self.hard else {}
 
-        def pick(options: Sequence[Any]) -> Any:
-            # the same question is asked at the same place, as far as earlier answers allow
-            deck = self.decks.setdefault((len(choices), len(options)), [])
+        def pick(options: Sequence[Any], name: str = "") -> Any:
+            if name in wanted and wanted[name] in options:
+                choices.append(options.index(wanted[name]))
+                return options[choices[-1]]
+            # the same question is asked by the same name, or else at the same place, as far as
+            # earlier answers allow
+            deck = self.decks.setdefault((name or len(choices), len(options)), [])
             if not deck:
                 deck += self.rng.permutation(len(options)).tolist()
             choices.append(deck.pop())
             return options[choices[-1]]
 
         return pick
-
-
-def _draw(subject: Subject, spec: Op, dtype: str, pick: Pick) -> Case:
-    return draw_case(
-        spec,
-        Draw(pick, dtype, subject.parameter_offers(spec.forward_name)),
-        has_backward=subject.has_backward(spec),
-        backward_offers=subject.parameter_offers(spec.backward_name),
-    )
 
 
 def require_hypothesis() -> None:

@@ -3,27 +3,38 @@
 Nothing here trusts the module: whatever it raises becomes a ``KernelError`` with one clear line.
 """
 
+import difflib
 import importlib.util
 import inspect
 import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.contract import DTYPES, contract_parameters
+from accel.tolerance import round_float16
+from accel.verify.contract import DTYPES, Case, applies, contract_parameters, draw_case
+from accel.verify.cuts import cuts
+from accel.verify.draw import Draw, Pick
 from accel.verify.ops import room
 from reference import ops as reference
 from reference.boundary import Boundary, plain
 from reference.contract import Op
-from reference.ops import HOST, OPS
+from reference.ops import HOST, OPS, SERVICES
 from reference.types import Array
+
+if TYPE_CHECKING:
+    from accel.verify.trial import Judged
+
+# where to go with an op that the contract has not
+OTHERS = ". An op of your own is held to a reference of yours: myllm verify --like REF.py"
+RESEMBLES = 0.85  # of difflib's ratio: rmsnorm_bakward, but not rmsnorm_tile
 
 
 class SubjectError(ValueError):
@@ -51,11 +62,14 @@ class Subject:
     name : str
         What to call it in messages.
     command : str
-        The options of ``myllm verify`` that name it again: ``--module mykernels.py``.
+        What names it again: options of ``myllm verify``, such as ``--module mykernels.py``, or the
+        arguments of ``check_op``, such as ``forward=my_forward``.
+    alone : bool
+        Whether a forward was given by itself on purpose, so that nobody misses its backward.
     """
 
-    def __init__(self, module: Any, name: str, command: str) -> None:
-        self.module, self.name, self.command = module, name, command
+    def __init__(self, module: Any, name: str, command: str, *, alone: bool = False) -> None:
+        self.module, self.name, self.command, self.alone = module, name, command, alone
         self.native = not hasattr(module, "from_numpy") and not hasattr(module, "from_dlpack")
         self._from = getattr(module, "from_numpy", None)
         self._to = getattr(module, "to_numpy", None)
@@ -104,7 +118,8 @@ class Subject:
             back = self.to_numpy(self.from_numpy(sent, activation=True))
             if np.array_equal(np.asarray(back, np.float64), sent.astype(np.float64)):
                 kept.append(dtype)
-        return tuple(kept) or ("bf16",)
+        halves = np.array_equal(np.asarray(back, np.float64), round_float16(x))
+        return tuple(kept) or (("float16",) if halves else ("bf16",))
 
     def signature(self, function: str) -> Mapping[str, inspect.Parameter] | None:
         """Return the parameters of a function of the module; None when they cannot be known."""
@@ -147,6 +162,120 @@ class Subject:
                     and not offers(p.name)
                 ]
         return lacking
+
+    def untried(self, specs: Iterable[Op], *, among: Iterable[str] | None = None) -> list[str]:
+        """Return what the module offers and no check of these ops tries, a sentence each.
+
+        That is a forward without its backward, an option that the contract has not, and a function
+        that is named nearly like one of the contract's (when given, of the ops ``among``).
+        """
+        said = []
+        for spec in specs:
+            if spec.backward and not self.alone:
+                here, lacking = spec.names if self.has(spec.forward_name) else spec.names[::-1]
+                if not self.has(lacking):
+                    what = "no gradient" if lacking == spec.backward_name else "no value"
+                    said.append(f"{here} has no {lacking} beside it: {what} was checked")
+            for function in filter(self.has, spec.names):
+                extra = self._extra_parameters(function)
+                if extra:
+                    said.append(
+                        f"{function} takes {', '.join(f'{name}=' for name in extra)}, which the "
+                        "contract has not"
+                    )
+        return said + [
+            f"{name} is no function of the contract; {near} is"
+            for name, near in self._resembling().items()
+            if among is None or any(near in OPS[op].names for op in among)
+        ]
+
+    def _extra_parameters(self, function: str) -> list[str]:
+        """Return the parameters of a function that no call by the contract gives."""
+        parameters = self.signature(function)
+        if parameters is None or not hasattr(reference, function):
+            return []
+        own = contract_parameters(function)
+        names, count = {p.name for p in own}, len(positional_of(own))
+        positional = positional_of(parameters.values())
+        beyond = {p.name for p in positional[count:]}
+        return [
+            p.name
+            for p in parameters.values()
+            if p.name not in names
+            and p.default is not p.empty
+            and (p.kind is p.KEYWORD_ONLY or p.name in beyond)
+        ]
+
+    def _resembling(self) -> dict[str, str]:
+        """Return the module's own functions named nearly like the contract's, with those names.
+
+        What is imported, begins with an underscore, or lengthens the name of a function that is
+        taken (``softmax_kernel``) is a helper.
+        """
+        known = {name.replace("_", ""): name for spec in OPS.values() for name in spec.names}
+        taken = [name for spec in OPS.values() for name in spec.names if self.has(name)]
+        # a backward that an op of the contract does not have
+        known |= {
+            f"{spec.name}_{end}".replace("_", ""): spec.forward_name
+            for spec in OPS.values()
+            if not spec.backward
+            for end in ("forward", "backward")
+        }
+        home = (
+            getattr(self.module, "__name__", None) if isinstance(self.module, ModuleType) else None
+        )
+        found = {}
+        for name in dir(self.module):
+            value = getattr(self.module, name, None)
+            if name.startswith("_") or name in SERVICES or not callable(value):
+                continue
+            if inspect.isclass(value) or name in taken:
+                continue
+            made = getattr(value, "__module__", None)  # a C function has that of its type
+            if home is not None and made not in (home, type(value).__module__):
+                continue
+            plainly = name.replace("_", "").lower()
+            near = difflib.get_close_matches(plainly, known, n=1, cutoff=RESEMBLES)
+            if near and (near[0] == plainly or not name.startswith(tuple(taken))):
+                found[name] = known[near[0]]
+        return found
+
+    # ---- cases -------------------------------------------------------------------------------
+
+    def applies(self, spec: Op, dtype: str) -> bool:
+        """Say whether an op has cases of its own in a precision."""
+        return applies(spec, dtype)
+
+    def hard(self, spec: Op) -> tuple[Mapping[str, Any], ...]:
+        """Return what the first cases of an op have to be."""
+        return room(spec.name).HARD
+
+    def draw(self, spec: Op, dtype: str, pick: Pick) -> Case:
+        """Draw a case that this subject can be asked."""
+        return draw_case(
+            spec,
+            Draw(pick, dtype, self.parameter_offers(spec.forward_name)),
+            has_backward=self.has_backward(spec),
+            backward_offers=self.parameter_offers(spec.backward_name),
+        )
+
+    def run(self, case: Case) -> "list[Judged]":
+        """Run a case and judge every result."""
+        from accel.verify.trial import run_case  # which needs this module
+
+        return run_case(self, case)
+
+    def cuts(self, case: Case) -> Iterator[Case]:
+        """Yield smaller cases, the boldest cuts first."""
+        return cuts(case)
+
+    def hints(
+        self, case: Case, judged: "Judged", more: Iterable[tuple[str, str]] = ()
+    ) -> list[str]:
+        """Return what may be wrong."""
+        from accel.verify.hints import hints_for  # which needs this module
+
+        return hints_for(self, case, judged, more)
 
     # ---- arrays ------------------------------------------------------------------------------
 
@@ -375,8 +504,10 @@ def import_file(path: str | Path) -> ModuleType:
     return module
 
 
-def as_subject(module: Any, name: str | None = None, command: str | None = None) -> Subject:
-    """Wrap a module, or any object that has the functions as attributes.
+def as_subject(
+    module: Any, name: str | None = None, command: str | None = None, *, alone: bool = False
+) -> Subject:
+    """Wrap a module, or any object that has the functions as attributes; see ``Subject``.
 
     Raises
     ------
@@ -388,20 +519,15 @@ def as_subject(module: Any, name: str | None = None, command: str | None = None)
     name = name or getattr(module, "__name__", type(module).__name__)
     if command is None:
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        command = f"--module {shlex.quote(str(file))}" if file else f"--module {name}.py"
-    subject = Subject(module, str(name), command)
+        command = f"--module {shlex.quote(str(file))}" if file else str(name)
+    subject = Subject(module, str(name), command, alone=alone)
     if not subject.specs():
         near = [n for n in dir(module) if n.endswith(("_forward", "_backward"))]
         raise SubjectError(
             f"{name} has no function named like an op of the contract (rmsnorm_forward, "
-            f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "")
+            f"attention_backward, …)" + (f"; it has {', '.join(near[:4])}" if near else "") + OTHERS
         )
     return subject
-
-
-def applies(spec: Op, dtype: str) -> bool:
-    """Say whether an op has cases of its own in a precision."""
-    return dtype != "bf16" or any(o.kind != "master" for o in spec.operands)
 
 
 def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

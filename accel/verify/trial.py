@@ -1,12 +1,11 @@
 """One case, run and judged: what the kernel gave beside what it should have given."""
 
 import collections
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.tolerance import Closeness, Magnitude, compare
+from accel.tolerance import Closeness, Magnitude, allowed
 from accel.verify.contract import (
     Case,
     Expected,
@@ -17,7 +16,9 @@ from accel.verify.contract import (
     gathered,
     gradient_names,
     named_parts,
+    numpy_dtype,
     other_case,
+    reference_results,
     shape_of,
 )
 from accel.verify.ops import room
@@ -250,10 +251,12 @@ def _given_out(subject: Subject, case: Case, want: Expected) -> Any:
     """Return the forward's output for a module that has only the backward."""
     if "total" in want.plain:
         return Loss(float(want.plain["total"]), int(want.plain["n_valid"]))
-    dtype = np.dtype("float32" if case.dtype == "bf16" else case.dtype)
+    dtype = numpy_dtype(case.dtype)
+    # what NaN was put in makes of it is part of what the backward is given
+    plain = reference_results(case, dtype) if want.travels else want.plain
     parts = [
         subject.from_numpy(np.asarray(value, dtype), activation=True)
-        for name, value in want.plain.items()
+        for name, value in plain.items()
         if name.startswith("out")
     ]
     return parts[0] if "out" in want.plain else tuple(parts)
@@ -296,7 +299,7 @@ def _backward(run: _Run, want: Expected, state: Any) -> None:
     for name, buffer in buffers.items():
         _judge_buffer(run, name, buffer, want)
     if not case.out:
-        _again(run, state, function)
+        _again(run, want, state, function)
 
 
 def _gradients(run: _Run, result: Any, owed: list[str]) -> dict[str, Any]:
@@ -336,6 +339,8 @@ def _shifted(want: Expected, name: str, base: Array) -> Expected:
         exact={**want.exact, name: want.exact[name] + base},
         plain={**want.plain, name: (want.plain[name] + base).astype(np.float32)},
         magnitudes={**want.magnitudes, name: grown},
+        travels={n: t.shifted(base) if n == name else t for n, t in want.travels.items()},
+        rules={},
     )
 
 
@@ -374,31 +379,43 @@ def judge(run: _Run, got: dict[str, Array | None], want: Expected, note: str = "
             )
             continue
         problem, kind = "", "second" if note.startswith(" of a second") else "value"
-        finite = np.isfinite(value)
-        if not finite.all():
+        plain, settled, shown = want.plain[name], np.asarray(value), exact
+        travels, lost = want.travels.get(name), ""
+        if travels is not None:
+            lost, settled, shown = (
+                travels.lost(name + note, value),
+                travels.settled(value),
+                travels.shown(),
+            )
+            plain, exact = plain + (travels.value - exact), travels.value
+        finite = np.isfinite(settled)
+        if lost:
+            problem, kind = lost, "nan"
+        elif not finite.all():
             bad = np.argwhere(~finite)[0]
-            what = value[tuple(bad)]
+            what = settled[tuple(bad)]
             at = f"[{', '.join(str(i) for i in bad)}]" if len(bad) else ""
             problem, kind = f"{name}{note}{at} is {what}", "nonfinite"
+            if travels is not None:
+                kind = "nan"
+                problem += f", but does not depend on {travels.place.text}"
         elif run.subject.native and note != " in out=" and _wrong_dtype(case, name, value):
             problem = (
                 f"{name} is {value.dtype}, but the inputs are {case.dtype}: dtype in is dtype out"
             )
             kind = "dtype"
         unit = "float64" if case.spec.wide else case.dtype
-        closeness = compare(
-            value,
-            exact,
-            want.plain[name],
-            want.magnitudes[name],
-            unit,
-            gradient=name in gradient_names(case),
-        )
-        run.judged.append(Judged(name, kind, closeness, value, exact, problem))
+        gradient = name in gradient_names(case)
+        if want.rules.get(name) is None:
+            rule = allowed(exact, plain, want.magnitudes[name], unit, gradient=gradient)
+            want.rules[name] = rule
+        closeness = want.rules[name].closeness(settled)
+        run.judged.append(Judged(name, kind, closeness, value, shown, problem))
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:
-    if case.dtype == "bf16" or case.spec.wide or name in ("total", "n_valid"):
+    kept = case.dtype in ("float32", "float64")  # the others come as float32, and may leave as such
+    if not kept or case.spec.wide or name in ("total", "n_valid"):
         return False
     return value.dtype != np.dtype(case.dtype)
 
@@ -416,7 +433,7 @@ def _interleave(run: _Run) -> None:
     judge(run, got, second, note=" of a second call")
 
 
-def _again(run: _Run, state: Any, function: Any) -> None:
+def _again(run: _Run, want: Expected, state: Any, function: Any) -> None:
     """Call the backward once more: a cache that the first call wrote into gives itself away.
 
     A cache may be used up (automatic differentiation frees its graph), so raising is no fault.
@@ -427,7 +444,7 @@ def _again(run: _Run, state: Any, function: Any) -> None:
     else:
         second = floats(case.cotangent, np.float64)
         second = tuple(-p for p in second) if isinstance(second, tuple) else -second
-        second = floats(second, np.float32 if case.dtype == "bf16" else case.dtype)
+        second = floats(second, numpy_dtype(case.dtype))
     placed = dict(run.placed)
     dout = _place_cotangent(run, second)
     run.placed = placed
@@ -437,7 +454,7 @@ def _again(run: _Run, state: Any, function: Any) -> None:
         got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
     except KernelError:
         return
-    negated = expected(dataclasses.replace(case, cotangent=second))
+    negated = want.negated(got)
     judge(run, dict(got), negated, note=" of a second backward from one cache")
 
 

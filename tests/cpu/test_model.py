@@ -13,6 +13,7 @@ from reference import ops as reference
 from reference.generate import generate
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
+from reference.session import Session
 from reference.types import Array
 from tests.helpers.models import MODELS, B, gradient, toy, weights
 
@@ -128,6 +129,21 @@ def test_generation_is_the_reference_s(fields: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.8, "seed": 3}
     expected = generate(reference, params, config, prompts, **settings)
     assert generate(accel.load("cpu"), params, config, prompts, **settings) == expected
+
+
+@pytest.mark.parametrize("fields", [{}, {"window": (5, 0), "qk_norm": True}])
+def test_a_text_in_turns_is_the_reference_s(fields: dict[str, Any]) -> None:
+    config = toy(MYLLM_1B, context_length=24, **fields)
+    params = decoder_layout(config).views(weights(config, np.float64))
+    written: list[list[int]] = []
+    for ops in (reference, accel.load("cpu")):
+        session, rng = Session(ops, params, config), np.random.default_rng(3)
+        written.append([])
+        for turn in ([1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]):  # and beyond the context
+            session.read(turn)
+            written[-1] += session.write(6, rng=rng)
+        assert session.forgotten > 0
+    assert written[0] == written[1]
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core has one number of threads")

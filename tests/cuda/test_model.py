@@ -141,6 +141,21 @@ def test_decoding_gives_the_logits_of_the_whole_text(module: Any, name: str) -> 
         got = module.to_numpy(module.decode_step(params, config, token, cache, lengths + t))
 
 
+@pytest.mark.parametrize("module", [ops, ops_bf16], ids=["float32", "bf16"])
+def test_a_second_turn_is_read_onto_the_cache(module: Any) -> None:
+    config = MODELS["myllm"]
+    layout = decoder_layout(config)
+    params = module.parameters(layout.views(module.from_numpy(parameters(config))))
+    ids = batch(config)["ids"][:1]
+    whole = module.to_numpy(model.logits(module, params, config, module.from_numpy(ids)))
+    cache = module.kv_cache(params, config, 1, T)
+    for start, end in ((0, 3), (3, 7)):
+        turn, length = module.from_numpy(ids[:, start:end]), np.array([end - start])
+        got = model.prefill(module, params, config, turn, length, cache, start=start)
+        error = relative_error(module.to_numpy(got)[0], whole[0, end - 1].astype(np.float64))
+        assert error <= (1e-5 if module is ops else 0.03)
+
+
 def test_an_encoder_decoder_equals_the_reference() -> None:
     config = encoder_decoder()
     layout = seq2seq.encoder_decoder_layout(config)

@@ -1,5 +1,6 @@
-"""What is done with a trained model: generate, eval, plot; samples while training."""
+"""What is done with a trained model: generate, chat, eval, plot; samples while training."""
 
+import json
 import math
 import re
 import zlib
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, monitor, use
+from dist import checkpoint, cli, monitor, tasks, use
 from dist.evaluate import Evaluation, token_lengths
+from dist.generate import Stops
+from reference.session import Session
 from tests.helpers.runs import prepare_texts, save_run_file, text
 from tokenizer import Tokenizer, train_from_iterator
 
@@ -87,8 +90,10 @@ def test_generate_asks_for_prompts_and_reads_standard_input(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt", "x " * 100], "longer than the model's context of 48"),
-        (["--prompt", "x", "--tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompt", "x", "--tokens", "0"], "--tokens must be at least 1"),
+        (["--prompt", "x", "--num-samples", "0"], "--num-samples must be at least 1"),
+        (["--prompt", "x", "--stop", ""], "--stop needs a text"),
+        (["--prompt", "x", "--min-p", "0"], "min_p is a probability"),
         (["--prompt", "x", "--top-p", "2"], "top_p is a probability"),
         (["--prompt", "x", "--backend", "tpu"], "there is no backend 'tpu'"),
     ],
@@ -101,6 +106,145 @@ def test_what_cannot_be_generated_is_one_sentence(
     assert message in said and said.count("\n") == 1
     assert cli.main(["generate", str(run / "nowhere")]) == 1
     assert "no folder of a run" in capsys.readouterr().err
+
+
+def test_beyond_the_context_a_text_goes_on_and_it_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = reference("generate", str(run), "--temperature", "0")
+    assert cli.main([*base, "--prompt", "the quick", "--tokens", "100"]) == 0
+    said = capsys.readouterr()
+    assert "(100 tokens, " in said.err and "100 tokens were asked" in said.err
+    assert "the context of 48 tokens was full" in said.err
+    assert cli.main([*base, "--prompt", "the quick brown " * 60, "--tokens", "3"]) == 0
+    assert "earlier ones are forgotten" in capsys.readouterr().err
+
+
+def test_writing_ends_where_told_and_says_why(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = reference("generate", str(run), "--prompt", "the quick", "--temperature", "0")
+    assert cli.main([*base, "--tokens", "30"]) == 0
+    free = capsys.readouterr().out[len("the quick") :]
+    stop = free[9:12]  # three letters, which may lie across tokens
+    assert cli.main([*base, "--tokens", "30", "--stop", "never", "--stop", stop]) == 0
+    said = capsys.readouterr()
+    assert said.out == "the quick" + free[: free.index(stop)] + "\n"
+    assert f"stopped at {stop!r}" in said.err
+
+
+def test_samples_differ_and_the_first_is_that_of_one(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = reference("generate", str(run), "--prompt", "the", "--tokens", "9", "--temperature", "2")
+    assert cli.main(base) == 0
+    one = capsys.readouterr().out
+    assert cli.main([*base, "--num-samples", "3"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(one) and said.err.count("tokens were asked") == 3
+    assert len({part for part in said.out.split("the") if part.strip()}) >= 3
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "shown", "stopped"),
+    [
+        (["ab", "cd"], ["bc"], "a", "bc"),
+        (["ab", "c", "x"], ["bcd"], "abcx", ""),  # held back, and then shown
+        (["aab"], ["ab", "aab"], "", "aab"),
+        (["x", "yx", "yz"], ["xyz"], "xy", "xyz"),
+        (["abc"], [], "abc", ""),
+        (["ab"], ["bc"], "ab", ""),  # the beginning of a stop at the very end
+        (["ab", "cd", "ab"], ["cd"], "ab", "cd"),  # nothing after it
+    ],
+)
+def test_text_ends_before_a_string_that_comes_in_pieces(
+    pieces: list[str], stops: list[str], shown: str, stopped: str
+) -> None:
+    found = Stops(stops)
+    assert "".join([*map(found.step, pieces), found.finish()]) == shown
+    assert found.stopped == stopped
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_program(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: list[Any] = ["the", KeyboardInterrupt, "a dog", EOFError]
+
+    def answer(prompt: str) -> str:
+        text = typed.pop(0)
+        if isinstance(text, str):
+            return text
+        raise text
+
+    write, interrupts = Session.write, [True]
+
+    def broken_off(self: Session, *given: Any, **more: Any) -> Any:
+        for n, token in enumerate(write(self, *given, **more)):
+            if n == 2 and interrupts:
+                interrupts.clear()
+                raise KeyboardInterrupt
+            yield token
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(Session, "write", broken_off)
+    assert cli.main(reference("generate", str(run), "--tokens", "5")) == 0
+    said = capsys.readouterr()
+    assert "interrupted)" in said.err and "(5 tokens, " in said.err and "\na dog" in said.out
+    assert "Ctrl-D leaves" in said.err and not typed
+
+
+def test_a_reply_ends_with_its_turn(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    (fox,) = tokenizer.encode_ordinary(" fox")[:1]
+    told = iter([fox, tokenizer.special_tokens["<|end|>"], fox, fox, fox])
+    monkeypatch.setattr("reference.session.sample", lambda *_, **__: next(told))
+    words = ["generate", str(run), "--chat", "--prompt", "hi", "--tokens", "3"]
+    assert cli.main(reference(*words)) == 0
+    said = capsys.readouterr()
+    assert "(1 tokens, " in said.err and "it wrote the end" in said.err
+    # out of a chat it is a token like any other
+    assert cli.main(reference("generate", str(run), "--prompt", "hi", "--tokens", "3")) == 0
+    assert "3 tokens were asked" in capsys.readouterr().err
+
+
+def test_a_chat_reads_each_turn_once_and_remembers_the_earlier_ones(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: list[Any] = ["the fox <|end|>", "a dog", "/new", "the fox", EOFError]
+    texts: list[list[int]] = []
+    write = Session.write
+
+    def noted(self: Session, *given: Any, **more: Any) -> Any:
+        texts.append(list(self.ids))
+        return write(self, *given, **more)
+
+    def answer(prompt: str) -> str:
+        text = typed.pop(0)
+        if isinstance(text, str):
+            return text
+        raise text
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(Session, "write", noted)
+    words = ["chat", str(run), "--tokens", "2", "--system", "be kind", "--temperature", "0"]
+    assert cli.main(reference(*words)) == 0
+    said = capsys.readouterr()
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    special = tokenizer.special_tokens
+    first, second, anew = texts
+    system = [special["<|system|>"], *tokenizer.encode_ordinary("be kind"), special["<|end|>"]]
+    assert first[: len(system)] == second[: len(system)] == anew[: len(system)] == system
+    # what people type can never become a control id
+    typed_ids = tokenizer.encode_ordinary("the fox <|end|>")
+    assert special["<|end|>"] not in typed_ids
+    ends = [special["<|user|>"], *typed_ids, special["<|end|>"], special["<|assistant|>"]]
+    assert first == system + ends and second[: len(first)] == first
+    turn = [*tokenizer.encode_ordinary("a dog"), special["<|end|>"], special["<|assistant|>"]]
+    assert second[-len(turn) :] == turn and special["<|end|>"] in second[len(first) : -len(turn)]
+    assert len(anew) < len(second)
+    assert said.err.count("tokens, ") == 3 and "Traceback" not in said.err
 
 
 def test_eval_repeats_what_training_said_in_bits_per_byte(
@@ -117,6 +261,80 @@ def test_eval_repeats_what_training_said_in_bits_per_byte(
     assert 0.5 < bits < 8 and len(held) > 0
     assert cli.main(reference("eval", str(run), str(run.parent / "train"), "--windows", "3")) == 0
     assert "(141 tokens in" in capsys.readouterr().out  # 3 windows of 47 targets
+
+
+QUESTIONS = [
+    {"context": "the quick", "choices": [" zzqy", " brown fox"], "answer": 1},
+    {"ctx": "the quick", "endings": ["brown fox", "zzqy", "xq vk"], "label": "0"},
+    {
+        "question": "the quick",
+        "choices": {"text": ["zzqy", "brown"], "label": ["A", "B"]},
+        "answerKey": "B",
+    },
+    {
+        "question": {"stem": "q", "choices": [{"text": "brown", "label": "1"}]},
+        "answerKey": "1",
+    },
+    {"goal": "the quick", "sol1": "zzqyzzqyx", "sol2": "brown fox", "label": 0},
+]
+
+
+def test_questions_are_answered_by_what_is_most_likely(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 0
+    # the last one's answer is the unlikely one
+    chance = (1 / 2 + 1 / 3 + 1 / 2 + 1 + 1 / 2) / 5
+    assert (
+        f"accuracy 0.800 ± 0.179, per byte 0.800 ± 0.179, by chance {chance:.3f} (5 questions)"
+        in capsys.readouterr().out
+    )
+    assert cli.main(reference("eval", str(run), "--tasks", str(path), "--limit", "4")) == 0
+    assert "accuracy 1.000" in capsys.readouterr().out
+
+
+def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    """Of -6 nats over 12 bytes and -5 over 5, the first is likelier a byte."""
+    model = checkpoint.load_model(run, "reference")
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    short, long = " aaaa", " bbbbbbbbbbb"
+    sums = {tuple(tokenizer.encode_ordinary(text)): s for text, s in ((short, -5), (long, -6))}
+
+    def given(model: Any, ids: list[int]) -> Any:
+        own = next(key for key in sums if tuple(ids[-len(key) :]) == key)
+        return np.array([-100.0, *[sums[own] / len(own)] * len(own)])
+
+    monkeypatch.setattr(tasks, "log_probabilities", given)
+    path = run.parent / "long.jsonl"
+    path.write_text(json.dumps({"context": "x", "choices": [short, long], "answer": 1}))
+    found = tasks.answer(model, tokenizer, path)
+    assert (found.n, found.right, found.right_per_byte) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2 is no question: Expecting value"),
+        ('{"text": "x"}', "it has none of the fields endings, answerKey, sol1, context"),
+        ('{"context": "x", "choices": ["a"], "answer": 1}', "there is no choice 1"),
+        ('{"context": "x", "choices": ["a", ""], "answer": 0}', "a choice is empty"),
+        ('{"context": "x", "answer": 0}', "it has no field 'choices'"),
+        ("[1]", "it has none of the fields"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(
+    line: str, message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(QUESTIONS[0]) + f"\n{line}\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 1
+    said = capsys.readouterr().err
+    assert message in said and "line 2" in said and "Traceback" not in said
+    path.write_text("")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 1
+    assert "has no question" in capsys.readouterr().err
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:

@@ -129,6 +129,8 @@ def test_generation_stops_at_a_stop_token_and_at_the_end_of_the_context() -> Non
         ([[1]], {"temperature": float("nan")}, "temperature must be >= 0"),
         ([[1]], {"top_k": 0}, "top_k >= 1"),
         ([[1]], {"top_p": 0.0}, r"top_p is a probability in \(0, 1\]"),
+        ([[1]], {"min_p": 1.5}, r"min_p is a probability in \(0, 1\]"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
     ],
 )
 def test_bad_requests_are_refused(
@@ -178,3 +180,22 @@ def test_samples_follow_the_distribution(seed: int, temperature: float) -> None:
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         sample(np.array([0.0, np.nan]), np.random.default_rng(0))
+
+
+def test_min_p_keeps_what_is_not_much_less_likely_than_the_best() -> None:
+    kept = np.isfinite(filter_logits(LOGITS, min_p=0.3))
+    assert kept.tolist() == [False, True, False, True, True]  # 0.4, 0.3, 0.15 >= 0.12
+    assert np.isfinite(filter_logits(LOGITS, min_p=1.0)).sum() == 1
+    rng = np.random.default_rng(0)
+    assert {sample(LOGITS, rng, min_p=0.3) for _ in range(200)} == {1, 3, 4}
+
+
+def test_what_was_said_becomes_less_likely_whatever_its_sign() -> None:
+    logits = np.array([2.0, 1.9, -1.0, -1.1])
+    rng = np.random.default_rng(0)
+    assert sample(logits, rng, temperature=0, repetition_penalty=1.2) == 0
+    assert sample(logits, rng, said=[0, 0], temperature=0, repetition_penalty=1.2) == 1
+    assert sample(logits, rng, said=[0, 1], temperature=0, repetition_penalty=1e9) == 0
+    below = np.array([-1.0, -1.1])
+    assert sample(below, rng, said=[0], temperature=0, repetition_penalty=1.2) == 1
+    assert logits.tolist() == [2.0, 1.9, -1.0, -1.1]  # not written into

@@ -6,12 +6,17 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from accel.verify import golden
+from accel.verify import VerificationError, check_module, golden
+from accel.verify.cli import UNTRIED
+from accel.verify.subject import as_subject
 from dist.cli import main
+from reference import ops
+from reference.ops import OPS
 from tests.helpers import ROOT
 
 README = ROOT / "accel" / "verify" / "README.md"
@@ -45,7 +50,7 @@ def test_a_right_module_gives_status_0_and_a_table(
     said = capsys.readouterr()
     assert re.search(r"softmax .*float32 .*10 .*out .*ok", said.out)
     assert "all as the reference" in said.out
-    assert "4/4 softmax float64" in said.err  # progress
+    assert "4/4 " in said.err and "/4 softmax float64" in said.err  # progress
 
 
 def test_a_wrong_module_gives_status_1_a_file_and_a_command_that_runs_it_again(
@@ -59,7 +64,7 @@ def test_a_wrong_module_gives_status_1_a_file_and_a_command_that_runs_it_again(
     assert "FAIL relu: gradient dx (float32)" in said and "FAIL softmax: out" in said
     assert "out is 2 times what it should be" in said
     (again,) = re.findall(r"again: myllm (verify .*relu-dx.*npz)", said)
-    with np.load(tmp_path / "verify-failures" / "relu-dx-float32.npz") as file:
+    with np.load(tmp_path / "verify-failures" / "wrong" / "relu-dx-float32.npz") as file:
         assert {"input.x", "dout", "expected.dx", "got.dx", "case"} <= set(file.files)
         wrong = file["got.dx"] != file["expected.dx"]
         assert wrong.any()
@@ -81,6 +86,127 @@ def test_json_has_the_whole_report(
     result = report["ops"][0]["results"]["out"]
     assert result["cases"] == 9 and result["failed"] > 0 and result["worst_ratio"] > 1
     assert report["ops"][0]["failures"][0]["file"].endswith("softmax-out-float32.npz")
+
+
+PASSED_OVER = """
+import numpy as np
+from reference import ops
+from reference.ops import layernorm_forward as layer_norm_forward  # imported: a helper
+def rmsnorm_forward(x, gain, *, eps, fast=True):
+    return ops.rmsnorm_forward(x, gain, eps=eps)
+def rmsnorm_bakward(dout, cache):
+    return ops.rmsnorm_backward(dout, cache)
+def softmax(x):
+    return ops.softmax(x)
+def softmax_backward(dout, cache):
+    return np.zeros_like(dout)
+def softmax_tile(x):  # lengthens the name of what is tried: a helper
+    return x
+def rms_norm_tile(x):
+    return x
+def relu_backward(dout, cache):
+    return np.where(cache.x > 0, dout, 0)
+"""
+SENTENCES = [
+    "rmsnorm_forward has no rmsnorm_backward beside it: no gradient was checked",
+    "rmsnorm_forward takes fast=, which the contract has not",
+    "relu_backward has no relu_forward beside it: no value was checked",
+    "rmsnorm_bakward is no function of the contract; rmsnorm_backward is",
+    "softmax_backward is no function of the contract; softmax is",
+]
+
+
+def test_what_nobody_tries_is_said_and_fails_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = write(tmp_path / "over.py", PASSED_OVER)
+    few = ["verify", "--module", module, "--examples", "4", "--dtype", "float32"]
+    assert main([*few, "--json"]) == UNTRIED
+    (report,) = json.loads(capsys.readouterr().out)
+    assert sorted(report["untried"]) == sorted(SENTENCES)
+    assert not report["ok"] and all(op["ok"] for op in report["ops"])
+    assert main([*few, "--partial"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"not tried: {sentence}" in said for sentence in SENTENCES)
+    assert "not all was tried" in said and "all as the reference" not in said
+    assert main([*few, "--op", "softmax"]) == UNTRIED
+    said = capsys.readouterr().out
+    assert SENTENCES[-1] in said and "rmsnorm" not in said
+    with pytest.raises(VerificationError, match="softmax_backward is no function"):
+        check_module(module, ops=["softmax"], examples=4)
+    check_module(module, ops=["softmax"], examples=4, partial=True)
+
+
+def test_no_backend_has_what_nobody_tries() -> None:
+    assert as_subject(ops).untried(OPS.values()) == []
+
+
+def test_a_report_is_written_in_three_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "wrong.py", WRONG)
+    files = ["r/report.json", "report.xml", "report.md"]
+    few = ["verify", "--module", "wrong.py", "--dtype", "float32", "--examples", "6"]
+    assert main([*few, *(word for file in files for word in ("--report", file))]) == 1
+    (report,) = json.loads(Path(files[0]).read_text())
+    assert not report["ok"]
+    suite = ElementTree.parse(files[1]).getroot()[0]
+    assert suite.attrib["tests"] == "3" and suite.attrib["failures"] == "2"
+    outcomes = {
+        f"{case.attrib['classname']} {case.attrib['name']}": [part.tag for part in case]
+        for case in suite
+    }
+    assert outcomes == {
+        "wrong.py.relu float32-forward": [],
+        "wrong.py.relu float32-backward": ["failure"],
+        "wrong.py.softmax float32-forward": ["failure"],
+    }
+    page = Path(files[2]).read_text()
+    assert "| softmax | float32 | 6 | out |" in page and "**FAIL** in" in page
+    assert "### relu: gradient dx (float32)" in page and "again: myllm verify" in page
+    with pytest.raises(SystemExit) as exit:
+        main([*few, "--report", "report.doc"])
+    assert exit.value.code == 2
+    assert "ends in .json, .xml, .md" in capsys.readouterr().err
+
+
+def test_a_table_fits_a_terminal_of_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = write(tmp_path / "loss.py", LOSS)
+    assert main(["verify", "--module", module, "--examples", "2", "--partial"]) == 0
+    table = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in table if line.startswith(("linear_cross_entropy", "decode_step"))]
+    assert len(rows) == 4 and all(len(line) <= 80 for line in table)
+
+
+LOSS = """
+from reference.ops import decode_step, linear_cross_entropy_backward, linear_cross_entropy_forward
+"""
+
+
+def test_cases_of_files_of_one_name_stay_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(write(tmp_path / folder / "wrong.py", WRONG))
+    few = ["--op", "softmax", "--dtype", "float32", "--examples", "3"]
+    assert main(["verify", "--module", "a/wrong.py", "--module", files[1], *few]) == 1
+    saved = sorted(str(p) for p in Path("verify-failures").rglob("*.npz"))
+    assert saved == [f"verify-failures/{f}/wrong/softmax-out-float32.npz" for f in "ab"]
+
+
+def test_a_budget_tries_fewer_cases_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = write(tmp_path / "good.py", GOOD)
+    assert main(["verify", "--module", module, "--budget", "1e-9"]) == 0
+    rows = re.findall(r"^(?:softmax|relu).* (\d+)/(\d+) ", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 4 and all(0 < int(tried) < int(planned) for tried, planned in rows)
 
 
 BAD = """
@@ -164,7 +290,7 @@ def test_a_crash_or_a_hang_ends_one_check_and_leaves_its_case(
         r"logits .*float32 .*12 .*ok",
     ):
         assert re.search(line, said.out), line
-    assert "4/4 logits float32" in said.err
+    assert "4/4 " in said.err and "/4 logits float32" in said.err
     (again,) = re.findall(r"again: myllm (verify .*softmax-crash.*npz)", said.out)
     assert main(again.split()) == 1
     assert "softmax ended the process by SIGSEGV" in capsys.readouterr().out
@@ -262,7 +388,7 @@ def test_the_worked_example_says_what_the_readme_says(
     monkeypatch.chdir(tmp_path)
     text = README.read_text(encoding="utf-8")
     first, repeat, zeros, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    outputs = re.findall(r"```\n(FAIL.*?)\n```", text, re.DOTALL)
+    outputs = re.findall(r"```\n((?:FAIL|not tried).*?)\n```", text, re.DOTALL)
     run = ["verify", "--module", "mykernels.py", "--dtype", "float32"]
 
     write(tmp_path / "mykernels.py", first)
@@ -279,8 +405,10 @@ def test_the_worked_example_says_what_the_readme_says(
         tmp_path / "mykernels.py",
         second.replace("    return np.eins", zeros + "    return np.eins"),
     )
-    assert main(run) == 0
-    assert "attention takes no alibi" in capsys.readouterr().out
+    assert main(run) == UNTRIED
+    said = capsys.readouterr().out
+    assert "attention takes no alibi" in said and outputs[2] in said.replace("\n", " ")
+    assert main([*run, "--partial"]) == 0
 
 
 # ---- golden vectors ------------------------------------------------------------------------------

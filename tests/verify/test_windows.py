@@ -155,8 +155,8 @@ def test_a_wrong_window_is_caught_and_named(wrong: Wrong) -> None:
 
 
 def test_a_right_window_raises_no_alarm() -> None:
-    check_module(looking(right), dtypes=["float32", "float64"], examples=120)
-    check_module(looking(right, round_bf16), dtypes=["bf16"], examples=120)
+    check_module(looking(right), dtypes=["float32", "float64"], examples=120, partial=True)
+    check_module(looking(right, round_bf16), dtypes=["bf16"], examples=120, partial=True)
 
 
 def test_a_wrong_window_shrinks_to_a_case_that_a_person_can_read() -> None:

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel.tolerance import Magnitude
+from accel.tolerance import Magnitude, Unit
 from accel.verify.draw import Draft, Draw
 from reference.types import Array
 
@@ -33,7 +33,7 @@ class Room:
 
     generate: Callable[[Draw], Draft]  # the arguments of a forward
     # s and c of the error bound (see rounding.py): (values, dout, u)
-    magnitude: Callable[[Values, Any, float], Magnitudes]
+    magnitude: Callable[[Values, Any, Unit], Magnitudes]
     mistakes: Callable[["Case"], Mistakes] = lambda case: iter(())
     # a constant factor that a result may be off by, and what that means
     ratios: Callable[["Case"], Iterator[tuple[float, str]]] = lambda case: iter(())
@@ -45,6 +45,10 @@ class Room:
     saved: Callable[["Case"], Mapping[str, Array]] = lambda case: {}
     CUTS: str = ""  # letters of the axes that may be cut to make a case smaller
     WEIGHT: float = 1  # how many cases it gets: more where there are more ways to go wrong
+    # what named choices have to be in the first cases: the hardest first
+    HARD: tuple[Mapping[str, Any], ...] = ()
+    PRODUCTS: bool = False  # whether it has matrix products, whose inputs TF32 rounds
+    FP8: bool = False  # whether it takes arrays that are kept in 8 bits with a scale
     GOLDEN: bool = True  # whether its results prove something to another language
     UNTRIED: tuple[str, ...] = ()  # parameters that save memory, which no case makes use of
 

@@ -5,31 +5,41 @@ from typing import Any
 import numpy as np
 
 from accel.verify.contract import Case
-from accel.verify.draw import FLAT
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 
 WEIGHT = 1.5
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "length": 17, "step": 1, "fresh": True, "n_decayed": 8, "grad_scale": True},
+    {"long": False, "length": 33, "step": 2, "eps": 0.1, "n_decayed": 16, "grad": "tiny"},
+    {"long": True, "length": 131_075, "step": 10, "n_decayed": 65_537},
+    {"long": False, "length": 33, "step": 70_001, "beta2": 0.999, "grad": "tiny"},
+    {"long": False, "length": 129, "special": "nan", "where": "grad"},
+    {"long": False, "length": 7, "step": 2**31 - 1, "n_decayed": 0},
+    {"long": True, "length": 65_537, "step": 3, "n_decayed": 65_537},
+    {"long": False, "length": 1025, "step": 1000, "n_decayed": 1024, "layout": "strided"},
+    {"long": False, "length": 7, "special": "inf", "where": "grad"},
+)
 
 
 def generate(draw: Draw) -> Draft:
     """The first steps, where the bias corrections act, and late ones; ε of every weight."""
-    n = draw.pick(FLAT)
+    n = draw.flat()
     arrays = {
         "master": draw.values(n),
         "m": draw.values(n),
         "v": draw.values(n) ** 2,
-        "grad": draw.values(n, kinds=("tiny", "wide")),
+        "grad": draw.values(n, kinds=("tiny", "wide"), name="grad"),
     }
-    if draw.pick((False, True)):
+    if draw.pick((False, True), "fresh"):
         arrays["m"], arrays["v"] = 0 * arrays["m"], 0 * arrays["v"]
     options: dict[str, Any] = {
-        "step": draw.pick((1, 2, 10, 1000)),
-        "lr": draw.pick((0.1, 1e-3)),
-        "beta1": draw.pick((0.9, 0.5)),
-        "beta2": draw.pick((0.95, 0.999)),
-        "eps": draw.pick((1e-8, 0.1)),
-        "weight_decay": draw.pick((0.1, 0.0)),
-        "n_decayed": draw.pick((n // 2, n, 0)),
+        "step": draw.pick((1, 2, 3, 10, 257, 1000, 70_001, 2**31 - 1), "step"),
+        "lr": draw.pick((0.1, 1e-3), "lr"),
+        "beta1": draw.pick((0.9, 0.5), "beta1"),
+        "beta2": draw.pick((0.95, 0.999), "beta2"),
+        "eps": draw.pick((1e-8, 0.1), "eps"),
+        "weight_decay": draw.pick((0.1, 0.0), "weight_decay"),
+        "n_decayed": draw.pick((n // 2, n, 0, 1, n - 1, min(n, 65_537)), "n_decayed"),
     }
     if draw.wants("grad_scale"):
         options["grad_scale"] = draw.pick((0.5, 0.013))

@@ -1,16 +1,30 @@
 """Cases of add."""
 
+from typing import Any
+
 import numpy as np
 
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
 from reference.types import Array
 
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": False},
+    {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": True},
+    {"long": False, "width": 5, "shape": (3, 2, 5), "cut": "both"},
+    {"long": True, "long shape": ((65_539,), 2), "cut": "last"},
+    {"long": True, "long shape": ((1,), 65_539), "cut": "same"},
+    {"long": False, "width": 33, "shape": (5, 7), "cut": "leading", "special": "nan"},
+    {"long": False, "width": 3, "shape": (3,), "cut": "ones"},
+    {"long": True, "long shape": ((4_099,), 3), "cut": "last"},
+    {"long": False, "width": 65, "shape": (2, 33), "cut": "same", "layout": "transposed"},
+)
+
 
 def generate(draw: Draw) -> Draft:
     """a + b with every kind of broadcasting."""
     b = draw.rows()
-    cut = draw.pick(("same", "last", "leading", "ones", "both"))
+    cut = draw.pick(("same", "last", "leading", "ones", "both"), "cut")
     shape: tuple[int, ...] = b.shape
     if cut == "last":
         shape = shape[-1:]
@@ -19,7 +33,9 @@ def generate(draw: Draw) -> Draft:
     if cut in ("ones", "both"):
         shape = tuple(n if draw.pick((True, False)) else 1 for n in shape)
     a = draw.values(*shape)
-    return Draft({"a": b, "b": a} if draw.pick((True, False)) else {"a": a, "b": b}, {})
+    return Draft(
+        {"a": b, "b": a} if draw.pick((True, False), "large first") else {"a": a, "b": b}, {}
+    )
 
 
 def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:

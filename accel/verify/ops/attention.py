@@ -11,19 +11,58 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.tolerance import UNIT_ROUNDOFF
-from accel.verify.contract import Case, reference_results
+from accel.tolerance import Unit
+from accel.verify.contract import Case, numpy_dtype, reference_results
 from accel.verify.draw import LENGTHS, MAX_SCORES
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
-from accel.verify.rounding import SMALLEST_P, bend
+from accel.verify.rounding import bend
 from reference import ops
 from reference.alibi import alibi_slopes
 from reference.philox import keep_mask
 from reference.types import Array
 from reference.visibility import Visibility
 
-WEIGHT = 3
+WEIGHT = 1.5
+PRODUCTS = True
 CUTS = "B T S Hkv G d dv"
+
+# (T, S): long and thin, beyond 8 tiles of 128 and what 15 and 16 bits can count
+LONG = (
+    (300, 300),
+    (513, 513),
+    (33, 1025),
+    (1025, 33),
+    (3, 4097),
+    (4097, 3),
+    (1, 65_537),
+    (65_537, 1),
+)
+WINDOWS = (1, 2, 3, 7, 16, 33, 64, 65, 129, 257, 300, 1025)
+_SHORT: dict[str, Any] = {"long": False}
+HARD: tuple[dict[str, Any], ...] = (
+    _SHORT | {"T": 17, "relation": "S = T", "heads": (2, 3, 1), "d": 8, "causal": True},
+    _SHORT | {"T": 33, "relation": "S > T", "more": 16, "heads": (2, 2, 3), "d": 16, "dv": True},
+    _SHORT | {"T": 65, "relation": "S = T", "heads": (1, 2, 2), "window": True, "within": 16},
+    {"long": True, "T S": (3, 4097), "heads": (1, 2, 1), "key_mask": True, "masked": "few"},
+    _SHORT | {"T": 17, "relation": "any", "S": 5, "heads": (2, 1, 2), "causal": True},
+    _SHORT | {"T": 3, "relation": "S = T", "heads": (3, 3, 1), "d": 3, "dv": False},
+    {"long": True, "T S": (300, 300), "window": True, "within": 129, "causal": True},
+    _SHORT | {"T": 7, "relation": "S = T", "heads": (2, 2, 2), "special": "nan", "where": "k"},
+    _SHORT | {"T": 33, "relation": "S = T", "q": "large", "heads": (2, 1, 5), "alibi": True},
+    _SHORT | {"T": 64, "relation": "S = T", "heads": (1, 3, 1), "documents": True, "q": "faint"},
+    {"long": True, "T S": (1025, 33), "causal": False, "window": False},
+    _SHORT | {"T": 16, "relation": "S = T", "heads": (3, 2, 7), "dropout_p": True, "p": 0.5},
+    {"long": True, "T S": (513, 513), "window": True, "within": 257, "causal": False},
+    _SHORT | {"T": 129, "relation": "S = T", "heads": (1, 2, 3), "key_mask": True},
+    _SHORT | {"T": 5, "relation": "S = T", "special": "nan", "where": "v", "heads": (2, 3, 2)},
+    _SHORT | {"T": 31, "relation": "S > T", "more": 33, "layout": "transposed", "laid": "all"},
+    _SHORT | {"T": 65, "relation": "S = T", "heads": (2, 1, 3), "d": 1, "below zero": True},
+    {"long": True, "T S": (1, 65_537), "window": True, "within": 129, "alibi": False},
+    _SHORT | {"T": 7, "relation": "any", "S": 3, "special": "nan", "where": "dout"},
+    _SHORT | {"T": 17, "relation": "S = T", "special": "inf", "where": "q"},
+    {"long": True, "T S": (4097, 3), "causal": False},
+    {"long": True, "T S": (65_537, 1), "causal": False, "documents": False},
+)
 
 
 def generate(draw: Draw) -> Draft:
@@ -32,62 +71,68 @@ def generate(draw: Draw) -> Draft:
     A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
     where they are below zero and values are above, so that a key of zeros draws all attention.
     """
-    # a window leaves whole tiles of the longest unseen
-    lengths = (*LENGTHS, 257) if draw.offers("window") else LENGTHS
-    T = draw.pick(lengths)
-    relation = draw.pick(("S = T", "S > T", "any"))
-    S = T
-    if relation == "S > T":
-        S = T + draw.pick((1, 2, 7, 16, 33, 64))
-    elif relation == "any":
-        S = draw.pick(lengths)
+    long = draw.rarely("long", 12)
+    if long:
+        T, S = draw.pick(LONG, "T S")
+    else:
+        # a window leaves whole tiles of the longest unseen
+        lengths = (*LENGTHS, 257) if draw.offers("window") else LENGTHS
+        T = draw.pick(lengths, "T")
+        relation = draw.pick(("S = T", "S > T", "any"), "relation")
+        S = T
+        if relation == "S > T":
+            S = T + draw.pick((1, 2, 7, 16, 33, 64), "more")
+        elif relation == "any":
+            S = draw.pick(lengths, "S")
     heads = [
         (B, Hkv, G)
         for B in (1, 2, 3)
         for Hkv in (1, 2, 3)
         for G in (1, 2, 3, 4, 5, 6, 7)
-        if B * Hkv * G * T * S <= MAX_SCORES
+        if B * Hkv * G * T * S <= MAX_SCORES or B * Hkv * G == 1
     ]
-    B, Hkv, G = draw.pick(heads)
-    d = draw.pick((1, 2, 3, 4, 8, 16, 17, 33, 64, 65))
-    dv = draw.pick((1, 2, 3, 8, 17, 40)) if draw.pick((False, True)) else d
+    B, Hkv, G = draw.pick(heads, "heads")
+    d = draw.pick((1, 2, 3, 8) if long else (1, 2, 3, 4, 8, 16, 17, 33, 64, 65), "d")
+    dv = draw.pick((1, 2, 3, 8, 17, 40)) if draw.pick((False, True), "dv") and not long else d
     kinds = ("large", "wide", "faint")
     arrays: dict[str, Any] = {
-        "q": draw.values(B, T, Hkv * G, d, kinds=kinds),
-        "k": draw.values(B, S, Hkv, d, kinds=("wide", "zero rows")),
-        "v": draw.values(B, S, Hkv, dv),
+        "q": draw.values(B, T, Hkv * G, d, kinds=kinds, name="q"),
+        "k": draw.values(B, S, Hkv, d, kinds=("wide", "zero rows"), name="k"),
+        "v": draw.values(B, S, Hkv, dv, name="v"),
         "alibi": None,
         "key_mask": None,
         "documents": None,
     }
-    if draw.pick((False, False, False, True)):
+    if draw.rarely("below zero", 4):
         arrays["q"], arrays["k"] = np.abs(arrays["q"]), -np.abs(arrays["k"])
         arrays["v"] = np.abs(arrays["v"])
     if draw.wants("alibi"):
         slopes = alibi_slopes(Hkv * G, np.float64)
-        arrays["alibi"] = draw.rounded(draw.pick((slopes, draw.rng.random(Hkv * G))))
+        arrays["alibi"] = draw.rounded(draw.pick((slopes, draw.rng.random(Hkv * G)), "slopes"))
     if draw.wants("key_mask"):
         arrays["key_mask"] = _key_mask(draw, B, S)
     if S >= T and draw.wants("documents"):
-        runs = np.cumsum(draw.rng.random((B, S)) < draw.pick((0.3, 0.03)), axis=1)
+        runs = np.cumsum(draw.rng.random((B, S)) < draw.pick((0.3, 0.03), "changes"), axis=1)
         mixed = draw.rng.integers(0, 3, (B, S))
-        arrays["documents"] = draw.pick((runs, mixed)).astype(np.int32)
+        documents = draw.pick((runs, mixed), "kind of documents")
+        # numbers that are alike in their low 16 bits, too
+        arrays["documents"] = (documents * draw.pick((1, 2**16), "apart")).astype(np.int32)
     options: dict[str, Any] = {}
     if draw.offers("causal"):
-        options["causal"] = draw.pick((True, False))
+        options["causal"] = draw.pick((True, False), "causal")
     if draw.wants("scale"):
-        options["scale"] = draw.pick((0.3, 1.0))
+        options["scale"] = draw.pick((0.3, 1.0), "factor")
     if draw.offers("dropout_key") and draw.wants("dropout_p"):
-        options["dropout_p"] = draw.pick((0.5, 0.1))
-        options["dropout_key"] = draw.key()
+        options["dropout_p"] = draw.pick((0.5, 0.1), "p")
+        options["dropout_key"] = draw.key(B)
     if draw.wants("window"):
-        options["window"] = draw.pick((1, 2, 3, 7, 16, 33, 64, 65, S, S + 1))
+        options["window"] = draw.pick((*WINDOWS, S, S + 1), "within")
     return Draft(arrays, options)
 
 
 def _key_mask(draw: Draw, B: int, S: int) -> Array:
-    """Return which keys may be seen (B, S): padding behind, before, holes, nothing, everything."""
-    kind = draw.pick(("behind", "before", "holes", "nothing", "everything"))
+    """Return which keys may be seen (B, S): padding behind or before, holes, few, none, all."""
+    kind = draw.pick(("behind", "before", "holes", "few", "nothing", "everything"), "masked")
     lengths = draw.rng.integers(0, S + 1, (B, 1))
     if kind == "behind":
         return np.asarray(np.arange(S) < np.maximum(lengths, 1))
@@ -95,10 +140,14 @@ def _key_mask(draw: Draw, B: int, S: int) -> Array:
         return np.asarray(np.arange(S) >= np.minimum(lengths, S - 1))
     if kind == "holes":
         return np.asarray(draw.rng.random((B, S)) < 0.6)
+    if kind == "few":  # of which each counts, however many there are
+        mask = draw.rng.random((B, S)) < 8 / S
+        mask[:, -1] = True
+        return np.asarray(mask)
     if kind == "everything":
         return np.ones((B, S), np.bool_)
     mask = np.ones((B, S), np.bool_)
-    mask[draw.pick(range(B))] = False  # a row of the batch in which nothing may be seen
+    mask[int(draw.rng.integers(B))] = False  # a row of the batch in which nothing may be seen
     return mask
 
 
@@ -141,26 +190,28 @@ def _table(v: Values) -> _Table:
     masked = np.where(seen, score, -np.inf)
     top = np.max(masked, axis=-1, keepdims=True)
     top = np.where(top == -np.inf, 0, top)
-    total = np.sum(np.exp(masked - top), axis=-1, keepdims=True)
-    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + top, np.inf)
+    p = np.exp(masked - top)
+    total = np.sum(p, axis=-1, keepdims=True)
+    lse = np.where(total == 0, np.inf, np.log(np.where(total == 0, 1, total)) + top)
+    p = p / np.where(total == 0, 1, total)
     kept: Array = np.ones(1)
     if v.get("dropout_p"):
         B, T, Hq, _ = v["q"].shape
         keep = keep_mask((B, Hq, T, len(k[0, 0, 0])), v["dropout_p"], v["dropout_key"])
         kept = keep.reshape(score.shape) / (1 - v["dropout_p"])
-    return _Table(abs(scale), score, size, seen, lse[..., 0], np.exp(masked - lse), kept)
+    return _Table(abs(scale), score, size, seen, lse[..., 0], p, kept)
 
 
-def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
+def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
     """P of scores whose terms add up to A in magnitude is off by (1 + 2A) u.
 
-    In bf16 that holds of sums, which are kept in float32; what is stored on the way is counted by
-    ``_stored``.
+    In 16 bits that holds of sums, which are kept in float32; what is stored on the way is counted
+    by ``_stored``. TF32 rounds both inputs of a product, which is off by 2u then: 2A u of a score.
     """
     a = _table(v)
-    unit = min(u, UNIT_ROUNDOFF["float32"])
-    top = np.max(np.where(a.seen, a.size, 0), axis=-1, keepdims=True)
-    p = (a.p + SMALLEST_P * a.seen) * bend(top, unit)
+    unit = u.sums if u.stored else u
+    top = np.max(a.size, axis=-1, keepdims=True, where=a.seen, initial=0)
+    p = (a.p + u.least * a.seen) * bend(top, unit)
     q, k, w, do = (_by_head(x, v["k"].shape[2]) for x in (v["q"], v["k"], v["v"], dout))
     sizes = [np.abs(x) for x in (q, k, w, do)]
     dp = (sizes[3] @ sizes[2].swapaxes(-1, -2)) * a.kept
@@ -169,7 +220,7 @@ def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
     d, dv, S, rows = k.shape[-1], w.shape[-1], k.shape[-2], q.shape[2] * q.shape[3]
     terms = {"out": d + 2 * S, "dq": d + dv + S, "dk": d + dv + S + rows, "dv": d + S + rows}
     roundings = {"out": 8, "dq": 12, "dk": 12, "dv": 8}
-    if unit == u:
+    if not u.stored:
         return {n: Magnitude(s, roundings[n], terms[n]) for n, s in found.items()}
     stored = _stored(a, q, k, w, do, u)
     sums = {n: roundings[n] + min(terms[n], 4 * math.sqrt(terms[n])) for n in found}
@@ -193,17 +244,17 @@ def _products(
     }
 
 
-def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: float) -> dict[str, Array]:
-    """Return s of bf16 attention: what may be rounded to bf16 on the way, to first order in u.
+def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: Unit) -> dict[str, Array]:
+    """Return s of 16-bit attention: what may be rounded to 16 bits on the way, to first order in u.
 
-    Plain code in bf16 adds up in float32 and rounds whatever it writes to memory. On the way to P
-    that is q or its product with the scale (which is off by A u), the score, the score with ALiBi
-    (|s| u each) and the distance from the largest: a score is off by η. Then
+    Plain code adds up in float32 and rounds whatever it writes to memory. On the way to P that is
+    q or its product with the scale (which is off by A u), the score, the score with ALiBi (|s| u
+    each) and the distance from the largest: a score is off by η. Then
     p̃ = p exp(±η) / Σ p exp(±η), of which exp and the quotient are stored. On the way to ds: dp, dp
     with dropout, D = Σ p dp = do·out, where out was stored, dp - D, and the product with p. The
     results are stored, dk and dv for each query head before a group is added up.
     """
-    p = a.p + SMALLEST_P * a.seen
+    p = a.p + u.least * a.seen
     top = np.max(np.where(a.seen, a.score, -np.inf), axis=-1, keepdims=True)
     below = np.where(a.seen, top - np.where(a.seen, a.score, 0), 0)
     eta = np.where(a.seen, u * (a.size + 2 * np.abs(a.score) + below), 0)
@@ -220,7 +271,7 @@ def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: float) -> dic
     D_err = np.sum(dp_err * np.abs(dp) + 3 * more * np.abs(dp), axis=-1, keepdims=True)
     D_err = D_err + np.sum(np.abs(do * out), axis=-1, keepdims=True) + np.abs(D)
     off = np.abs(dp - D)
-    ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off)
+    ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off) + u.least * a.seen
     s = _products(a.scale, pk_err, ds_err, *(np.abs(x) for x in (q, k, v, do)))
     ds, pk = a.p * (dp - D), a.p * a.kept
     stored = _products(a.scale, pk, ds, q, k, v, do)
@@ -240,9 +291,10 @@ def saved(case: Case) -> dict[str, Array]:
 
     It is +inf for a query that may attend to nothing, so that exp(score - lse) is zero there.
     """
-    lse = _table(case.values()).lse
+    with np.errstate(invalid="ignore"):  # of what is infinite already
+        lse = _table(case.values()).lse
     B, Hkv, G, T = lse.shape
-    dtype = np.float32 if case.dtype == "bf16" else case.dtype
+    dtype = numpy_dtype(case.dtype)
     return {"lse": np.asarray(lse.reshape(B, Hkv * G, T), dtype)}
 
 

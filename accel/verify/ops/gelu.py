@@ -2,12 +2,26 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
 from accel.verify.contract import Case
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from reference.types import Array
+
+CUTS = "..."
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "x": "large", "width": 17},
+    {"long": False, "x": "wide", "width": 129, "shape": (17,), "layout": "transposed"},
+    {"long": False, "x": "normal", "width": 33, "special": "nan", "where": "x"},
+    {"long": True, "long shape": ((1,), 65_539), "x": "normal"},
+    {"long": False, "x": "normal", "special": "inf", "where": "x"},
+    {"long": False, "x": "simple", "special": "nan", "where": "dout", "width": 7},
+    {"long": False, "x": "wide", "width": 1025, "shape": (17,), "layout": "strided"},
+    {"long": False, "x": "large", "special": "-inf", "where": "x"},
+    {"long": True, "long shape": ((65_539,), 2)},
+)
 
 
 def generate(draw: Draw) -> Draft:

@@ -14,34 +14,35 @@ from reference.types import Array
 WEIGHT = 0.1
 GOLDEN = False  # an array of zeros proves nothing
 LENGTHS = (1, 2, 3, 5, 17, 33, 65, 129)
+LONG_LENGTHS = (257, 513, 1_025, 4_099)
 
 
 def small_model(draw: Draw, length: int) -> Config:
     """Return a small model, with every choice that a config has."""
-    position: Any = draw.pick(("none", "rope", "learned", "alibi", "sinusoidal"))
-    kv_heads, group = draw.pick((1, 2, 3)), draw.pick((1, 2, 3, 4))
+    position: Any = draw.pick(("none", "rope", "learned", "alibi", "sinusoidal"), "positions")
+    kv_heads, group = draw.pick((1, 2, 3), "Hkv"), draw.pick((1, 2, 3, 4), "G")
     widths = [d for d in (1, 2, 4, 7, 16, 34) if position != "rope" or d % 2 == 0]
     return Config(
-        vocab_size=draw.pick((2, 3, 7, 31, 65)),
-        d_model=draw.pick((4, 6, 16, 34)),  # a LayerNorm of two numbers is all but their order
-        n_layers=draw.pick((1, 2, 3)),
+        vocab_size=draw.pick((2, 3, 7, 31, 65), "V"),
+        d_model=draw.pick((4, 6, 16, 34), "D"),  # a LayerNorm of two numbers is all but their order
+        n_layers=draw.pick((1, 2, 3), "L"),
         n_heads=kv_heads * group,
         n_kv_heads=kv_heads,
-        d_head=draw.pick(widths),
-        d_ff=draw.pick((1, 3, 8, 17, 65)),
-        context_length=length + draw.pick((0, 1, 7)),
-        rope_base=draw.pick((10_000.0, 100.0)),
-        norm_eps=draw.pick((1e-5, 0.1)),
-        norm=draw.pick(("rmsnorm", "layernorm")),
-        norm_placement=draw.pick(("pre", "post")),
+        d_head=draw.pick(widths, "d"),
+        d_ff=draw.pick((1, 3, 8, 17, 65), "F"),
+        context_length=length + draw.pick((0, 1, 7), "spare"),
+        rope_base=draw.pick((10_000.0, 100.0), "base"),
+        norm_eps=draw.pick((1e-5, 0.1), "eps"),
+        norm=draw.pick(("rmsnorm", "layernorm"), "norm"),
+        norm_placement=draw.pick(("pre", "post"), "norm_placement"),
         position=position,
-        ffn=draw.pick(("relu", "gelu", "gelu_tanh", "swiglu")),
-        attn_bias=draw.pick((False, True)),
-        ffn_bias=draw.pick((False, True)),
-        head_bias=draw.pick((False, True)),
-        tied=draw.pick((True, False)),
-        qk_norm=draw.pick((False, True)),
-        window=draw.pick((0, 1, 2, 7, length)),
+        ffn=draw.pick(("relu", "gelu", "gelu_tanh", "swiglu"), "ffn"),
+        attn_bias=draw.pick((False, True), "attn_bias"),
+        ffn_bias=draw.pick((False, True), "ffn_bias"),
+        head_bias=draw.pick((False, True), "head_bias"),
+        tied=draw.pick((True, False), "tied"),
+        qk_norm=draw.pick((False, True), "qk_norm"),
+        window=draw.pick((0, 1, 2, 7, 33, 300, length), "window"),
     )
 
 
@@ -60,9 +61,9 @@ def parameters(draw: Draw, config: Config) -> dict[str, Array]:
 
 
 def generate(draw: Draw) -> Draft:
-    length = draw.pick(LENGTHS)
+    length = draw.pick((*LENGTHS, *LONG_LENGTHS), "length")
     config = small_model(draw, length)
-    if draw.pick((False, True)):  # a window for each layer
+    if draw.pick((False, True), "by layer"):  # a window for each layer
         windows = tuple(draw.pick((0, 1, 2, 7, length)) for _ in range(config.n_layers))
         config = dataclasses.replace(config, window=windows)
     arrays = parameters(draw, config)

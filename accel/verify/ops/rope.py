@@ -7,28 +7,73 @@ import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF
 from accel.verify.contract import Case
-from accel.verify.draw import LENGTHS, MAX_ELEMENTS
+from accel.verify.draw import LENGTHS, LONG_LENGTHS, MAX_ELEMENTS
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from reference import ops
 from reference.types import Array
 
-WEIGHT = 2
+WEIGHT = 1.5
 CUTS = "B T H"
 
 
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "B": 2, "T": 17, "H": 3, "d": 8, "start": True, "starts": "far rows"},
+    {"long": False, "B": 3, "T": 4, "H": 4, "d": 4, "start": False, "rotate_heads": True},
+    {
+        "long": False,
+        "B": 2,
+        "T": 33,
+        "H": 2,
+        "d": 34,
+        "start": True,
+        "starts": "far",
+        "far": 131_071,
+    },
+    {"long": False, "B": 1, "T": 129, "H": 1, "d": 64, "base": 500_000.0, "start": False},
+    {"long": False, "B": 3, "T": 5, "H": 7, "d": 2, "start": True, "starts": "rows"},
+    {"long": True, "T": 4_097, "start": False},
+    {"long": False, "B": 2, "T": 7, "H": 3, "d": 6, "special": "nan", "where": "x"},
+    {
+        "long": False,
+        "B": 2,
+        "T": 2,
+        "H": 2,
+        "d": 2,
+        "start": True,
+        "starts": "far",
+        "far": 2**31 - 66,
+    },
+    {"long": False, "B": 3, "T": 3, "H": 3, "d": 4, "layout": "transposed", "laid": "all"},
+    {"long": False, "T": 16, "start": True, "starts": "int", "rotate_heads": True},
+    {"long": True, "T": 65_537, "start": True},
+)
+FAR = (8_000, 32_760, 65_530, 131_071, 2**24 + 1, 2**31 - 66)
+
+
 def generate(draw: Draw) -> Draft:
-    B, T, H = draw.pick((1, 2, 3)), draw.pick(LENGTHS), draw.pick((1, 2, 3, 4, 7))
-    d = draw.pick([n for n in (2, 4, 6, 8, 16, 34, 64, 128) if B * T * H * n <= 2 * MAX_ELEMENTS])
-    options: dict[str, Any] = {"base": draw.pick((10_000.0, 500_000.0, 100.0))}
+    """Positions up to the last that an index of 32 bits has, the first below zero."""
+    if draw.rarely("long"):
+        B, T, H, d = 1, draw.pick(LONG_LENGTHS, "T"), 1, 2
+    else:
+        B, T, H = (
+            draw.pick((1, 2, 3), "B"),
+            draw.pick(LENGTHS, "T"),
+            draw.pick((1, 2, 3, 4, 7), "H"),
+        )
+        widths = [n for n in (2, 4, 6, 8, 16, 34, 64, 128) if B * T * H * n <= 2 * MAX_ELEMENTS]
+        d = draw.pick(widths, "d")
+    options: dict[str, Any] = {"base": draw.pick((10_000.0, 500_000.0, 100.0), "base")}
     if draw.wants("start"):
-        kind = draw.pick(("int", "rows", "far"))
-        options["start"] = draw.pick((1, 3, 77, -5))
+        kind = draw.pick(("int", "rows", "far", "far rows"), "starts")
+        options["start"] = draw.pick((1, 3, 77, -5), "near")
         if kind == "rows":
             options["start"] = draw.rng.integers(-20, 200, B).astype(np.int64)
         elif kind == "far":
-            options["start"] = 8_000
+            options["start"] = draw.pick([n for n in FAR if n + T < 2**31], "far")
+        elif kind == "far rows":
+            options["start"] = draw.rng.integers(0, 2**31 - T, B).astype(np.int64)
     if draw.wants("rotate_heads"):
-        options["rotate_heads"] = draw.pick(range(H + 1))
+        options["rotate_heads"] = draw.pick(range(H + 1), "rotated")
     return Draft({"x": draw.values(B, T, H, d)}, options)
 
 

@@ -1,17 +1,30 @@
 """Cases of split_heads."""
 
+from typing import Any
+
 import numpy as np
 
-from accel.verify.draw import LENGTHS
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values, merge_heads
 from reference import ops
 from reference.types import Array
 
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "heads": (2, 1), "B": 3, "T": 3, "d": 3},
+    {"long": False, "heads": (3, 3, 3), "B": 2, "T": 17, "d": 8},
+    {"long": False, "heads": (4, 2, 2), "B": 2, "T": 5, "d": 3, "layout": "transposed"},
+    {"long": False, "heads": (1, 2), "B": 2, "T": 7, "special": "nan"},
+    {"long": True, "heads": (2, 1, 1), "T": 65_537},
+    {"long": False, "heads": (6, 3, 3), "T": 33, "d": 17, "layout": "strided"},
+)
+
 
 def generate(draw: Draw) -> Draft:
-    heads = draw.pick(((1, 1), (2, 1), (1,), (1, 2), (2, 1, 1), (4, 2, 2), (6, 3, 3), (3, 1, 2, 1)))
-    B, T, d = draw.pick((1, 2, 3)), draw.pick(LENGTHS), draw.pick((1, 2, 3, 8, 17, 64))
-    return Draft({"x": draw.values(B, T, sum(heads), d)}, {"heads": heads})
+    heads = draw.pick(
+        ((1, 1), (2, 1), (1,), (1, 2), (2, 1, 1), (4, 2, 2), (6, 3, 3), (3, 1, 2, 1), (3, 3, 3)),
+        "heads",
+    )
+    x = draw.values(*merge_heads.shape(draw, sum(heads)))
+    return Draft({"x": x}, {"heads": heads})
 
 
 def magnitude(v: Values, dout: tuple[Array, ...], u: float) -> Magnitudes:

@@ -1,14 +1,27 @@
 """Cases of square_sums."""
 
-from accel.verify.draw import FLAT
+from typing import Any
+
+from accel.verify.draw import FLAT, LONG_FLAT
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
 
+HARD: tuple[dict[str, Any], ...] = (
+    {"long": False, "length": 1025, "x": "wide"},
+    {"long": True, "length": 131_075, "x": "normal"},
+    {"long": True, "length": 65_535},
+    {"long": True, "length": 65_536},
+    {"long": True, "length": 300_007, "x": "wide"},
+    {"long": False, "length": 129, "special": "nan", "where": "x"},
+    {"long": True, "length": 65_537, "layout": "strided"},
+    {"long": False, "length": 33, "special": "inf", "where": "x"},
+)
+
 
 def generate(draw: Draw) -> Draft:
-    """Lengths around the block of 65,536 elements, too."""
-    n = draw.pick((*FLAT, 65_535, 65_536, 65_537, 131_075))
-    return Draft({"x": draw.values(n, kinds=("wide",))}, {})
+    """Lengths around the block of 65,536 elements, too, and several blocks."""
+    n = draw.flat(FLAT, (*LONG_FLAT, 300_007))
+    return Draft({"x": draw.values(n, kinds=("wide",), name="x")}, {})
 
 
 def magnitude(v: Values, dout: None, u: float) -> Magnitudes:

@@ -343,7 +343,7 @@ def _attention(store: Store) -> SimpleNamespace:
                     + store(_like(p * kept(b, h, u, a), q)) @ v[b, u, h // (Hq // Hkv)]
                 )
                 top = new
-            some = total > 0
+            some = total != 0  # NaN is something
             out[b, some, h] = o[some] / total[some, None]
             lse[b, h, some] = top[some] + np.log(total[some])
         a.out, a.lse = store(out), lse

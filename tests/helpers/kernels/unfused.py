@@ -1,17 +1,20 @@
-"""Correct bf16 attention as eager frameworks do it: whatever is written to memory is bf16."""
+"""Correct 16-bit attention as eager frameworks do it: whatever is written to memory has 16 bits."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from accel.tolerance import round_bf16 as stored
+from accel.tolerance import round_bf16
 from reference.philox import keep_mask
 from reference.types import Array
 
 
-def unfused_attention(scale_first: bool) -> SimpleNamespace:
+def unfused_attention(
+    scale_first: bool, stored: Callable[[Array], Array] = round_bf16
+) -> SimpleNamespace:
     """Return a forward and a backward; q may be multiplied by the scale before the product."""
 
     def attention_forward(

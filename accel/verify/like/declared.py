@@ -1,0 +1,295 @@
+"""Shapes in words: ``{"x": "B T D", "gain": "D", "eps": 1e-5}``, read and given sizes.
+
+An array is a string: its axes, then what it holds, then what its sizes keep to.
+
+=====================  =============================================================================
+``"B T D"``            floats; a letter (or a name) has one size throughout a call
+``"B T 3"``            the last axis has three
+``"B T 2*F"``          or an expression of letters, ``+ - * // %``
+``"... D"``            any leading axes
+``"B T int < V"``      integers from 0 to V - 1; ``int >= 1 <= 9`` has another range
+``"B T bool"``         a mask
+``"B T > 0"``          floats in a range
+``"B T D, D % 8"``     D is a multiple of 8
+``"T, T <= 4096"``     T is no more than 4,096
+=====================  =============================================================================
+
+Anything else is passed as it is: ``1e-5``, ``True``, ``None``. A list holds the values to choose
+from: ``[True, False]``, ``["mean", "sum"]``; a tuple may hold letters: ``("B", "T", -1)``.
+"""
+
+import ast
+import dataclasses
+import functools
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDE, Draw
+from reference.types import Array
+
+MAX_WORK = 200_000  # the product of all sizes
+Sizes = dict[str, Any]  # letter -> size, and "..." -> the leading shape
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+}
+_COMPARISON = re.compile(r"(<=|>=|<|>)\s*([^\s<>=]+)")
+
+
+class DeclarationError(ValueError):
+    """A declaration of shapes cannot be read."""
+
+
+@functools.cache
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(re.sub(r"\b(\d+)([A-Za-z_]\w*)", r"\1*\2", text), mode="eval").body
+    except SyntaxError:
+        raise DeclarationError(f"{text!r} is no expression of sizes") from None
+
+
+def value_of(text: str, sizes: Mapping[str, Any]) -> Any:
+    """Return what an expression of letters comes to: a size, or whether a condition holds."""
+
+    def of(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -of(node.operand)
+        if isinstance(node, ast.Name):
+            return sizes[node.id]
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
+        if isinstance(node, ast.Compare):
+            sides = [of(side) for side in (node.left, *node.comparators)]
+            return all(
+                _OPERATORS[type(op)](a, b)
+                for op, a, b in zip(node.ops, sides, sides[1:], strict=False)
+            )
+        raise DeclarationError(f"{text!r} is no expression of sizes; it may use + - * // % and <")
+
+    return of(_parsed(text))
+
+
+@functools.cache
+def letters_in(text: str) -> tuple[str, ...]:
+    """Return the letters of an expression."""
+    names = [node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name)]
+    return tuple(dict.fromkeys(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayOf:
+    """One array of a declaration."""
+
+    axes: tuple[str, ...]
+    kind: str = "float"  # or "int" or "bool"
+    bounds: tuple[tuple[str, str], ...] = ()  # what its values keep to: ("<", "V")
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        shape: list[int] = []
+        for axis in self.axes:
+            shape += sizes["..."] if axis == "..." else [value_of(axis, sizes)]
+        return tuple(shape)
+
+    def values(self, draw: Draw, sizes: Sizes, *, calm: bool = False) -> Array:
+        """Draw values: those that hurt, or ``calm`` ones, within the bounds."""
+        shape = self.shape(sizes)
+        if self.kind == "bool":
+            return np.asarray(draw.rng.random(shape) < draw.pick((0.5, 1.0, 0.1, 0.9)))
+        low, high = self._range(sizes)
+        if self.kind == "int":
+            low, high = int(max(low, 0) if low == -math.inf else low), high
+            top = low + 2 if high == math.inf else max(int(high), low)
+            return np.asarray(draw.rng.integers(low, top + 1, shape))
+        x = floats(draw, shape, calm=calm)
+        if math.isfinite(low) and math.isfinite(high):
+            x = low + (high - low) * np.asarray(draw.rng.random(shape), x.dtype)
+        elif math.isfinite(low):
+            x = low + np.abs(x) + np.asarray(2.0**-10 * (x == 0), x.dtype)
+        elif math.isfinite(high):
+            x = high - np.abs(x) - np.asarray(2.0**-10 * (x == 0), x.dtype)
+        return draw.rounded(x)
+
+    def within(self, ids: Array, sizes: Sizes) -> Array:
+        """Return integers brought back into the range that they have at these sizes."""
+        low, high = self._range(sizes)
+        return np.asarray(np.clip(ids, max(low, 0), max(high, 0)), ids.dtype)
+
+    def _range(self, sizes: Sizes) -> tuple[float, float]:
+        low, high = -math.inf, math.inf
+        for sign, text in self.bounds:
+            bound = value_of(text, sizes)
+            step = self.kind == "int" and sign in "<>"
+            if sign[0] == "<":
+                high = min(high, bound - step)
+            else:
+                low = max(low, bound + step)
+        return low, high
+
+
+def floats(draw: Draw, shape: tuple[int, ...], *, calm: bool = False) -> Array:
+    """Draw floats of the kinds that hurt, or of those that no function is stretched by."""
+    kinds = ("zero rows",) if calm else ("wide", "large", "faint", "tiny", "offset", "zero rows")
+    return draw.values(*(shape or (1,)), kinds=kinds).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What a function takes."""
+
+    arrays: dict[str, ArrayOf]
+    options: dict[str, tuple[Any, ...]]  # the values to choose from
+    order: tuple[str, ...]  # of all arguments
+    where: tuple[str, ...] = ()  # conditions on sizes
+    init: tuple[Any, ...] = ()  # of a module: what it is made with, letters as strings
+    known: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letters whose sizes were found by trying
+
+    @functools.cached_property
+    def letters(self) -> tuple[str, ...]:
+        """Every letter, in the order in which they stand."""
+        found: dict[str, None] = {}
+        for array in self.arrays.values():
+            for axis in array.axes:
+                found |= dict.fromkeys(("...",) if axis == "..." else letters_in(axis))
+            for _, text in array.bounds:
+                found |= dict.fromkeys(letters_in(text))
+        for text in self.where:
+            found |= dict.fromkeys(letters_in(text))
+        return tuple(found)
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Say whether sizes, perhaps not all of them yet, keep to what is declared."""
+        return self._keeps(sizes) and self._small(sizes)
+
+    def _keeps(self, sizes: Sizes) -> bool:
+        for text in self.where:
+            if all(letter in sizes for letter in letters_in(text)) and not _holds(text, sizes):
+                return False
+        return True
+
+    @functools.cached_property
+    def _least(self) -> Sizes:
+        """The smallest size of each letter, as far as it depends on no other."""
+        least: Sizes = {}
+        for letter in self.letters:
+            ends = (n for n in range(1, 1025) if self._keeps({letter: n}))
+            least[letter] = (1,) if letter == "..." else next(ends, 1)
+        return least
+
+    def _small(self, sizes: Sizes) -> bool:
+        guess = self._least | sizes
+        shapes = [array.shape(guess) for array in self.arrays.values()]
+        if len(guess) == len(sizes) and any(n < 1 for shape in shapes for n in shape):
+            return False
+        work = math.prod(math.prod(n) if isinstance(n, tuple) else n for n in guess.values())
+        return max([math.prod(s) for s in shapes], default=0) <= MAX_ELEMENTS and work <= MAX_WORK
+
+    def sizes(self, draw: Draw) -> Sizes:
+        """Draw a size for every letter; any letter may be the one that gets to be long."""
+        letters = self.letters
+        found = dict(self.known)
+        first = draw.pick(range(len(letters))) if len(letters) > 1 else 0
+        sizes: Sizes = {}
+        for letter in (*letters[first:], *letters[:first]):
+            if letter == "...":
+                options: list[Any] = [s for s in ((), *SHAPES) if self.fits(sizes | {"...": s})]
+            elif letter in found:
+                options = [n for n in found[letter] if self.fits(sizes | {letter: n})]
+            else:
+                options = self._options(letter, sizes)
+            if not options:
+                raise DeclarationError(
+                    f"no size of {letter} keeps to {', '.join(self.where)} beside {sizes}"
+                )
+            sizes[letter] = draw.pick(options)
+        return {letter: sizes[letter] for letter in letters}
+
+    def _options(self, letter: str, sizes: Sizes) -> list[int]:
+        """Return the usual sizes, each moved to the next that keeps to the conditions."""
+        options: set[int] = set()
+        bound = any(letter in letters_in(text) for text in self.where)
+        for n in WIDE:
+            for ends in (range(n, n + 257), range(n, max(n - 257, 0), -1)):
+                near = (m for m in ends if not bound or self._keeps(sizes | {letter: m}))
+                options.add(next(near, 0))
+        return sorted(n for n in options if n and self._small(sizes | {letter: n}))
+
+    def words(self, value: Any, sizes: Sizes) -> Any:
+        """Return an option or an argument of a module with sizes for letters."""
+        if isinstance(value, tuple):
+            return tuple(self.words(part, sizes) for part in value)
+        if not isinstance(value, str):
+            return value
+        try:
+            inside = letters_in(value)
+        except DeclarationError:
+            return value
+        return value_of(value, sizes) if inside and set(inside) <= set(sizes) else value
+
+
+def _holds(text: str, sizes: Sizes) -> bool:
+    found = value_of(text, sizes)
+    return bool(found) if isinstance(_parsed(text), ast.Compare) else found == 0
+
+
+def read(declared: Mapping[str, Any]) -> Declared:
+    """Read a declaration.
+
+    Raises
+    ------
+    DeclarationError
+        When it cannot be read; the message says what and why.
+    """
+    arrays: dict[str, ArrayOf] = {}
+    options: dict[str, tuple[Any, ...]] = {}
+    where: list[str] = []
+    init: tuple[Any, ...] = ()
+    for name, value in declared.items():
+        if name == "init":
+            init = value if isinstance(value, tuple) else (value,)
+        elif isinstance(value, str):
+            arrays[name], conditions = _array(name, value)
+            where += conditions
+        else:
+            options[name] = tuple(value) if isinstance(value, list) else (value,)
+    order = tuple(name for name in declared if name != "init")
+    if not arrays:
+        raise DeclarationError(
+            f"no array among {', '.join(order) or 'nothing'}: write 'x': 'B T D'"
+        )
+    return Declared(arrays, options, order, tuple(where), init)
+
+
+def _array(name: str, text: str) -> tuple[ArrayOf, Sequence[str]]:
+    first, *conditions = (part.strip() for part in text.split(","))
+    bounds = tuple(_COMPARISON.findall(first))
+    words = _COMPARISON.sub("", first).split()
+    kind = "float"
+    if words and words[-1] in ("float", "int", "bool"):
+        kind = words.pop()
+    for word in words:
+        if word != "...":
+            try:
+                value_of(word, dict.fromkeys(letters_in(word), 2))
+            except (DeclarationError, ZeroDivisionError):
+                raise DeclarationError(
+                    f"{name}: {text!r} has {word!r} where an axis should stand, such as B, 3 or 2*F"
+                ) from None
+    for _, bound in bounds:
+        letters_in(bound)
+    return ArrayOf(tuple(words), kind, bounds), conditions

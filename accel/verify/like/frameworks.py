@@ -1,0 +1,316 @@
+"""Where a function lives: how NumPy, PyTorch and JAX take arrays, give results, and differentiate.
+
+No framework is imported before a file that is checked has brought it in.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from reference.types import Array
+
+Given = Mapping[str, Any]  # arrays of a framework, by the names of a case
+Function = Callable[[Given], Any]
+
+
+class Framework(Protocol):
+    """What is asked of a framework."""
+
+    name: str
+
+    def give(self, array: Array, dtype: str) -> Any:
+        """Make an array of the framework's; floats in the precision of that name."""
+
+    def take(self, value: Any) -> Array:
+        """Make a NumPy array of a result; bf16 and float16 become float32."""
+
+    def dtype_of(self, value: Any) -> str:
+        """Return the name of a result's precision."""
+
+    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
+        """Call a function in a precision; in float64 nothing inside is any narrower."""
+
+    def gradients(
+        self,
+        function: Function,
+        arrays: Mapping[str, Array],
+        dtype: str,
+        wanted: list[str],
+        cotangents: Mapping[str, Array],
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what a function gives, and the gradients of ⟨cotangents, result⟩ by name."""
+
+
+class NoGradient(Exception):
+    """A function cannot be differentiated; says why."""
+
+
+def named_parts(out: Any, name: str = "out") -> dict[str, Any]:
+    """Return the arrays of a result by name: out; out[0], …; out.key; whatever is no array goes."""
+    if isinstance(out, Mapping):
+        parts: list[tuple[str, Any]] = [(f".{key}", value) for key, value in out.items()]
+    elif hasattr(out, "_fields"):
+        parts = [(f".{field}", getattr(out, field)) for field in out._fields]
+    elif isinstance(out, (tuple, list)):
+        parts = [(f"[{i}]", value) for i, value in enumerate(out)]
+    else:
+        known = hasattr(out, "__array__") or isinstance(out, (bool, int, float))
+        known = known or hasattr(out, "__dlpack__")
+        return {name: out} if known else {}
+    found: dict[str, Any] = {}
+    for suffix, value in parts:
+        found |= named_parts(value, name + suffix)
+    return found
+
+
+# ---- NumPy ---------------------------------------------------------------------------------------
+
+
+class NumPy:
+    """Arrays of NumPy; bf16 numbers travel in float32."""
+
+    name = "numpy"
+    _types = {"float64": np.float64, "float16": np.float16}  # noqa: RUF012
+
+    def give(self, array: Array, dtype: str) -> Any:
+        if array.dtype.kind != "f":
+            return array.copy()
+        return array.astype(self._types.get(dtype, np.float32))
+
+    def take(self, value: Any) -> Array:
+        array = np.asarray(value)
+        return array.astype(np.float32) if array.dtype == np.float16 else array
+
+    def dtype_of(self, value: Any) -> str:
+        return str(np.asarray(value).dtype)
+
+    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
+        return function({name: self.give(a, dtype) for name, a in arrays.items()})
+
+    def gradients(self, *_: Any) -> tuple[Any, dict[str, Any]]:
+        raise NoGradient("NumPy has no automatic differentiation")
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+class Torch:
+    """Tensors of PyTorch, on the CPU unless the module has a ``from_numpy`` of its own."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self._types = {
+            "float64": torch.float64,
+            "float32": torch.float32,
+            "bf16": torch.bfloat16,
+            "float16": torch.float16,
+        }
+
+    def give(self, array: Array, dtype: str) -> Any:
+        tensor = self.torch.from_numpy(np.array(array, order="C"))
+        return tensor.to(self._types[dtype]) if tensor.is_floating_point() else tensor
+
+    def take(self, value: Any) -> Array:
+        if not isinstance(value, self.torch.Tensor):
+            return np.asarray(value)
+        value = value.detach().cpu()
+        if value.dtype in (self.torch.bfloat16, self.torch.float16):
+            value = value.float()
+        return np.asarray(value.numpy())
+
+    def dtype_of(self, value: Any) -> str:
+        if not isinstance(value, self.torch.Tensor):
+            return str(np.asarray(value).dtype)
+        names = {torch: name for name, torch in self._types.items()}
+        return names.get(value.dtype, str(value.dtype).removeprefix("torch."))
+
+    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
+        given = {name: self.give(a, dtype) for name, a in arrays.items()}
+        with self.torch.no_grad(), self._in(dtype):
+            return function(given)
+
+    def gradients(
+        self,
+        function: Function,
+        arrays: Mapping[str, Array],
+        dtype: str,
+        wanted: list[str],
+        cotangents: Mapping[str, Array],
+    ) -> tuple[Any, dict[str, Any]]:
+        given = {name: self.give(a, dtype) for name, a in arrays.items()}
+        with self._in(dtype):
+            return self.differentiate(function, given, wanted, cotangents)
+
+    def differentiate(
+        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what a function gives and its gradients, by autograd.
+
+        Raises
+        ------
+        NoGradient
+            When nothing of the result has a graph.
+        """
+        given = dict(given)
+        for name in wanted:
+            given[name] = given[name].detach().requires_grad_()
+        with self.torch.enable_grad():
+            out = function(given)
+        parts = named_parts(out)
+        tracked = {
+            name: parts[name]
+            for name in cotangents
+            if name in parts and getattr(parts[name], "requires_grad", False)
+        }
+        if not tracked:
+            raise NoGradient("its result does not require a gradient")
+        douts = [
+            (c if isinstance(c, self.torch.Tensor) else self.torch.from_numpy(np.array(c))).to(part)
+            for c, part in ((cotangents[name], part) for name, part in tracked.items())
+        ]
+        found = self.torch.autograd.grad(
+            list(tracked.values()), [given[name] for name in wanted], douts, allow_unused=True
+        )
+        pairs = zip(wanted, found, strict=True)
+        return out, {
+            name: self.torch.zeros_like(given[name]) if gradient is None else gradient
+            for name, gradient in pairs
+        }
+
+    @contextmanager
+    def _in(self, dtype: str) -> Iterator[None]:
+        """In float64, let what is made or converted inside a function be float64 as well."""
+        if dtype != "float64":
+            yield
+            return
+        torch = self.torch
+        narrow = {torch.float32, torch.bfloat16, torch.float16}
+        calls = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+        class Wide(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                def wide(value: Any) -> Any:
+                    return (
+                        torch.float64
+                        if isinstance(value, torch.dtype) and (value in narrow)
+                        else value
+                    )
+
+                if func in calls:
+                    return args[0].double()
+                kwargs = {name: wide(value) for name, value in (kwargs or {}).items()}
+                return func(*(wide(value) for value in args), **kwargs)
+
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with Wide():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+class Jax:
+    """Arrays of JAX; 64 bits are enabled while the reference runs in float64, and only then."""
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        import jax
+
+        self.jax = jax
+
+    def give(self, array: Array, dtype: str) -> Any:
+        jnp = self.jax.numpy
+        types = {"float64": jnp.float64, "bf16": jnp.bfloat16, "float16": jnp.float16}
+        kind = types.get(dtype, jnp.float32) if array.dtype.kind == "f" else None
+        return jnp.asarray(array, kind)
+
+    def take(self, value: Any) -> Array:
+        array = np.asarray(value)
+        return array.astype(np.float32) if array.dtype.itemsize == 2 else array
+
+    def dtype_of(self, value: Any) -> str:
+        return str(np.asarray(value).dtype).replace("bfloat16", "bf16")
+
+    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
+        with self._in(dtype):
+            return function({name: self.give(a, dtype) for name, a in arrays.items()})
+
+    def gradients(
+        self,
+        function: Function,
+        arrays: Mapping[str, Array],
+        dtype: str,
+        wanted: list[str],
+        cotangents: Mapping[str, Array],
+    ) -> tuple[Any, dict[str, Any]]:
+        with self._in(dtype):
+            given = {name: self.give(a, dtype) for name, a in arrays.items()}
+            return self.differentiate(function, given, wanted, cotangents)
+
+    def differentiate(
+        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what a function gives and its gradients, by ``jax.vjp``.
+
+        Raises
+        ------
+        NoGradient
+            When JAX cannot differentiate it.
+        """
+        jnp, kept = self.jax.numpy, {}
+
+        def of_parts(leaves: dict[str, Any]) -> dict[str, Any]:
+            kept["out"] = out = function({**given, **leaves})
+            parts = named_parts(out)
+            return {name: parts[name] for name in cotangents if name in parts}
+
+        try:
+            parts, backward = self.jax.vjp(of_parts, {name: given[name] for name in wanted})
+        except (NotImplementedError, ValueError, TypeError) as error:
+            raise NoGradient((str(error).splitlines() or [type(error).__name__])[0]) from error
+        douts = {name: jnp.asarray(cotangents[name], part.dtype) for name, part in parts.items()}
+        (found,) = backward(douts)
+        return parts, dict(found)
+
+    def _in(self, dtype: str) -> AbstractContextManager[Any]:
+        if dtype != "float64":
+            return nullcontext()
+        stack = ExitStack()
+        stack.enter_context(self.jax.enable_x64(True))
+        return stack
+
+
+# ---- which it is ---------------------------------------------------------------------------------
+
+FRAMEWORKS: dict[str, Callable[[], Framework]] = {"torch": Torch, "jax": Jax, "numpy": NumPy}
+
+
+def framework_of(*holders: Any, otherwise: Framework | None = None) -> Framework:
+    """Return the framework that a file (or a function's file) names among its globals."""
+    for holder in holders:
+        names = set()
+        for value in list(vars(holder).values()):
+            owner = value.__name__ if isinstance(value, ModuleType) else None
+            owner = owner or str(getattr(value, "__module__", "") or "")
+            names.add(owner.partition(".")[0])
+        if "triton" in names:
+            names.add("torch")  # whose tensors it takes
+        for name in ("torch", "jax"):
+            if name in names and name in sys.modules:
+                return FRAMEWORKS[name]()
+    return otherwise or NumPy()

@@ -1,0 +1,206 @@
+"""What is probably wrong with a function of which nothing is known but a reference.
+
+Most are plain observations of the numbers. The others change the reference's call (an input
+rounded or left out, another option) and are said when that gives what the kernel gave.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from accel.tolerance import round_bf16
+from accel.verify.like.bound import Truth
+from accel.verify.like.case import LikeCase
+from accel.verify.like.reference import Reference, Refused
+from accel.verify.subject import KernelError
+from accel.verify.trial import Judged
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from accel.verify.like.subject import LikeSubject
+
+TILES = (1024, 512, 256, 128, 64, 32, 16, 8, 4)
+
+
+def hints_for(
+    subject: "LikeSubject", reference: Reference, case: LikeCase, judged: Judged
+) -> list[str]:
+    """Return the guesses that explain a failure, the most telling first."""
+    found: list[str] = []
+    comparable = judged.got is not None and judged.exact is not None
+    if comparable and judged.kind in ("value", "nonfinite", "shape"):
+        with np.errstate(all="ignore"):
+            truth = subject.truths(case)[0].get(judged.name)
+            found += _of_numbers(case, judged)
+            if truth is not None and np.asarray(judged.got).shape == truth.exact.shape:
+                found += _of_calls(reference, case, judged, truth)
+    if judged.kind == "second":
+        found.append(
+            "a stale result? The first call is right and another, of the same shapes with other "
+            "values, is not: is something kept between calls?"
+        )
+    if judged.kind in ("value", "nonfinite", "shape", "raised") and case.layouts:
+        plain = dataclasses.replace(case, layouts={})
+        try:
+            again = subject.run(plain)
+        except (KernelError, ValueError):
+            again = []
+        if again and all(j.ok for j in again if j.name in (judged.name, "")):
+            names = ", ".join(case.layouts)
+            verb = "is" if len(case.layouts) == 1 else "are"
+            found.append(f"are strides ignored? It passes when {names} {verb} contiguous.")
+    return list(dict.fromkeys(found))
+
+
+def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
+    got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.exact, np.float64)
+    name, slack = judged.name, _slack(case)
+    if exact.ndim >= 2 and got.size == exact.size:
+        for i in range(exact.ndim):
+            for j in range(i + 1, exact.ndim):
+                swapped = exact.swapaxes(i, j)
+                if _near(swapped, exact, slack) or (i == j - 1 and 1 in exact.shape[i : j + 1]):
+                    continue
+                if _near(got, swapped, slack):
+                    yield f"transposed? {name} is right with axes {i} and {j} swapped"
+                elif np.array_equal(swapped.reshape(-1), exact.reshape(-1)):
+                    continue
+                elif got.shape == exact.shape and _near(
+                    got.reshape(-1), swapped.reshape(-1), slack
+                ):
+                    yield f"transposed? {name} lies in memory with axes {i} and {j} swapped"
+    if got.shape != exact.shape:
+        return
+    if not got.any() and exact.any():
+        yield f"{name} is zero everywhere: was it written at all?"
+        return
+    if not np.all(np.isfinite(got)):
+        return
+    for other, a in case.arrays.items():
+        if a.shape == got.shape and a.dtype.kind == "f" and a.any() and _near(got, a, slack):
+            yield f"{name} is {other}, as it was given: is anything computed?"
+    size = float(np.sum(exact * exact, where=np.isfinite(exact)))
+    if size > 0 and exact.size > 1:
+        ratio = float(np.sum(got * exact, where=np.isfinite(exact))) / size
+        if _near(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack:
+            yield _factor(case, name, ratio)
+            return
+    wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
+    if wrong.any() and not wrong.all():
+        yield from _where(name, got, wrong)
+
+
+def _where(name: str, got: Array, wrong: Array) -> Iterator[str]:
+    for axis in range(wrong.ndim):
+        length = wrong.shape[axis]
+        hit = np.flatnonzero(wrong.any(axis=tuple(a for a in range(wrong.ndim) if a != axis)))
+        first, last = int(hit[0]), int(hit[-1])
+        if length < 2 or (first == 0 and last == length - 1):
+            continue
+        what = "zero" if not got[wrong].any() else "wrong"
+        tile = next((t for t in TILES if t <= first and first % t == 0), None)
+        if tile and last == length - 1:
+            yield (
+                f"past a tile? {name} is {what} only from index {first} on along axis {axis} "
+                f"(length {length})"
+            )
+        else:
+            span = f"at index {first}" if first == last else f"from index {first} to {last}"
+            yield f"{name} is {what} only {span} of axis {axis} (length {length})"
+
+
+def _factor(case: LikeCase, name: str, ratio: float) -> str:
+    if abs(ratio + 1) < 1e-3:
+        return f"the sign is flipped: {name} is -1 times what it should be"
+    sizes = {letter: n for letter, n in case.sizes.items() if isinstance(n, int) and n > 1}
+    for letter, n in sizes.items():
+        for value, text in (
+            (1 / n, f"a mean over {letter} for a sum?"),
+            (float(n), f"a sum over {letter} for a mean?"),
+            (n**0.5, f"√{letter} too much?"),
+            (n**-0.5, f"1/√{letter} too much?"),
+        ):
+            if abs(ratio / value - 1) < 10 * _slack(case):
+                return f"{text} {name} is {ratio:.4g} times what it should be"
+    return f"a constant factor? {name} is {ratio:.4g} times what it should be"
+
+
+def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth) -> Iterator[str]:
+    """Yield what explains the result when the reference is called in another way."""
+    got = np.asarray(judged.got, np.float64)
+    options, init = reference.resolved(case), reference.init(case.sizes)
+    gradient = judged.name.startswith("d")
+    if gradient and not any(n.startswith("dout") for n in case.arrays):
+        return
+
+    def tried(text: str, arrays: dict[str, Array], given: dict[str, Any]) -> Iterator[str]:
+        try:
+            result = reference.results(arrays, given, init, "float64")[0].get(judged.name)
+        except Refused:
+            return
+        if result is None or result.shape != got.shape:
+            return
+        off = float(np.linalg.norm((got - truth.exact)[truth.judged]))
+        left = float(np.linalg.norm((got - result)[truth.judged]))
+        if np.isfinite(off) and left <= 0.1 * off:
+            yield text
+
+    floats = [n for n, a in case.arrays.items() if a.dtype.kind == "f"]
+    if case.dtype in ("float32", "float64"):
+        for text, how in (("TF32", _tf32), ("bf16", round_bf16), ("float16", _float16)):
+            arrays = {n: how(a) if n in floats else a for n, a in case.arrays.items()}
+            yield from tried(f"rounded to {text}? Inputs rounded so give it", arrays, options)
+            if _near(got, how(truth.exact), 1e-7) and not _near(got, truth.exact, 1e-7):
+                yield f"rounded to {text}? The right result rounded so is what came"
+    for name in floats:
+        if name.startswith("dout"):
+            ones = {**case.arrays, name: np.ones_like(case.arrays[name])}
+            yield from tried(
+                f"is {name} ignored? With ones for it that is what comes", ones, options
+            )
+            continue
+        for number, word in ((0, "zeros"), (1, "ones")):
+            arrays = {**case.arrays, name: np.full_like(case.arrays[name], number)}
+            yield from tried(
+                f"is {name} ignored? With {word} for it that is what comes", arrays, options
+            )
+    for name, a in case.arrays.items():
+        if a.dtype.kind == "b":
+            for other, word in ((~a, "turned around"), (np.ones_like(a), "left out")):
+                arrays = {**case.arrays, name: other}
+                yield from tried(f"is {name} {word}? That gives what came", arrays, options)
+    for name, all in reference.declared.options.items():
+        for value in all:
+            if value != case.options[name] and not isinstance(value, tuple):
+                changed = {**options, name: value}
+                yield from tried(
+                    f"is {name} ignored? {name} = {value!r} gives it", case.arrays, changed
+                )
+        if isinstance(options[name], float) and options[name]:
+            changed = {**options, name: 0.0}
+            yield from tried(f"is {name} left out?", case.arrays, changed)
+
+
+def _tf32(x: Array) -> Array:
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    kept = (bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(
+        0xFFFFE000
+    )
+    return np.asarray(kept, np.uint32).view(np.float32)
+
+
+def _float16(x: Array) -> Array:
+    return np.asarray(x, np.float16).astype(np.float32)
+
+
+def _slack(case: LikeCase) -> float:
+    return {"float64": 1e-9, "float32": 1e-4}.get(case.dtype, 2e-2)
+
+
+def _near(a: Any, b: Any, slack: float) -> bool:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape or not np.all(np.isfinite(a)):
+        return False
+    return float(np.linalg.norm(a - b)) <= slack * max(float(np.linalg.norm(b)), 1e-30)

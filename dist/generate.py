@@ -1,0 +1,274 @@
+"""``myllm generate``: a trained model continues a text.
+
+A text that outgrows the model's context goes on from its last half (``reference.session``).
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dist import checkpoint
+from dist.checkpoint import Model
+from dist.commands import parser
+from dist.documents import ASSISTANT, END, EOS_NAMES, chat
+from dist.evaluate import load_tokenizer
+from dist.pack import special_id
+from dist.use import add_model
+from reference.session import Session
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Writer:
+    """A model with its tokenizer, that reads and writes one text.
+
+    Parameters
+    ----------
+    model, tokenizer
+    stop : iterable of str
+        Strings before which writing ends.
+    keep : int
+        Of ``Session``.
+    **sampling
+        Fields of ``reference.generate.Sampling``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: "Tokenizer",
+        *,
+        stop: Iterable[str] = (),
+        keep: int = 0,
+        **sampling: Any,
+    ) -> None:
+        self.tokenizer, self.stop, self.sampling = tokenizer, tuple(stop), sampling
+        self.session = Session(model.ops, model.params, model.config, keep=keep)
+        self.eos = special_id(tokenizer, *EOS_NAMES)
+        self.context = model.config.context_length
+        self.why, self.tokens, self.seconds = "", 0, 0.0  # of the last turn
+
+    def read(self, text: str) -> None:
+        """Read a text, in which control tokens are letters like any others."""
+        ids = self.tokenizer.encode_ordinary(text)
+        if not ids and not self.session.ids:
+            # what stands before the first token of a text in training is the end of another
+            ids = [self.eos]
+        self.session.read(ids)
+
+    def read_turn(self, role: str, text: str) -> None:
+        """Read a message of a chat."""
+        for part in chat([{"role": role, "content": text}]):
+            said = str(part.text)
+            if part.control:
+                self.session.read([special_id(self.tokenizer, said)])
+            else:
+                self.session.read(self.tokenizer.encode_ordinary(said))
+
+    def write(
+        self, max_new_tokens: int, rng: np.random.Generator, *, ends: Collection[int] = ()
+    ) -> Generator[str, None, None]:
+        """Yield a continuation piece by piece, never half a character.
+
+        Parameters
+        ----------
+        ends : collection of int
+            Ids that end it, beside that of a text's end.
+        """
+        from tokenizer import DecodeStream
+
+        decoder = DecodeStream(self.tokenizer)
+        ids = self.session.write(max_new_tokens, rng=rng, stop={self.eos, *ends}, **self.sampling)
+        self.tokens, began, found = 0, time.perf_counter(), Stops(self.stop)
+        self.why = "interrupted"
+        try:
+            for token in ids:
+                self.tokens += 1
+                if token < self.tokenizer.n_vocab:  # a model may have more ids than its tokenizer
+                    yield found.step(decoder.step(token))
+                if found.stopped:
+                    break
+            else:
+                yield found.step(decoder.finish())
+            yield found.finish()
+            written = {"stop": "it wrote the end", "length": f"{max_new_tokens} tokens were asked"}
+            self.why = (
+                f"stopped at {found.stopped!r}" if found.stopped else written[self.session.why]
+            )
+        finally:
+            self.seconds = time.perf_counter() - began
+
+    def account(self) -> str:
+        """Return the last turn in a line: how many tokens, how fast, why it ended."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        parts = [f"{self.tokens} tokens, {speed:.0f} a second", self.why]
+        if self.session.forgotten:
+            parts.append(
+                f"the context of {self.context} tokens was full: {self.session.forgotten} earlier "
+                "ones are forgotten"
+            )
+        return f"({'; '.join(parts)})"
+
+
+class Stops:
+    """Text that ends before any of some strings, which may come in pieces."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings, self.stopped, self._held = strings, "", ""
+
+    def step(self, text: str) -> str:
+        """Return what can be shown: all but what may be the beginning of a string to stop at."""
+        if self.stopped:
+            return ""
+        held = self._held + text
+        found = [(held.index(s), s) for s in self.strings if s in held]
+        if found:
+            at, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+            self._held = ""
+            return held[:at]
+        longest = max(map(len, self.strings), default=1) - 1
+        keep = next(
+            (n for n in range(min(longest, len(held)), 0, -1) if self._begins(held[-n:])), 0
+        )
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def _begins(self, text: str) -> bool:
+        return any(s.startswith(text) for s in self.strings)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+def add_sampling(args: Any) -> None:
+    """Add the options of sampling."""
+    args.add_argument("--tokens", type=int, default=200, help="new tokens, at most (default 200)")
+    args.add_argument("--temperature", type=float, default=0.8, help="0: the most likely (0.8)")
+    args.add_argument("--top-k", type=int, help="choose among the k most likely")
+    args.add_argument("--top-p", type=float, help="choose among the likeliest that hold p")
+    args.add_argument(
+        "--min-p", type=float, help="choose among those at least this times as likely as the best"
+    )
+    args.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: what was said becomes less likely (1)",
+    )
+    args.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this (repeatable)"
+    )
+    args.add_argument("--seed", type=int, default=0)
+
+
+def sampling_of(given: Any) -> dict[str, Any]:
+    """Return the fields of ``Sampling``, and the strings to stop at."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
+    if "" in given.stop:
+        raise ValueError("--stop needs a text of at least one character")
+    return {name: getattr(given, name) for name in names}
+
+
+def load(given: Any) -> tuple[Model, "Tokenizer"]:
+    """Return the model and the tokenizer of a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        When it has no tokenizer, among others.
+    """
+    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{model.path} has no tokenizer beside it, so it cannot read or write text"
+        )
+    return model, load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+
+
+def show(writer: Writer, pieces: Generator[str, None, None]) -> None:
+    """Print what is written as it comes; Ctrl-C ends it, and nothing else."""
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pieces):
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print(flush=True)
+    print(writer.account(), file=sys.stderr, flush=True)
+
+
+def asked(prompt: str, leave: str) -> Iterator[str]:
+    """Yield what people type, a line each, until they leave by Ctrl-D.
+
+    On a terminal the line can be edited and earlier ones called back.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  - input() then edits lines
+    if sys.stdin.isatty():
+        print(leave, file=sys.stderr)
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n{leave}", file=sys.stderr)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``myllm generate``."""
+    args = parser(
+        "generate",
+        "Let a trained model continue a text. Without --prompt it asks for one after the other.",
+        'myllm generate runs/laptop --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',
+    )
+    add_model(args)
+    args.add_argument("--prompt", help="the text to continue; - reads it from standard input")
+    args.add_argument("--chat", action="store_true", help="the prompt is a user's turn in a chat")
+    args.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (1)"
+    )
+    add_sampling(args)
+    given = args.parse_args(argv)
+    for name in ("tokens", "num_samples"):
+        if getattr(given, name) < 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}"
+            )
+    sampling = sampling_of(given)
+    model, tokenizer = load(given)
+    end = {special_id(tokenizer, END)} if given.chat else set()
+
+    def answer(text: str, turn: int) -> None:
+        for n in range(given.num_samples):
+            writer = Writer(model, tokenizer, **sampling)
+            if given.chat:
+                writer.read_turn("user", text)
+                writer.session.read([special_id(tokenizer, ASSISTANT)])
+            else:
+                writer.read(text)
+                print(text, end="", flush=True)
+            # another seed for every prompt and every sample; the first is what generate() draws
+            rng = np.random.default_rng([given.seed + turn * given.num_samples + n, 0])
+            show(writer, writer.write(given.tokens, rng, ends=end))
+
+    if given.prompt is not None:
+        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, 0)
+        return 0
+    repeat(answer, asked("> ", "(Ctrl-C ends an answer, Ctrl-D leaves)"))
+    return 0
+
+
+def repeat(answer: Callable[[str, int], None], texts: Iterable[str]) -> None:
+    """Answer one text after the other; what one cannot be answered for is said."""
+    for turn, text in enumerate(texts):
+        try:
+            answer(text, turn)
+        except ValueError as error:
+            print(f"myllm: {error}", file=sys.stderr)

@@ -1,0 +1,154 @@
+"""Questions with choices, answered by what the model finds most likely: ``myllm eval --tasks``.
+
+Each choice is read behind the context, and scored by the log-probability of its tokens given that.
+``accuracy`` counts how often the right one has the largest sum. Long choices have more factors, so
+``accuracy per byte`` divides the sum by the choice's bytes first (Brown et al. 2020, section 2.4,
+divide by tokens; bytes do not depend on the tokenizer). The chance level is beside both.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dist.checkpoint import Model
+from dist.documents import EOS_NAMES
+from dist.pack import special_id
+from dist.score import log_probabilities
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
+
+
+class Question(NamedTuple):
+    context: str
+    choices: list[str]  # each as it stands behind the context, its space included
+    answer: int  # of the choices, from 0
+
+
+def _own(row: Mapping[str, Any]) -> Question:
+    """{"context": …, "choices": [" …", …], "answer": 0}."""
+    return Question(row["context"], list(row["choices"]), int(row["answer"]))
+
+
+def _hellaswag(row: Mapping[str, Any]) -> Question:
+    """HellaSwag (Zellers et al. 2019): a beginning and four endings."""
+    return Question(row["ctx"], [f" {end}" for end in row["endings"]], int(row["label"]))
+
+
+def _arc(row: Mapping[str, Any]) -> Question:
+    """ARC (Clark et al. 2018) and OpenBookQA: a question, lettered choices, the right letter."""
+    asked = row.get("question_stem") or row["question"]
+    choices = row.get("choices")
+    if isinstance(asked, Mapping):  # as the files of the authors have it
+        asked, own = asked["stem"], asked["choices"]
+        choices = {name: [choice[name] for choice in own] for name in ("text", "label")}
+    if not isinstance(choices, Mapping):
+        raise ValueError("its choices must have text and label")
+    return Question(
+        f"Question: {asked}\nAnswer:",
+        [f" {text}" for text in choices["text"]],
+        choices["label"].index(row["answerKey"]),
+    )
+
+
+def _piqa(row: Mapping[str, Any]) -> Question:
+    """PIQA (Bisk et al. 2020): a goal and two ways to reach it."""
+    solutions = [f" {row['sol1']}", f" {row['sol2']}"]
+    return Question(f"Question: {row['goal']}\nAnswer:", solutions, int(row["label"]))
+
+
+# a field that only rows of this form have -> what reads them
+FORMS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
+    "endings": _hellaswag,
+    "answerKey": _arc,
+    "sol1": _piqa,
+    "context": _own,
+}
+
+
+def questions(path: Path) -> Iterator[Question]:
+    """Yield the questions of a JSON-lines file, one a line, each of a form in ``FORMS``.
+
+    Raises
+    ------
+    ValueError
+        When there is no such file, or a line is no question; it names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as text: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            read = next((FORMS[field] for field in FORMS if field in row), None)
+            if read is None:
+                raise ValueError(f"it has none of the fields {', '.join(FORMS)}")
+            question = read(row)
+            if not 0 <= question.answer < len(question.choices):
+                raise ValueError(f"there is no choice {question.answer}")
+            if not all(question.choices):
+                raise ValueError("a choice is empty")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            lacking = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, line {number} is no question: {lacking}") from None
+        yield question
+
+
+class Score(NamedTuple):
+    """How many questions were answered rightly."""
+
+    n: int
+    right: int
+    right_per_byte: int
+    chance: float  # the expected share of a guess
+
+    def __str__(self) -> str:
+        parts = []
+        for name, right in (("accuracy", self.right), ("per byte", self.right_per_byte)):
+            p = right / self.n
+            parts.append(f"{name} {p:.3f} ± {math.sqrt(p * (1 - p) / self.n):.3f}")
+        return f"{', '.join(parts)}, by chance {self.chance:.3f} ({self.n} questions)"
+
+
+def answer(
+    model: Model,
+    tokenizer: "Tokenizer",
+    path: Path,
+    *,
+    limit: int | None = None,
+    tell: Callable[[int], None] = lambda done: None,
+) -> Score:
+    """Answer the questions of a file, the first ``limit`` of them.
+
+    Raises
+    ------
+    ValueError
+        When the file has no question, or a line that is none.
+    """
+    eos = special_id(tokenizer, *EOS_NAMES)
+    n = right = right_per_byte = 0
+    chance = 0.0
+    for question in questions(path):
+        if n == limit:
+            break
+        before = [eos, *tokenizer.encode_ordinary(question.context)]
+        sums, sizes = [], []
+        for choice in question.choices:
+            ids = tokenizer.encode_ordinary(choice)
+            sums.append(float(np.sum(log_probabilities(model, before + ids)[-len(ids) :])))
+            sizes.append(len(choice.encode()))
+        n += 1
+        right += int(np.argmax(sums)) == question.answer
+        right_per_byte += int(np.argmax(np.divide(sums, sizes))) == question.answer
+        chance += 1 / len(question.choices)
+        tell(n)
+    if not n:
+        raise ValueError(f"{path} has no question")
+    return Score(n, right, right_per_byte, chance / n)

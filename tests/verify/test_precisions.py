@@ -1,0 +1,152 @@
+"""Each precision: right kernels raise no alarm, those of the next coarser one are caught."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.tolerance import (
+    FP8,
+    round_bf16,
+    round_float16,
+    round_fp8,
+    round_tf32,
+    round_to,
+    scaled_fp8,
+)
+from accel.verify import VerificationError, check_module
+from accel.verify.contract import DTYPES, applies
+from accel.verify.subject import as_subject
+from reference.ops import OPS
+from reference.types import Array
+from tests.helpers.kernels.correct import kernels
+from tests.helpers.kernels.lowered import lowered, stored
+from tests.helpers.kernels.unfused import unfused_attention
+
+EIGHT_BITS = tuple(FP8)
+
+
+def eight(dtype: str) -> Callable[[Array], Array]:
+    return lambda x: scaled_fp8(x, dtype)
+
+
+RIGHT: dict[str, list[Any]] = {
+    "float16": [
+        kernels(round_float16),
+        unfused_attention(False, round_float16),
+        unfused_attention(True, round_float16),
+    ],
+    "tf32": [lowered(round_tf32), lowered(lambda x: x)],
+    "e4m3": [stored(eight("e4m3"), lambda x: x), stored(eight("e4m3"), round_bf16)],
+    "e5m2": [stored(eight("e5m2"), lambda x: x), stored(eight("e5m2"), round_bf16)],
+}
+
+
+@pytest.mark.parametrize("dtype", RIGHT)
+def test_right_kernels_raise_no_alarm(dtype: str) -> None:
+    for kernel in RIGHT[dtype]:
+        check_module(kernel, dtypes=[dtype], examples=12, partial=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", RIGHT)
+def test_right_kernels_raise_no_alarm_in_fifty_seeds(dtype: str) -> None:
+    for seed in range(50):
+        for kernel in RIGHT[dtype]:
+            check_module(kernel, dtypes=[dtype], seed=seed, shrink=False, partial=True)
+
+
+HALF_SUMS = "float16, sums too"
+
+
+def half_sums() -> SimpleNamespace:
+    """Add up in float16, a product at a time."""
+
+    def logits(x: Array, head: Array, bias: Array | None = None) -> Array:
+        total = np.zeros((*x.shape[:-1], len(head)), np.float16)
+        for i in range(x.shape[-1]):
+            total += (x[..., i, None] * head[:, i]).astype(np.float16)
+        out = total.astype(np.float32)
+        return out if bias is None else round_float16(out + bias)
+
+    return SimpleNamespace(logits=logits)
+
+
+COARSER = [
+    ("bf16 for float16", "float16", kernels(round_bf16), ("linear", "rmsnorm", "attention")),
+    (HALF_SUMS, "float16", half_sums(), ("logits",)),
+    ("float16 for float32", "float32", kernels(round_float16), ("linear", "gelu", "attention")),
+    ("TF32 for float32", "float32", lowered(round_tf32), ("linear", "logits", "attention")),
+    ("bf16 for TF32", "tf32", lowered(round_bf16), ("linear", "logits", "attention")),
+    ("e5m2 for e4m3", "e4m3", stored(eight("e5m2"), round_bf16), ("linear", "embedding")),
+    ("e4m3 for e5m2", "e5m2", stored(eight("e4m3"), round_bf16), ("linear", "write_kv")),
+    ("results in 8 bits as well", "e4m3", stored(eight("e4m3"), eight("e4m3")), ("logits",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "op"),
+    [
+        pytest.param(kernel, dtype, op, id=f"{title}: {op}")
+        for title, dtype, kernel, ops in COARSER
+        for op in ops
+    ],
+)
+def test_a_coarser_precision_is_caught(kernel: Any, dtype: str, op: str) -> None:
+    with pytest.raises(VerificationError, match=f"FAIL {op}"):
+        check_module(kernel, ops=[op], dtypes=[dtype], examples=15, shrink=False, partial=True)
+
+
+def test_tf32_and_eight_bits_are_for_what_is_multiplied_or_stored() -> None:
+    takers = {d: [op for op in OPS if applies(OPS[op], d)] for d in DTYPES}
+    assert takers["tf32"] == ["linear", "attention", "linear_cross_entropy", "logits"]
+    for dtype in EIGHT_BITS:
+        assert takers[dtype] == ["embedding", "linear", "logits", "write_kv"]
+    assert takers["float16"] == takers["bf16"] and "adamw" not in takers["float16"]
+    assert takers["float32"] == list(OPS)
+
+
+def test_a_module_that_keeps_float16_is_checked_in_float16() -> None:
+    def relu_forward(x: Array) -> Any:
+        assert x.dtype == np.float16
+        return np.maximum(x, 0), None
+
+    module = SimpleNamespace(
+        from_numpy=lambda x: x.astype(np.float16), to_numpy=lambda x: x, relu_forward=relu_forward
+    )
+    assert as_subject(module).dtypes() == ("float16",)
+    assert [op.dtype for op in check_module(module, examples=10, partial=True).ops] == ["float16"]
+
+
+# ---- the roundings themselves --------------------------------------------------------------------
+
+
+@given(st.floats(-(2.0**60), 2.0**60, width=32))
+def test_tf32_keeps_ten_explicit_bits(x: float) -> None:
+    y = float(round_tf32(np.float32(x)))
+    assert abs(y - x) <= 2.0**-11 * abs(x) + 1e-38
+    assert int(np.float32(y).view(np.uint32)) & 0x1FFF == 0
+
+
+@pytest.mark.parametrize(("dtype", "count", "least"), [("e4m3", 253, 2**-9), ("e5m2", 247, 2**-16)])
+def test_eight_bits_hold_so_many_numbers(dtype: str, count: int, least: float) -> None:
+    top = FP8[dtype][2]
+    fine = np.concatenate([np.linspace(0, 1, 200_001), np.geomspace(1e-7, 2 * top, 200_001)])
+    held = np.unique(round_fp8(np.concatenate([fine, -fine]), dtype) + 0.0)
+    assert len(held) == count
+    assert held.max() == top and held[held > 0].min() == least
+    np.testing.assert_array_equal(round_fp8(held, dtype), held)
+    between = (held[1:] + held[:-1]) / 2
+    near = round_fp8(between * (1 + 1e-6), dtype)
+    assert (np.abs(near - between) <= (held[1:] - held[:-1]) * 0.51).all()
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_storing_in_eight_bits_again_loses_nothing(dtype: str) -> None:
+    x = round_to(np.random.default_rng(0).standard_normal((50, 30)), dtype)
+    np.testing.assert_array_equal(round_to(x, dtype), x)
+    assert len(np.unique(np.abs(x))) < 130
