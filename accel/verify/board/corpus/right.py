@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numba
 import numpy as np
 
+from accel.verify.board.corpus import kernels as k
+from accel.verify.board.corpus.build import edited
+from accel.verify.board.corpus.build import functions as built
+from accel.verify.board.corpus.wrong import Wrong
 from reference.ops import OPS
 from reference.types import Loss
-from tests.verify.unseen import kernels as k
-from tests.verify.unseen.build import edited
-from tests.verify.unseen.build import functions as built
-from tests.verify.unseen.wrong import Wrong
 
 # (op, name, edits): the same mathematics, in another order
 EDITED = [
@@ -113,6 +113,39 @@ def stored_as_bf16(module, op):
     if not OPS[op].backward:
         names = {op: lambda *arrays, **options: bf16(getattr(module, op)(*arrays, **options))}
     return SimpleNamespace(DTYPES="bf16", **names)
+
+
+def tf32(value):
+    """Round float32 matrices to TF32's ten bits, to nearest even, as tensor cores read them."""
+    if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim > 1:
+        bits = np.ascontiguousarray(value).view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13 << 13).astype(np.uint32)
+        return np.where(np.isfinite(value), rounded.view(np.float32), value)
+    return value
+
+
+def products_in_tf32(module, op):
+    """The same kernels, the operands of their products rounded to TF32."""
+
+    def rounded(arrays, options):
+        return [tf32(a) for a in arrays], {name: tf32(value) for name, value in options.items()}
+
+    def forward(*arrays, **options):
+        arrays, options = rounded(arrays, options)
+        return getattr(module, f"{op}_forward")(*arrays, **options)
+
+    def backward(dout, cache):
+        return getattr(module, f"{op}_backward")(tf32(dout), cache)
+
+    def only(*arrays, **options):
+        arrays, options = rounded(arrays, options)
+        return getattr(module, op)(*arrays, **options)
+
+    if OPS[op].backward:
+        functions = {f"{op}_forward": forward, f"{op}_backward": backward}
+    else:
+        functions = {op: only}
+    return SimpleNamespace(DTYPES="tf32", **functions)
 
 
 # ---- ways of their own; a class is the op's functions --------------------------------------------
@@ -277,7 +310,10 @@ class RmsNormKahan:
     op = "rmsnorm"
 
     def kahan(terms):
-        total, lost = np.zeros(terms.shape[:-1], terms.dtype), np.zeros(terms.shape[:-1], terms.dtype)
+        total, lost = (
+            np.zeros(terms.shape[:-1], terms.dtype),
+            np.zeros(terms.shape[:-1], terms.dtype),
+        )
         for i in range(terms.shape[-1]):
             y = terms[..., i] - lost
             new = total + y
@@ -294,7 +330,9 @@ class RmsNormKahan:
         D = x.shape[-1]
         dn = dout * gain
         dx = r * dn - r**3 * x * (RmsNormKahan.kahan(dn * x) / D)
-        return dx, np.ascontiguousarray(np.einsum("nd,nd->d", dout.reshape(-1, D), (x * r).reshape(-1, D)))
+        return dx, np.ascontiguousarray(
+            np.einsum("nd,nd->d", dout.reshape(-1, D), (x * r).reshape(-1, D))
+        )
 
 
 class RmsNormByNorm:
@@ -334,7 +372,14 @@ class LossOfWholeLogits:
         m = z.max(axis=-1, keepdims=True)
         logp = (z - m) - np.log(np.exp(z - m).sum(axis=-1, keepdims=True))
         losses = -np.take_along_axis(logp, y[..., None], axis=-1)[..., 0]
-        return Loss(float(losses[ok].sum(dtype=np.float64)), int(ok.sum())), (x, head, y, ok, bias, logp)
+        return Loss(float(losses[ok].sum(dtype=np.float64)), int(ok.sum())), (
+            x,
+            head,
+            y,
+            ok,
+            bias,
+            logp,
+        )
 
     def linear_cross_entropy_backward(dloss, cache):
         x, head, y, ok, bias, logp = cache
@@ -483,19 +528,24 @@ class LinearNumba:
 OWN = [v for v in list(globals().values()) if isinstance(getattr(v, "op", None), str)]
 
 
-def all_right():
-    """(op, name, kind, module) of every right kernel of NumPy and Numba."""
-    for op in OPS:
-        yield op, "tiled", "NumPy", built(edited(Wrong(op, "", "", "", (), "")), op)
-    for op, name, edits in EDITED:
-        yield op, name, "NumPy", built(edited(Wrong(op, name, "", "", edits, "")), op)
+def all_right(op):
+    """(name, kind, module) of every right kernel of an op of NumPy and Numba."""
+    yield "tiled", "NumPy", built(edited(Wrong(op, "", "", "", (), "")), op)
+    for of, name, edits in EDITED:
+        if of == op:
+            yield name, "NumPy", built(edited(Wrong(op, name, "", "", edits, "")), op)
     for cls in OWN:
-        kind = "Numba" if cls.__name__.endswith("Numba") else "NumPy"
-        functions = {name: vars(cls)[name] for name in OPS[cls.op].names}
-        yield cls.op, cls.__name__, kind, SimpleNamespace(**functions)
-    for op in ("attention", "layernorm", "rmsnorm", "linear", "swiglu", "linear_cross_entropy"):
-        yield op, "upcast", "float64 inside", upcast(k, op)
-        yield op, "stored_as_bf16", "bf16", stored_as_bf16(k, op)
-    yield "rope", "stored_as_bf16", "bf16", stored_as_bf16(k, "rope")
-    yield "softmax", "upcast", "float64 inside", upcast(k, "softmax")
-    yield "softmax", "stored_as_bf16", "bf16", stored_as_bf16(k, "softmax")
+        if cls.op == op:
+            kind = "Numba" if cls.__name__.endswith("Numba") else "NumPy"
+            functions = {name: vars(cls)[name] for name in OPS[op].names}
+            yield cls.__name__, kind, SimpleNamespace(**functions)
+    if op in ("attention", "layernorm", "rmsnorm", "linear", "swiglu", "linear_cross_entropy"):
+        yield "upcast", "float64 inside", upcast(k, op)
+        yield "stored_as_bf16", "bf16", stored_as_bf16(k, op)
+    if op == "rope":
+        yield "stored_as_bf16", "bf16", stored_as_bf16(k, op)
+    if op == "softmax":
+        yield "upcast", "float64 inside", upcast(k, op)
+        yield "stored_as_bf16", "bf16", stored_as_bf16(k, op)
+    if op in ("attention", "linear", "linear_cross_entropy", "logits"):
+        yield "products_in_tf32", "tf32", products_in_tf32(k, op)

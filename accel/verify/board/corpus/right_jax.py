@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-DTYPES = "float32"
+DTYPES = ("float32",)
 from_numpy = jnp.asarray
 
 

@@ -1,5 +1,8 @@
 """Wrong kernels: ``kernels.py`` with one thing mistaken each, and a call that shows it.
 
+Of each: the op, a name, what is wrong, words that a right hint has one of, the call, and the old
+and new text in the op's section.
+
 Written on 22 November 2026 from the contract alone, before anything of ``accel.verify``'s cases had
 been read by the one who wrote them.
 """
@@ -13,7 +16,7 @@ class Wrong(NamedTuple):
     what: str  # what is wrong
     words: str  # of a hint that names it, any of them
     edits: tuple[tuple[str, ...], ...]  # (old, new), in the op's section; old may occur many times
-    witness: str  # a call, by the functions of witness.py
+    witness: str  # a call, by the functions of calls.py
 
 
 WRONG: list[Wrong] = []
@@ -22,6 +25,8 @@ WRONG: list[Wrong] = []
 def w(op, name, what, words, witness, *edits):
     WRONG.append(Wrong(op, name, what, words, edits, witness))
 
+
+# fmt: off
 
 # ---- attention ----
 
