@@ -57,6 +57,9 @@ COMMANDS: dict[str, Command] = {
     "tokenizer extend": Command("tokenizer.cli:extend", "add special tokens, those of a chat"),
     "tokenizer compare": Command("tokenizer.cli:compare", "four ways to cut text, side by side"),
     "bench cuda": Command("accel.bench.cuda:main", "the GPU's kernels, products and training step"),
+    "bench verify": Command(
+        "accel.verify.board.bench:main", "what verify and others' rules catch of wrong kernels"
+    ),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
     "bench tokenizer": Command(
         "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"

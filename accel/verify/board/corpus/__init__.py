@@ -1,0 +1,1 @@
+"""Kernels to be judged, untyped as people write them."""
