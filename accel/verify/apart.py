@@ -379,11 +379,14 @@ class Worker:
             assert self.process.stdin is not None
             for content in (*self._first, job):
                 pickle.dump(content, self.process.stdin)
+            # loading a subject may compile it, which is no case that hangs
+            patience = max(self.timeout, TIMEOUT) if self._first else self.timeout
             self._first = ()
             self.process.stdin.flush()
             while True:
-                if not self.told.poll(self.timeout):
-                    raise Silent(f"gave no answer within {self.timeout:g} s and was stopped")
+                if not self.told.poll(patience):
+                    raise Silent(f"gave no answer within {patience:g} s and was stopped")
+                patience = self.timeout
                 kind, content = self.told.recv()
                 if kind == "error":
                     raise content
