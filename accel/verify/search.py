@@ -307,7 +307,10 @@ def _with_quarters(case: Case) -> Case:
             return value
         if not np.isfinite(value).all():
             return value
-        quarters = np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
+        quarters = np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0
+        # what was not zero stays so
+        quarters = np.where((quarters == 0) & (value != 0), np.copysign(0.25, value), quarters)
+        quarters = np.asarray(quarters, value.dtype)
         return round_to(quarters, case.dtype)
 
     arrays = {name: rounded(a) for name, a in case.arrays.items()}
