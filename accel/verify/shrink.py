@@ -6,6 +6,7 @@ what is not needed.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
@@ -22,7 +23,9 @@ from accel.verify.travel import special_at, tamed
 from accel.verify.trial import Judged
 
 SEEDS = 4  # other numbers that a simpler case is tried with
-RUNS = 200  # of the kernel, for one failing result; the smallest case found is kept
+# of the kernel, and of the clock, for one failing result; the smallest case found is kept
+RUNS = 200
+SECONDS = 10.0
 
 
 class Found(NamedTuple):
@@ -44,11 +47,11 @@ def smallest(
     """Shrink a failing case, looking only at the one result that failed in it."""
     asked: set[tuple[int, ...]] = set()
     tried: set[tuple[int, ...]] = set()
-    rich = is_rich(found.judged)
+    rich, begun = is_rich(found.judged), time.monotonic()
 
     def simpler_one(found: Found) -> Found | None:
         for wanted in _simplified(found.choices):
-            if len(tried) >= RUNS:
+            if len(tried) >= RUNS or time.monotonic() - begun > SECONDS:
                 return None
             if tuple(wanted) in asked:
                 continue
@@ -148,8 +151,10 @@ def _with_quarters(case: Case) -> Case:
             return value
         if not np.isfinite(value).all():
             return value
-        quarters = np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
-        return round_to(quarters, case.dtype)
+        quarters = np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0
+        # what was not zero stays so
+        quarters = np.where((quarters == 0) & (value != 0), np.copysign(0.25, value), quarters)
+        return round_to(np.asarray(quarters, value.dtype), case.dtype)
 
     arrays = {name: rounded(a) for name, a in case.arrays.items()}
     return dataclasses.replace(case, arrays=arrays, cotangent=rounded(case.cotangent))
