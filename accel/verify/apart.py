@@ -42,7 +42,8 @@ from accel.verify.check import (
 from accel.verify.contract import Case
 from accel.verify.files import case_command, save_failure, search_command
 from accel.verify.report import Report
-from accel.verify.search import Failure, OpReport, simpler
+from accel.verify.search import Failure, OpReport
+from accel.verify.shrink import simpler
 from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
 from accel.verify.trial import Judged
 

@@ -19,7 +19,7 @@ from accel.verify.files import (
 from accel.verify.like.case import OwnOp
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
-from accel.verify.search import Failure, OpReport, require_hypothesis, search
+from accel.verify.search import Failure, OpReport, gather, search
 from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError, as_subject
 from reference.contract import Op
 from reference.ops import OPS
@@ -278,7 +278,6 @@ def check_subject(
     found : callable
         Told of each op in each precision when it is through.
     """
-    require_hypothesis()
     report = Report(subject.name, options.seed, list(earlier), partial=options.partial)
     chosen = options.dtypes is not None or subject.declared_dtypes() is not None
     plan = planned(subject, options)
@@ -338,14 +337,9 @@ def _leave_out(found: OpReport) -> None:
 
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
-    more = options.mistakes
-    failure.hints = subject.hints(failure.case, failure.judged, more)
-    if len(failure.hints) > 1 and failure.telling is not None:
-        # a small case has many explanations, of which a large one leaves few
-        others = subject.hints(*failure.telling, more)
-        failure.hints = [hint for hint in failure.hints if hint in others] or failure.hints
+    evidence, failure.evidence = failure.evidence, None
+    failure.hints = subject.hints(failure.case, failure.judged, evidence, options.mistakes)
     failure.hints = failure.hints[:MAX_HINTS]
-    failure.telling = None
     failure.rerun = search_command(
         subject.command,
         failure.op,
@@ -375,10 +369,11 @@ def replay(subject: Subject, case: Case) -> list[Failure]:
     """
     if case.spec not in subject.specs():
         raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
+    wrong = [judged for judged in subject.run(case) if not judged.ok]
+    evidence = gather(subject, case.spec, case.dtype) if wrong else None
     failures = []
-    for judged in subject.run(case):
-        if not judged.ok:
-            failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-            failure.hints = subject.hints(case, judged)[:MAX_HINTS]
-            failures.append(failure)
+    for judged in wrong:
+        failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
+        failure.hints = subject.hints(case, judged, evidence)[:MAX_HINTS]
+        failures.append(failure)
     return failures

@@ -1,8 +1,8 @@
 """What the generators of cases draw from: inputs that hurt.
 
-A generator asks ``draw.pick(options, name)`` for every choice, the simplest option first.
-Hypothesis answers in ``search.py``, which is why a failing case shrinks towards the first options;
-a plain random generator answers for the golden vectors, and may in any other test. A name lets the
+A generator asks ``draw.pick(options, name)`` for every choice, the simplest option first. A dealer
+answers in ``search.py``, ``shrink.py`` moves a failing case towards the first options; a plain
+random generator answers for the golden vectors, and may in any other test. A name lets the
 ``HARD`` cases of a room, which come first, say what a choice has to be.
 
 Sizes are one, primes, and one past the tiles that kernels are cut into (16, 32, 64, 128, 256, …);

@@ -3,43 +3,29 @@
 The first pass tries all cases and stops at none, so that everything that fails is known. It begins
 with the hard cases that the op's room names. All other choices are dealt like cards: each option of
 a choice comes up once before any comes up twice, so a few dozen cases see every size, mask and
-memory layout. Then, for each result that fails, Hypothesis
-shrinks the choices of a failing case towards the first, simplest options. All is drawn from the
-seed: the same seed gives the same cases.
+memory layout. Then, for each result that fails, the choices of a failing case shrink towards the
+first, simplest options (``shrink.py``). All is drawn from the seed: the same seed gives the same
+cases.
 """
 
 import dataclasses
-import importlib.util
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from accel.tolerance import round_to
-from accel.verify.contract import Case, storable
-from accel.verify.cuts import cut_while
+from accel.verify.contract import Case
 from accel.verify.draw import Pick
+from accel.verify.evidence import Evidence
+from accel.verify.shrink import Found, smallest
 from accel.verify.subject import Subject
-from accel.verify.travel import special_at, tamed
 from accel.verify.trial import Judged
 from reference.contract import Op
 
-# Of the kernel, for one failing result; the smallest case found is kept. What fails only when it is
-# long takes long.
-SHRINK_RUNS, SHRINK_SECONDS = 500, 10.0
-TELLING = 5_000  # elements of a case that hints are tried on
-
-
-class Found(NamedTuple):
-    """A case that fails, in what, and the choices that made it."""
-
-    case: Case
-    judged: Judged
-    choices: list[int]
+GATHERED = 40  # cases beside one that is run again, for its hints
 
 
 @dataclasses.dataclass
@@ -56,7 +42,7 @@ class Failure:
     also: list[str] = dataclasses.field(default_factory=list)  # what else fails in this case
     file: str = ""  # the .npz
     rerun: str = ""  # the command that runs this case again
-    telling: tuple[Case, Judged] | None = None  # a larger case, while hints are made
+    evidence: Evidence | None = None  # of all cases, while hints are made
 
     @property
     def gradient(self) -> bool:
@@ -146,7 +132,7 @@ def search(
     # every op has a stream of its own, so that --op draws what a whole run draws
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
     first: dict[tuple[str, str], Found] = {}  # the smallest that was drawn
-    telling: dict[tuple[str, str], tuple[Case, Judged]] = {}  # a large one
+    evidence = Evidence()
 
     def look(case: Case, choices: list[int]) -> None:
         judged = subject.run(case)
@@ -159,10 +145,10 @@ def search(
         for result in judged:
             if not result.ok:
                 key = (result.name, result.kind)
-                if key not in first or case.size < first[key].case.size:
-                    first[key] = Found(case, result, choices)
-                if key not in telling or _tells(case) < _tells(telling[key][0]):
-                    telling[key] = case, result
+                found = Found(case, result, choices)
+                if key not in first or found.order < first[key].order:
+                    first[key] = found
+        evidence.add(case, judged)
         tick()
 
     dealer = Dealer(stream, subject.hard(spec))
@@ -174,168 +160,39 @@ def search(
     shown: set[tuple[str, str]] = set()
     for key in _in_order(first, list(report.results)):
         # what is wrong with any number is wrong with NaN as well, and in a second call
-        if key in shown or (key[1] in ("second", "nan") and (key[0], "value") in first):
+        if key in shown or (key[1] in ("second", "refilled", "nan") and (key[0], "value") in first):
             continue
         found = first[key]
         if shrink and key not in known:
-            found = smallest(subject, spec, dtype, key, found, seed=stream)
+            found = smallest(subject, partial(subject.draw, spec, dtype), key, found)
         case = found.case
         # what else the smallest case shows needs no search of its own
         also = [(j.name, j.kind) for j in subject.run(case) if not j.ok]
         shown |= {key, *also}
-        failure = Failure(spec.name, dtype, *key, case, found.judged, telling=telling[key])
+        failure = Failure(spec.name, dtype, *key, case, found.judged, evidence=evidence)
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
         report.failures.append(failure)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _tells(case: Case) -> tuple[bool, int, int]:
-    """Order cases by how much a hint says that explains them: few features, many numbers."""
-    elements, features = case.size
-    return elements > TELLING, features, -elements
+def gather(subject: Subject, spec: Op, dtype: str, cases: int = GATHERED) -> Evidence:
+    """Return what some cases say of an op of which one failing case is known."""
+    evidence, dealer = Evidence(), Dealer(0, subject.hard(spec))
+    for _ in range(cases):
+        case = subject.draw(spec, dtype, dealer.picks([]))
+        evidence.add(case, subject.run(case))
+    return evidence
 
 
 def _in_order(keys: Iterable[tuple[str, str]], results: list[str]) -> list[tuple[str, str]]:
-    """Return failures with those of calls first, then as the results are listed."""
+    """Return failures of calls, and of what they may not write, then as results are listed."""
 
     def place(key: tuple[str, str]) -> tuple[int, int]:
-        at = results.index(key[0]) if key[0] in results else -1
+        at = results.index(key[0]) if key[0] in results and key[1] != "written" else -1
         return at, key[1] != "value"
 
     return sorted(keys, key=place)
-
-
-def smallest(
-    subject: Subject, spec: Op, dtype: str, key: tuple[str, str], found: Found, *, seed: int
-) -> Found:
-    """Shrink a failing case, looking only at the one result that failed in it.
-
-    Hypothesis cannot be handed a case to start from, so it is led to it: at each choice it may keep
-    what was chosen, which it nearly always does at first, or choose anew. Shrinking then gives up
-    one kept choice after another.
-    """
-    import hypothesis
-    from hypothesis import strategies as st
-    from hypothesis.errors import HypothesisException
-
-    class Fails(Exception):
-        """Tells Hypothesis that a case fails."""
-
-    best = found
-    runs, begun = 0, time.monotonic()
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=200,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-        print_blob=False,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        verbosity=hypothesis.Verbosity.quiet,
-    )
-    @hypothesis.given(st.data())
-    def shrinking(data: Any) -> None:
-        nonlocal best, runs
-        runs += 1
-        if runs > SHRINK_RUNS or time.monotonic() - begun > SHRINK_SECONDS:
-            return
-        choices: list[int] = []
-
-        def pick(options: Sequence[Any], name: str = "") -> Any:
-            at, last = len(choices), len(options) - 1
-            kept = min(found.choices[at], last) if at < len(found.choices) else 0
-            if kept and data.draw(st.integers(0, 99)):
-                choices.append(kept)
-            else:
-                choices.append(data.draw(st.integers(0, last)))
-            return options[choices[-1]]
-
-        case = subject.draw(spec, dtype, pick)
-        for result in subject.run(case):
-            if not result.ok and (result.name, result.kind) == key:
-                if case.size <= best.case.size:
-                    best = Found(case, result, choices)
-                raise Fails
-
-    try:
-        shrinking()
-    except Fails:
-        pass
-    except (HypothesisException, BaseExceptionGroup) as error:
-        # a kernel that remembers earlier calls gives other results when a case is tried again,
-        # which Hypothesis calls flaky; the smallest case that failed has been noted all the same
-        if "Flaky" not in type(error).__name__ and not isinstance(error, BaseExceptionGroup):
-            raise
-    return _without_the_needless(subject, best, key)
-
-
-def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) -> Found:
-    """Take away, one at a time, whatever a failing case does not need in order to fail."""
-
-    def fails(candidate: Case) -> bool:
-        nonlocal found
-        try:
-            if not storable(candidate):
-                return False
-            results = subject.run(candidate)
-        except (ValueError, IndexError):
-            return False  # the reference refuses it
-        still = [j for j in results if not j.ok and (j.name, j.kind) == key]
-        if still:
-            found = found._replace(case=candidate, judged=still[0])
-        return bool(still)
-
-    for changed in simpler(found.case):
-        fails(changed(found.case))
-    cut_while(found.case, fails, subject.cuts)
-    for changed in simpler(found.case):
-        fails(changed(found.case))
-    return found
-
-
-def _with_quarters(case: Case) -> Case:
-    """Round every number to a quarter, which is short to read."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(rounded(part) for part in value)
-        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-            return value
-        if not np.isfinite(value).all():
-            return value
-        quarters = np.asarray(np.round(4 * np.clip(value, -4, 4)) / 4 + 0.0, value.dtype)
-        return round_to(quarters, case.dtype)
-
-    arrays = {name: rounded(a) for name, a in case.arrays.items()}
-    return dataclasses.replace(case, arrays=arrays, cotangent=rounded(case.cotangent))
-
-
-def simpler(case: Case) -> list[Callable[[Case], Case]]:
-    """Return what can be taken away from a case: its manner first, then optional arguments."""
-    return [
-        _with_quarters,
-        *([_tamed] if special_at(case) is not None else []),
-        partial(dataclasses.replace, interleaved=False),
-        partial(dataclasses.replace, layouts={}),
-        partial(dataclasses.replace, out=""),
-        *(partial(_with_plain, name) for name in case.layouts),
-        *(methodcaller("without", name) for name in case.optional() if name != "dropout_key"),
-    ]
-
-
-def _tamed(case: Case) -> Case:
-    """Put a number where NaN or an infinity is."""
-    place = special_at(case)
-    return case if place is None else tamed(case, place, 1.0)
-
-
-def _with_plain(name: str, case: Case) -> Case:
-    layouts = {n: layout for n, layout in case.layouts.items() if n != name}
-    return dataclasses.replace(case, layouts=layouts)
 
 
 class Dealer:
@@ -367,12 +224,3 @@ class Dealer:
             return options[choices[-1]]
 
         return pick
-
-
-def require_hypothesis() -> None:
-    """Raise an ``ImportError`` that says what to install when Hypothesis is missing."""
-    if importlib.util.find_spec("hypothesis") is None:
-        raise ImportError(
-            "myllm verify shrinks failing cases with Hypothesis, which is not installed; "
-            "pip install -e '.[verify]' in the clone"
-        )

@@ -31,6 +31,7 @@ from reference.types import Array
 
 GUARD_BYTES = 64  # on either side of an array: it stays aligned as vector loads want it
 if TYPE_CHECKING:
+    from accel.verify.evidence import Evidence
     from accel.verify.trial import Judged
 
 # where to go with an op that the contract has not
@@ -275,12 +276,13 @@ class Subject:
         self,
         case: Case,
         judged: "Judged",
+        evidence: "Evidence | None" = None,
         more: Iterable[tuple[str, str]] = (),
     ) -> list[str]:
-        """Return what may be wrong."""
+        """Return what may be wrong; the evidence is what other cases say."""
         from accel.verify.hints import hints_for  # which needs this module
 
-        return hints_for(self, case, judged, more)
+        return hints_for(self, case, judged, evidence, more)
 
     # ---- arrays ------------------------------------------------------------------------------
 

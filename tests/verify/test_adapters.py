@@ -39,7 +39,7 @@ WRONG = [
         "run_softmax",
         "np.exp(in_features - in_features.max(axis=dim, keepdims=True))",
         "np.exp(in_features)",
-        "is the maximum taken off first?",
+        "is the maximum not taken off?",
     ),
     Wrong(
         "run_rmsnorm",

@@ -213,7 +213,7 @@ def elements(case: Case) -> int:
 @pytest.mark.parametrize(
     ("title", "at_most", "hint"),
     [
-        ("ε outside the root", 2, "is eps outside the root"),
+        ("ε outside the root", 4, "is eps outside the root"),
         ("the projection along n missing", 4, "is the term n · mean"),
         ("repeated ids overwrite", 8, "is the gradient of a repeated id overwritten"),
         ("bias left out", 6, "is bias left out"),
@@ -222,7 +222,7 @@ def elements(case: Case) -> int:
         ("stale cache", 4, "a stale cache"),
         ("strides ignored", 8, "are strides ignored"),
         ("no 1/(1 - p)", 4, "the 1/(1 - p) of dropout is missing"),
-        ("scale missing in the backward", 2, "the factor is missing"),
+        ("scale missing in the backward", 2, "factor is missing"),
         ("pairs j with j + d/2", 16, "wrong pairs"),
         ("everything decays", 8, "is weight decay applied to all"),
     ],

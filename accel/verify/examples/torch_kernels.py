@@ -1,6 +1,6 @@
 """Kernels in PyTorch, checked with ``myllm verify --module``: gradients by autograd and by hand.
 
-    pip install -e '.[verify]' torch
+    pip install -e . torch
     myllm verify --module accel/verify/examples/torch_kernels.py
 
 A Triton kernel is called in the same place as the PyTorch functions here; on a GPU let

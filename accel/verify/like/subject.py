@@ -10,6 +10,7 @@ import numpy as np
 from accel.tolerance import Magnitude
 from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
+from accel.verify.evidence import Evidence
 from accel.verify.like.bound import ROUNDINGS, Truth, close, expect, moved, rounded
 from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import Framework, Jax, NoGradient, NumPy, Torch, named_parts
@@ -253,7 +254,13 @@ class LikeSubject(Subject):
         self.watch("case", case)
         return _Run(self, pair, case, truths, types).judged
 
-    def hints(self, case: Case, judged: Judged, more: Iterable[tuple[str, str]] = ()) -> list[str]:
+    def hints(
+        self,
+        case: Case,
+        judged: Judged,
+        evidence: Evidence | None = None,
+        more: Iterable[tuple[str, str]] = (),
+    ) -> list[str]:
         assert isinstance(case, LikeCase)
         return hints_for(self, self.pairs[case.op].reference, case, judged)
 

@@ -39,10 +39,10 @@ class Room:
     ratios: Callable[["Case"], Iterator[tuple[float, str]]] = lambda case: iter(())
     # (what it means, a result, where): said when that result is wrong there and nowhere else
     only: Callable[["Case"], Iterator[tuple[str, str, Array]]] = lambda case: iter(())
-    # what is special about a case that nothing explains
-    remarks: Callable[["Case"], Iterator[str]] = lambda case: iter(())
     # what a backward without a cache is given beside the forward's arguments and out
     saved: Callable[["Case"], Mapping[str, Array]] = lambda case: {}
+    # texts beside this one with more mistakes than the op's own has (``spoiled.py``)
+    TABLES: tuple[str, ...] = ()
     CUTS: str = ""  # letters of the axes that may be cut to make a case smaller
     WEIGHT: float = 1  # how many cases it gets: more where there are more ways to go wrong
     # what named choices have to be in the first cases: the hardest first

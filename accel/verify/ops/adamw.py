@@ -73,5 +73,5 @@ def mistakes(case: Case) -> Mistakes:
     yield "is weight decay left out?", case.but(weight_decay=0.0)
     yield "is grad_scale ignored?", case.but(grad_scale=1.0)
     yield "is the bias correction off by one step?", case.but(step=o["step"] + 1)
-    yield "is the bias correction missing?", case.but(step=10**9)
+    yield "is the bias correction off by one step?", case.but(step=max(1, o["step"] - 1))
     yield "beta1 and beta2 swapped?", case.but(beta1=o["beta2"], beta2=o["beta1"])

@@ -6,7 +6,7 @@ for keys and values.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +16,13 @@ from accel.verify.contract import Case, numpy_dtype, reference_results
 from accel.verify.draw import LENGTHS, MAX_SCORES
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from accel.verify.rounding import bend
-from reference import ops
 from reference.alibi import alibi_slopes
 from reference.philox import keep_mask
 from reference.types import Array
 from reference.visibility import Visibility
 
 WEIGHT = 1.5
+TABLES = ("philox",)
 PRODUCTS = True
 CUTS = "B T S Hkv G d dv"
 
@@ -314,17 +314,9 @@ def ratios(case: Case) -> Iterator[tuple[float, str]]:
     yield 1 - p, "the 1/(1 - p) of dropout is missing"
 
 
-def remarks(case: Case) -> Iterator[str]:
-    q, k = case.arrays["q"], case.arrays["k"]
-    if q.shape[2] != k.shape[2]:
-        yield f"query heads {q.shape[2]}, key/value heads {k.shape[2]}: look at the groups."
-    if q.shape[1] != k.shape[1]:
-        yield f"T = {q.shape[1]}, S = {k.shape[1]}: the queries are the last T positions."
-
-
 def mistakes(case: Case) -> Mistakes:
     a, o = case.arrays, case.options
-    (T, Hq, d), (S, Hkv) = a["q"].shape[1:], a["k"].shape[1:3]
+    (Hq, d), Hkv = a["q"].shape[2:], a["k"].shape[2]
     if a["alibi"] is not None:
         yield "the sign of ALiBi?", case.but({"alibi": -a["alibi"]})
     yield "is the causal mask left out?", case.but(causal=not o.get("causal", True))
@@ -337,29 +329,15 @@ def mistakes(case: Case) -> Mistakes:
         yield text, lambda: _otherwise_mapped(case, np.arange(Hq).reshape(-1, Hkv).T.reshape(-1))
     if o.get("dropout_p"):
         yield "is dropout left out?", case.but(dropout_p=0.0)
-    window = o.get("window", 0)
+    window, dv = o.get("window", 0), a["v"].shape[3]
+    if dv != d:
+        yield "is the scale made of the width of the values, 1/√dv?", case.but(scale=dv**-0.5)
     if window:
         text = "window off by one? each query sees one position too"
         yield "is window ignored?", case.but(window=0)
         yield f"{text} many.", case.but(window=window + 1)
         if window > 1:
             yield f"{text} few.", case.but(window=window - 1)
-    who = _visibility(o | {"q": a["q"], "k": a["k"]})
-    past, allowed = who.distance, who.allowed()[0]
-    if who.causal:
-        text = "mask off by one? each query sees one key too"
-        near = abs(past) < window if window else True
-        yield f"{text} many.", _seeing(case, (past >= -1) & near)
-        yield f"{text} few.", _seeing(case, (past >= 1) & near)
-        text = "causal mask from the top left? with S ≠ T key u is seen when u ≤ t + (S - T)."
-        yield text, _seeing(case, (past >= S - T) & near)
-    if window:
-        unlimited = who._replace(window=0).allowed()[0]
-        text = "window counted from the wrong end? it goes back from t' = t + (S - T), not from"
-        yield f"{text} t.", _seeing(case, unlimited & (abs(past - (S - T)) < window))
-        yield f"{text} the first key.", _seeing(case, unlimited & (np.arange(S) < window))
-        text = "does window limit one side only? without causal it limits later keys as well."
-        yield text, _seeing(case, allowed | (past < 0) & unlimited)
 
 
 def _otherwise_mapped(case: Case, order: Array) -> dict[str, Array]:
@@ -376,22 +354,3 @@ def _otherwise_mapped(case: Case, order: Array) -> dict[str, Array]:
     for name in {"out", "dq"} & set(results):
         results[name] = results[name][:, :, np.argsort(order)]
     return results
-
-
-def _seeing(case: Case, seen: Array) -> Callable[[], dict[str, Array]]:
-    """Return what makes the out of queries that see keys of ``seen`` (T, S) that masks allow."""
-    a, _ = case.in_float64()
-
-    def make() -> dict[str, Array]:
-        out = np.zeros((*a["q"].shape[:3], a["v"].shape[3]))
-        for t, may in enumerate(seen):
-            mask = np.broadcast_to(may, a["k"].shape[:2])
-            if a["key_mask"] is not None:
-                mask = mask & a["key_mask"]
-            if mask.any():
-                q, options = a["q"][:, t : t + 1], {**case.options, "causal": False, "window": 0}
-                one, _ = ops.attention_forward(q, a["k"], a["v"], None, mask, **options)
-                out[:, t : t + 1] = one
-        return {"out": out}
-
-    return make

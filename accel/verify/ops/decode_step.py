@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.contract import Case
+from accel.verify.contract import Case, reference_results
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values, write_kv
 from accel.verify.ops.kv_cache import LENGTHS, LONG_LENGTHS, parameters, small_model
+from accel.verify.spoiled import Mistake, listed, spoiled
 from reference import kv, ops
 from reference.model import decode_step as compose
 from reference.types import Array, KVCache
@@ -69,6 +71,15 @@ def mistakes(case: Case) -> Mistakes:
         yield "is qk_norm left out?", case.but(config=left_out)
     if config.window:
         yield "is window ignored?", case.but(config=dataclasses.replace(config, window=0))
+    for op in ("attention", "rope", config.norm, config.ffn, "linear", "logits"):
+        for mistake in listed(op):
+            yield f"in its {op}: {mistake.says}", partial(_composed, case, op, mistake)
+
+
+def _composed(case: Case, op: str, mistake: Mistake) -> dict[str, Array]:
+    """Return the results of a decoder in which one op has a mistake."""
+    own: Any = SimpleNamespace(**{**vars(ops), **vars(spoiled(op, mistake))})
+    return reference_results(case, np.float64, SimpleNamespace(decode_step=partial(compose, own)))
 
 
 def magnitude(v: Values, dout: None, u: Unit) -> Magnitudes:

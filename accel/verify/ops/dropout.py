@@ -9,6 +9,7 @@ from accel.verify.contract import Case
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference.types import Array
 
+TABLES = ("philox",)
 HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "p": 0.5, "seed": 2**40 + 3, "step": 70_001, "sample": 3, "site": 300},
     {"long": False, "p": 0.1, "seed": 2**64 - 1, "step": 2**32 - 1, "site": 2**32 - 1},

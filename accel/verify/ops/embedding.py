@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.contract import Case
 from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDTHS
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
 from reference.types import Array
 
@@ -50,15 +49,3 @@ def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
     most = int(np.bincount(ids.reshape(-1)).max(initial=1))
     dtable = ops.embedding_backward(np.abs(dout), cache)
     return {"out": Magnitude(out, 1), "dtable": Magnitude(dtable, 2, most)}
-
-
-def mistakes(case: Case) -> Mistakes:
-    a, dout = case.in_float64()
-
-    def last_wins() -> dict[str, Array]:
-        table: Array = np.zeros_like(a["table"])
-        table[a["ids"].reshape(-1)] = dout.reshape(-1, table.shape[1])
-        return {"dtable": table}
-
-    if dout is not None:
-        yield "is the gradient of a repeated id overwritten rather than added?", last_wins

@@ -5,6 +5,7 @@ import numpy as np
 from accel.verify.ops import Magnitude, Magnitudes, Values, square_sums
 from reference import ops
 
+TABLES = ("square_sums",)
 generate, HARD = square_sums.generate, square_sums.HARD
 
 

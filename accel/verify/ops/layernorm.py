@@ -3,8 +3,7 @@
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.contract import Case
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values, rmsnorm
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values, rmsnorm
 from accel.verify.ops.rmsnorm import root_mean_square
 from accel.verify.rounding import n_rows, sum_rows
 from reference.types import Array
@@ -44,30 +43,3 @@ def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
 
 def _centred(x: Array) -> Array:
     return np.asarray(x - np.mean(x, axis=-1, keepdims=True))
-
-
-def mistakes(case: Case) -> Mistakes:
-    (a, dout), eps = case.in_float64(), case.options["eps"]
-    x, gain, bias, width = a["x"], a["gain"], a["bias"], a["x"].shape[-1]
-    centred = _centred(x)
-    rms = root_mean_square(centred)
-    yield "is eps left out?", case.but(eps=1e-300)
-    yield "is bias left out?", case.but({"bias": 0 * case.arrays["bias"]})
-    yield "is eps outside the root?", lambda: {"out": centred / (rms + eps) * gain + bias}
-    sample = np.sqrt(rms**2 * width / max(width - 1, 1) + eps)
-    if width > 1:
-        yield (
-            "is the variance divided by D - 1?",
-            lambda: {"out": centred / sample * gain + bias},
-        )
-    yield (
-        "is the mean not taken off?",
-        lambda: {"out": x / root_mean_square(x, eps) * gain + bias},
-    )
-    if dout is None:
-        return
-    rstd = 1 / root_mean_square(centred, eps)
-    n, dn = centred * rstd, dout * gain
-    along = n * np.mean(dn * n, axis=-1, keepdims=True)
-    yield "is the term mean(dn) missing?", lambda: {"dx": rstd * (dn - along)}
-    yield "is the term n · mean(dn · n) missing?", lambda: {"dx": rstd * _centred(dn)}

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.contract import Case
 from accel.verify.draw import MAX_ELEMENTS, WIDTHS
-from accel.verify.ops import Draft, Draw, Magnitudes, Mistakes, Values
+from accel.verify.ops import Draft, Draw, Magnitudes, Values
 from accel.verify.rounding import n_rows, sum_rows, summed
 from reference import ops
 from reference.types import Array
@@ -61,12 +60,3 @@ def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
     if dbias is not None:
         found["dbias"] = summed(dbias, 1, n_rows(x), u, np.abs(sum_rows(dout)))
     return found
-
-
-def mistakes(case: Case) -> Mistakes:
-    a, dout = case.in_float64()
-    weight = a["weight"]
-    if weight.shape[0] == weight.shape[1]:
-        yield "transposed weight?", case.but({"weight": case.arrays["weight"].T.copy()})
-        if dout is not None:
-            yield "is dx made with the weight untransposed?", lambda: {"dx": dout @ weight}

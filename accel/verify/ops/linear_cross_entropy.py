@@ -110,10 +110,6 @@ def magnitude(v: Values, dout: float, u: Unit) -> Magnitudes:
 
 
 def ratios(case: Case) -> Iterator[tuple[float, str]]:
-    mask = case.arrays["mask"]
-    n = int(case.arrays["targets"].size if mask is None else mask.sum())
-    yield 1 / max(n, 1), "mean for sum? it is divided by the number of valid targets"
-    yield float(n), "sum for mean? it is multiplied by the number of valid targets"
     if isinstance(case.cotangent, float):
         yield 1 / case.cotangent, "dloss, the incoming gradient, is not used"
         yield case.cotangent, "dloss is used twice"

@@ -1,13 +1,11 @@
 """Cases of rmsnorm."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.contract import Case
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from accel.verify.rounding import n_rows, sum_rows
 from reference.types import Array
 
@@ -60,27 +58,3 @@ def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
 
 def root_mean_square(x: Array, eps: float = 0.0) -> Array:
     return np.asarray(np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps))
-
-
-def mistakes(case: Case) -> Mistakes:
-    (a, dout), eps = case.in_float64(), case.options["eps"]
-    x, gain = a["x"], a["gain"]
-
-    def normed(root: Callable[[], Array]) -> Callable[[], dict[str, Array]]:
-        return lambda: {"out": x / root() * gain}
-
-    yield "is eps left out?", case.but(eps=1e-300)
-    yield "is eps outside the root?", normed(lambda: root_mean_square(x) + eps)
-    centred = x - np.mean(x, axis=-1, keepdims=True)
-    yield (
-        "is the mean taken off, as in LayerNorm?",
-        lambda: {"out": centred / root_mean_square(centred) * gain},
-    )
-    width = x.shape[-1]
-    yield "sum for mean of squares?", normed(lambda: width**0.5 * root_mean_square(x, eps / width))
-    if dout is not None:
-        yield (
-            "is the term n · mean(dn · n) missing?",
-            lambda: {"dx": dout * gain / root_mean_square(x, eps)},
-        )
-        yield "is dgain made of dout alone?", lambda: {"dgain": sum_rows(dout)}

@@ -9,7 +9,6 @@ from accel.tolerance import UNIT_ROUNDOFF
 from accel.verify.contract import Case
 from accel.verify.draw import LENGTHS, LONG_LENGTHS, MAX_ELEMENTS
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
-from reference import ops
 from reference.types import Array
 
 WEIGHT = 1.5
@@ -102,30 +101,9 @@ def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
 
 
 def mistakes(case: Case) -> Mistakes:
-    (a, dout), o = case.in_float64(), case.options
-    x, start, rotated = a["x"], o.get("start", 0), o.get("rotate_heads")
+    start, rotated = case.options.get("start", 0), case.options.get("rotate_heads")
     if np.any(start):
         yield "is start ignored?", case.but(start=0)
-    yield "positions off by one?", case.but(start=np.asarray(start) + 1)
+    yield "is the option base ignored (10,000 taken instead)?", case.but(base=10_000.0)
     if rotated is not None:
         yield "is rotate_heads ignored?", case.but(rotate_heads=None)
-
-    def by_halves() -> dict[str, Array]:
-        """Pair coordinate j with j + d/2, as Hugging Face's Llama does."""
-        half = x.shape[-1] // 2
-        order = np.arange(2 * half).reshape(2, half).T.reshape(-1)
-        out = ops.rope_forward(x[..., order], **o)[0][..., np.argsort(order)]
-        if rotated is not None:
-            out[:, :, rotated:] = x[:, :, rotated:]
-        return {"out": out}
-
-    yield "wrong pairs? it pairs j with j + d/2 rather than 2j with 2j + 1.", by_halves
-    yield (
-        "is the rotation the other way round?",
-        lambda: {"out": ops.rope_backward(x, ops.rope_forward(x, **o)[1])},
-    )
-    if dout is not None:
-        yield (
-            "does the backward turn the same way as the forward?",
-            lambda: {"dx": ops.rope_forward(dout, **o)[0]},
-        )

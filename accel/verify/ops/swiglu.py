@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from accel.verify.contract import Case, reference_results
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values, gelu
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values, gelu
 from reference.types import Array
 
 CUTS = "..."
@@ -23,16 +22,3 @@ def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
         "out": Magnitude(gate * sigma * up, 8),
         "dx": Magnitude(np.concatenate([dgate, d * gate * sigma], axis=-1), 12),
     }
-
-
-def mistakes(case: Case) -> Mistakes:
-    x = case.arrays["x"]
-
-    def swapped() -> dict[str, Array]:
-        turned = case.but({"x": np.roll(x, x.shape[-1] // 2, axis=-1)})
-        results = reference_results(turned, np.float64)
-        if "dx" in results:
-            results["dx"] = np.roll(results["dx"], x.shape[-1] // 2, axis=-1)
-        return results
-
-    yield "gate and up swapped? the gate is the first half.", swapped

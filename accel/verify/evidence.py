@@ -1,0 +1,187 @@
+"""What many cases say together: the failing ones that hints are tried on, and when an op fails."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel.verify.contract import Case
+from accel.verify.travel import special_at
+from accel.verify.trial import Judged
+from reference.config import Config
+from reference.contract import Pattern
+
+TELLING = 5_000  # elements of a case that hints are tried on
+KEPT = 5  # failing cases of each result with few features, and as many with many
+TILES = (2, 4, 8, 16, 32, 64, 128, 256)
+FEWEST = 4  # failing cases, below which a condition says nothing
+CHANCE = 1e-3  # of a condition that only seems to be one
+
+Key = tuple[str, str]  # a result, and the kind of its failure
+Features = dict[str, Any]  # sizes by their letters, options, and the manner of the call
+
+
+class Wrong(NamedTuple):
+    """A case with a wrong result."""
+
+    case: Case
+    judged: Judged  # that result
+    every: Sequence[Judged] = ()  # all results of the case
+
+
+class Evidence:
+    """Collects the cases of an op in one precision."""
+
+    def __init__(self) -> None:
+        self.plain: dict[Key, list[Wrong]] = {}
+        self.varied: dict[Key, list[Wrong]] = {}
+        self.seen: list[tuple[Features, set[Key]]] = []
+
+    def add(self, case: Case, judged: list[Judged]) -> None:
+        """Take in one case and what was found."""
+        failed: dict[Key, Judged] = {}
+        for result in judged:
+            if not result.ok:
+                failed.setdefault((result.name, result.kind), result)
+        self.seen.append((features(case), set(failed)))
+        for key, result in failed.items() if special_at(case) is None else ():
+            for lists, sign in ((self.plain, 1), (self.varied, -1)):
+                kept = lists.setdefault(key, [])
+                kept.append(Wrong(case, result, judged))
+                kept.sort(key=lambda w, sign=sign: _tells(w.case, sign))  # type: ignore[misc]
+                del kept[KEPT:]
+
+    def telling(self, key: Key) -> list[Wrong]:
+        """Return failing cases to try a hint on: plain ones, which have one mistake at a time, and
+        varied ones, in which mistakes that look alike do not.
+        """
+        both = [*self.plain.get(key, []), *self.varied.get(key, [])]
+        return list({id(wrong.case): wrong for wrong in both}.values())
+
+    def conditions(self, key: Key) -> Iterator[str]:
+        """Say when a result is wrong, if one or two features of a case tell."""
+        fails = np.array([key in failed for _, failed in self.seen])
+        total, wrong = len(fails), int(fails.sum())
+        if wrong < FEWEST or wrong == total:
+            return
+        tried = dict(_conditions([f for f, _ in self.seen]))
+        needed = {}
+        for text, holds in tried.items():
+            mask = np.array([holds(f) for f, _ in self.seen])
+            if mask[fails].all() and not mask.all():
+                needed[text] = mask
+        for a, b in itertools.combinations(list(needed), 2):
+            both = needed[a] & needed[b]
+            if both.sum() < 0.8 * min(needed[a].sum(), needed[b].sum()):
+                needed[f"{a} and {b}"] = both
+        if not needed:
+            return
+
+        def strength(text: str) -> tuple[float, int]:
+            # a condition of two parts must be worth it
+            return round(wrong / needed[text].sum(), 1), -text.count(" and ")
+
+        best = max(needed, key=strength)
+        where = int(needed[best].sum())
+        luck = math.comb(where, wrong) / math.comb(total, wrong) * (len(tried) + len(needed))
+        if luck < CHANCE and wrong >= 0.6 * where and where <= 0.8 * total:
+            yield (
+                f"it is wrong in {wrong} of the {where} cases with {best}, and in none of the "
+                f"other {total - where}"
+            )
+
+
+def _tells(case: Case, sign: int) -> tuple[bool, int, int]:
+    """Order cases by how much a hint says that explains them: by features, then by numbers."""
+    elements, given = case.size
+    return elements > TELLING, sign * given, -elements
+
+
+def features(case: Case) -> Features:
+    """Return what may decide whether a case fails."""
+    found: Features = {}
+    dims: dict[str, Any] = dict(getattr(case, "sizes", {}))  # of a reference of one's own
+    for operand in case.spec.operands:
+        a = case.arrays.get(operand.name)
+        if operand.optional:
+            found[f"{operand.name} given"] = a is not None
+        if a is not None and operand.shape:
+            Pattern(operand.shape).fits(np.shape(a), dims)
+    lead = dims.pop("...", None)
+    found |= dims
+    if lead is not None and dims:
+        found |= {"rows": math.prod(lead), "axes": len(lead) + 1}
+    elif lead:
+        found |= {"elements": math.prod(lead), "last axis": lead[-1], "axes": len(lead)}
+    for name, value in case.options.items():
+        if isinstance(value, Config):
+            for field in dataclasses.fields(value):
+                found[field.name] = getattr(value, field.name)
+        elif isinstance(value, np.ndarray):
+            found[f"{name} for each row"] = True
+        else:
+            found[name] = value
+    for parameter in case.layouts:
+        found[f"{parameter} not contiguous"] = True
+        found[f"{parameter} {case.layouts[parameter]}"] = True
+    found["out= given"] = bool(case.out)
+    found["accumulate=True"] = case.out == "accumulate"
+    found["another forward in between"] = case.interleaved
+    return found
+
+
+Holds = Callable[[Features], bool]
+
+
+def _conditions(cases: list[Features]) -> Iterator[tuple[str, Holds]]:
+    """Yield conditions on the features of these cases, the plainest first."""
+    values: dict[str, list[Any]] = {}
+    for found in cases:
+        for name, value in found.items():
+            values.setdefault(name, []).append(value)
+    for name, every in values.items():
+        kinds = set(map(type, every))
+        if kinds <= {bool}:
+            yield name, lambda f, n=name: bool(f.get(n))  # type: ignore[misc]
+            yield f"no {name}", lambda f, n=name: not f.get(n)  # type: ignore[misc]
+        elif kinds <= {str}:
+            for value in sorted(set(every)):
+                yield f"{name} = {value}", lambda f, n=name, v=value: f.get(n) == v  # type: ignore[misc]
+        elif kinds <= {int, float, type(None)}:
+            yield from _of_numbers(name, [v for v in every if v is not None], len(cases))
+    for a, b in (("T", "S"), ("Hq", "Hkv"), ("d", "dv")):
+        if a in values and b in values:
+            yield f"{a} ≠ {b}", lambda f, a=a, b=b: f[a] != f[b]  # type: ignore[misc]
+            yield f"{a} = {b}", lambda f, a=a, b=b: f[a] == f[b]  # type: ignore[misc]
+            yield f"{a} > {b}", lambda f, a=a, b=b: f[a] > f[b]  # type: ignore[misc]
+            yield f"{a} < {b}", lambda f, a=a, b=b: f[a] < f[b]  # type: ignore[misc]
+
+
+def _of_numbers(name: str, every: list[Any], cases: int) -> Iterator[tuple[str, Holds]]:
+    def at(f: Features) -> float:
+        value = f.get(name)
+        return math.nan if value is None else value
+
+    if len(every) < cases:
+        yield f"{name} given", lambda f: f.get(name) is not None
+        yield f"no {name}", lambda f: f.get(name) is None
+    levels = sorted(set(every))
+    for low, high in itertools.pairwise(levels):
+        # the round number that lies between, as people choose tiles
+        tile = next((t for t in TILES if low <= t < high), low)
+        yield f"{name} > {tile:g}", lambda f, t=tile: at(f) > t  # type: ignore[misc]
+    for level in levels[1:]:
+        yield f"{name} < {level:g}", lambda f, v=level: at(f) < v  # type: ignore[misc]
+    if len(levels) > 1:
+        for level in levels:
+            yield f"{name} = {level:g}", lambda f, v=level: at(f) == v  # type: ignore[misc]
+            yield f"{name} ≠ {level:g}", lambda f, v=level: at(f) != v  # type: ignore[misc]
+    if all(isinstance(v, int) for v in every) and levels and levels[-1] > 2:
+        for tile in TILES:
+            text = f"odd {name}" if tile == 2 else f"{name} no multiple of {tile}"
+            yield text, lambda f, t=tile: at(f) % t != 0  # type: ignore[misc]
+            text = f"even {name}" if tile == 2 else f"{name} a multiple of {tile}"
+            yield text, lambda f, t=tile: at(f) % t == 0  # type: ignore[misc]

@@ -1,0 +1,204 @@
+"""Kernels that cheat, or are right by luck: each is caught, and told what it does."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from accel.verify import Report, check_module
+from accel.verify.subject import Subject
+from reference import ops
+from reference.types import Array
+
+
+def check(forward: Callable[..., Any], op: str = "gelu", **options: Any) -> Report:
+    module = SimpleNamespace(**{f"{op}_forward": forward}) if op != "accumulate" else None
+    module = module or SimpleNamespace(accumulate=forward)
+    few = {"dtypes": ["float32"], "examples": 30, "shrink": False}
+    options = {**few, "partial": True, "raises": False, **options}
+    return check_module(module, **options)
+
+
+def said(report: Report) -> str:
+    assert not report.ok
+    return " ".join(report.text().split())
+
+
+def gelu(x: Array) -> Array:
+    out, _ = ops.gelu_forward(x)
+    return out
+
+
+def beyond(a: Array, at: int) -> Array:
+    """Return the element of memory that lies ``at`` elements from a's first."""
+    start = as_strided(a.reshape(-1)[:1], (1,), (a.itemsize,))
+    step = as_strided(start, (2,), (at * a.itemsize,))
+    return step[1:]
+
+
+def test_a_result_kept_by_address_is_found_when_the_array_has_other_numbers() -> None:
+    kept: dict[Any, Array] = {}
+
+    def by_address(x: Array) -> Array:
+        key = x.__array_interface__["data"][0], x.shape, x.strides
+        return kept.setdefault(key, gelu(x)).copy()
+
+    class Everlasting:
+        """Arrays that are never freed, as addresses are used again otherwise."""
+
+        def __init__(self) -> None:
+            self.held: list[Array] = []
+
+        def __call__(self, x: Array) -> Array:
+            self.held.append(x)
+            return by_address(x)
+
+    text = said(check(Everlasting().__call__))
+    assert "of a call with other numbers in the same arrays is off by" in text
+    assert "kept by the address of its arguments?" in text
+
+
+def test_elements_that_are_not_written_are_found() -> None:
+    def without_the_last(x: Array) -> Array:
+        out = np.empty(x.shape, x.dtype)
+        out.reshape(-1)[:-1] = gelu(x).reshape(-1)[:-1]
+        return out
+
+    assert "FAIL gelu: out" in said(check(without_the_last))
+
+
+def test_a_result_added_onto_the_one_before_is_found() -> None:
+    sums: dict[Any, Array] = {}
+
+    def adds(x: Array) -> Array:
+        key = x.shape, float(np.abs(x).sum())
+        sums[key] = sums.get(key, np.zeros_like(x)) + gelu(x)  # never set to zero again
+        return sums[key]
+
+    text = said(check(adds))
+    assert "of a second call, the same again, is off by 1.00e+00 relative" in text
+
+
+def test_two_buffers_in_turns_are_found() -> None:
+    buffers: dict[Any, list[Array]] = {}
+
+    def in_turns(x: Array) -> Array:
+        pair = buffers.setdefault((x.shape, x.dtype), [np.empty_like(x), np.empty_like(x)])
+        pair.reverse()
+        pair[0][...] = gelu(x)
+        return pair[0]
+
+    assert "out changed after it was returned" in said(check(in_turns))
+
+
+def test_sums_in_a_varying_order_are_a_note_and_no_failure() -> None:
+    rng = np.random.default_rng()
+
+    def softmax(x: Array) -> Array:
+        e = np.exp(x - x.max(axis=-1, keepdims=True))
+        order = rng.permutation(x.shape[-1])
+        total = np.zeros(x.shape[:-1], x.dtype)
+        for i in order:
+            total = total + e[..., i]
+        return e / total[..., None]
+
+    report = check_module(SimpleNamespace(softmax=softmax), dtypes=["float32"], examples=40)
+    assert "softmax: the same call twice gives other bits" in report.text()
+    assert check_module(SimpleNamespace(softmax=ops.softmax), examples=10).notes == []
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_a_write_beyond_an_argument_is_found(where: str) -> None:
+    def beyond_the_end(x: Array) -> Array:
+        if x.flags.c_contiguous and x.ndim:
+            beyond(x, -1 if where == "before" else x.size)[:] = 0
+        return gelu(x)
+
+    assert "elements before, behind or between x were written" in said(check(beyond_the_end))
+
+
+def test_a_write_beyond_what_is_to_be_written_is_found() -> None:
+    def accumulate(dst: Array, src: Array) -> None:
+        dst += src
+        if dst.flags.c_contiguous:
+            beyond(dst, dst.size)[:] = 0
+
+    text = said(check(accumulate, "accumulate"))
+    assert "elements before, behind or between dst were written" in text
+
+
+def test_positions_that_are_written_into_are_found() -> None:
+    def rope_forward(x: Array, *, base: float, start: Any = 0) -> Array:
+        out, _ = ops.rope_forward(x, base=base, start=start)
+        if isinstance(start, np.ndarray):
+            start += 1
+        return out
+
+    assert "start, an argument, was written into" in said(check(rope_forward, "rope"))
+
+
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        (lambda: np.random.seed(0), "np.random"),  # noqa: NPY002
+        (lambda: np.random.rand(), "np.random"),  # noqa: NPY002
+        (lambda: random.seed(0), "random"),
+        (lambda: random.random(), "random"),
+    ],
+)
+def test_a_global_generator_that_a_call_seeds_or_draws_from_is_found(
+    seed: Callable[[], Any], name: str
+) -> None:
+    def seeds(x: Array) -> Array:
+        seed()
+        return gelu(x)
+
+    assert f"{name}'s global generator was seeded or drawn from" in said(check(seeds))
+
+
+def test_a_first_call_may_draw_random_numbers_as_compilers_do() -> None:
+    called: list[float] = []
+
+    def compiles(x: Array) -> Array:
+        if not called:
+            called.append(random.random())
+        return gelu(x)
+
+    assert check(compiles).ok
+
+
+def test_a_result_that_is_not_waited_for_is_told() -> None:
+    def not_waited_for(x: Array) -> Array:
+        out, right = np.zeros_like(x), gelu(x)
+
+        def later() -> None:
+            time.sleep(0.05)
+            out[...] = right
+
+        threading.Thread(target=later).start()
+        return out
+
+    text = said(check(not_waited_for, examples=6))
+    assert "is a stream or a thread not waited for?" in text
+
+
+def test_a_report_says_nothing_of_nan_times_infinity() -> None:
+    report = check(lambda x: gelu(x) * np.nan)
+    text = said(report)
+    assert "nan" not in text.split("FAIL gelu")[0] and "inf" not in text.split("FAIL gelu")[0]
+    assert "not finite" in text
+
+
+def test_arguments_lie_between_guards_and_on_the_boundaries_of_vectors() -> None:
+    subject = Subject(SimpleNamespace(gelu_forward=gelu), "gelu", "")
+    placed = subject.place(np.ones((3, 5), np.float32), "plain", activation=True)
+    assert placed.view.flags.c_contiguous and placed.view.base is not None
+    assert placed.around is not None and placed.around.sum() == 32
+    offset = placed.view.__array_interface__["data"][0] - placed.base.__array_interface__["data"][0]
+    assert offset % 64 == 0
