@@ -25,7 +25,7 @@ from accel.verify.trial import Judged
 SEEDS = 4  # other numbers that a simpler case is tried with
 # of the kernel, and of the clock, for one failing result; the smallest case found is kept
 RUNS = 200
-SECONDS = 10.0
+SECONDS = 30.0
 
 
 class Found(NamedTuple):
