@@ -176,9 +176,16 @@ class Torch:
             (c if isinstance(c, self.torch.Tensor) else self.torch.from_numpy(np.array(c))).to(part)
             for c, part in ((cotangents[name], part) for name, part in tracked.items())
         ]
-        found = self.torch.autograd.grad(
-            list(tracked.values()), [given[name] for name in wanted], douts, allow_unused=True
-        )
+        leaves = [given[name] for name in wanted]
+        try:
+            found = self.torch.autograd.grad(
+                list(tracked.values()), leaves, douts, allow_unused=True
+            )
+        except RuntimeError as error:
+            says = str(error).splitlines()[0]
+            if "no autograd formula" in says or "derivative for" in says:
+                raise NoGradient(says) from error  # none was written; all else is a fault
+            raise
         pairs = zip(wanted, found, strict=True)
         return out, {
             name: self.torch.zeros_like(given[name]) if gradient is None else gradient
@@ -314,4 +321,6 @@ def framework_of(*holders: Any, otherwise: Framework | None = None) -> Framework
         for name in ("torch", "jax"):
             if name in names and name in sys.modules:
                 return FRAMEWORKS[name]()
+        if "numpy" in names:
+            return NumPy()
     return otherwise or NumPy()
