@@ -122,20 +122,24 @@ KERNEL swiglu_backward(const elem* x, const elem* dy, elem* dx, i64 rows, i64 F)
 }
 
 // Dropout: element i of sample b owns word i % 4 of the counter (i / 4, sample + b, step, site);
-// it is zeroed where the word is below the threshold. Blocks along y are the samples.
-KERNEL dropout(const elem* x, elem* y, i64 size, float keep_scale, u32 threshold, u32 sample, u32 step,
-               u32 site, u32 k0, u32 k1) {
+// it is zeroed where the word is below the threshold. Blocks along y are the samples, each of them
+// every gridDim.y-th.
+KERNEL dropout(const elem* x, elem* y, i64 size, u32 batch, float keep_scale, u32 threshold,
+               u32 sample, u32 step, u32 site, u32 k0, u32 k1) {
     const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * PACK;
     if (i >= size) return;
-    const i64 row = (i64)blockIdx.y * size;
     const bool wide = size % PACK == 0 && aligned(x) && aligned(y);
-    float v[PACK];
-    load_pack(x + row, i, size, wide, v);
-    for (int k = 0; k < PACK; k += 4) {
-        const Words words = philox((u32)((i + k) / 4), sample + blockIdx.y, step, site, k0, k1);
-        for (int j = 0; j < 4; ++j) v[k + j] = words.w[j] >= threshold ? keep_scale * v[k + j] : 0.0f;
+    for (u32 b = blockIdx.y; b < batch; b += gridDim.y) {
+        const i64 row = (i64)b * size;
+        float v[PACK];
+        load_pack(x + row, i, size, wide, v);
+        for (int k = 0; k < PACK; k += 4) {
+            const Words words = philox((u32)((i + k) / 4), sample + b, step, site, k0, k1);
+            for (int j = 0; j < 4; ++j)
+                v[k + j] = words.w[j] >= threshold ? keep_scale * v[k + j] : 0.0f;
+        }
+        store_pack(y + row, i, size, wide, v);
     }
-    store_pack(y + row, i, size, wide, v);
 }
 
 // Conversions between float and bfloat16, four elements a thread; the arrays are the kernel's types

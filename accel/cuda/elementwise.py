@@ -188,11 +188,9 @@ def _drop(x: Array, dropout: Dropout | None) -> Array:
     x = contiguous(x)
     batch = x.shape[0]
     size = x.size // max(batch, 1)
-    if batch > MAX_GRID_Y:
-        raise ValueError(f"dropout: a batch has {MAX_GRID_Y} samples at most here, got {batch}")
     out = empty(x.shape, x.dtype)
-    drawing = drawn_by(dropout)
-    launch(SOURCE, "dropout", (packs(x, size), batch), x=x, y=out, size=size, **drawing)
+    grid = (packs(x, size), min(batch, MAX_GRID_Y))
+    launch(SOURCE, "dropout", grid, x=x, y=out, size=size, batch=batch, **drawn_by(dropout))
     return out
 
 

@@ -9,10 +9,13 @@ which leave few. Of guesses that explain as much, those stay that agree best wit
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,7 @@ from accel.verify.subject import functions_of
 from accel.verify.trial import Judged
 from reference.types import Array
 
+MOST_MEMORY = 1 << 29  # bytes that trying one guess may take
 MOST = 0.6  # of the larger cases, in which a guess must give what the kernel gave
 ALIKE = "~ "  # before what loses digits, of which only the size of the loss is compared
 
@@ -90,10 +94,34 @@ def _tried(
             return
         if wanted is None or text in wanted:
             try:
-                results = make()
+                with _bounded_memory():
+                    results = make()
             except Exception:  # a change of the source may raise whatever it likes
                 continue
             yield text, results
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Let what is tried raise MemoryError rather than take the machine's memory.
+
+    A changed formula may ask for an array as long as a position is high.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MOST_MEMORY
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) -> list[str]:

@@ -1,11 +1,12 @@
 """One case, run and judged: what the kernel gave beside what it should have given."""
 
 import collections
+import math
 import pickle
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -541,10 +542,9 @@ def _refill(run: _Run, views: dict[str, Any]) -> None:
     if any(o.kind == "object" for o in run.spec.operands):
         return  # a cache that has grown, parameters that were prepared
     other, subject = other_case(run.case), run.subject
-    bases = [subject.to_numpy(placed.base) for placed in run.placed.values()]
     for name in list(run.returned):  # what is a view of an argument changes with it
-        array = subject.to_numpy(run.returned[name][0])
-        if any(np.may_share_memory(array, base) for base in bases):
+        own = run.returned[name][0]
+        if any(_overlap(subject, own, placed.base) for placed in run.placed.values()):
             del run.returned[name]
     for name, value in other.arrays.items():
         if value is None:
@@ -560,6 +560,30 @@ def _refill(run: _Run, views: dict[str, Any]) -> None:
     got = _take_out(run, out, views, want.exact)
     run.returned = held
     judge(run, got, want, note=" of a call with other numbers in the same arrays")
+
+
+def _overlap(subject: Subject, a: Any, b: Any) -> bool:
+    """Say whether two arrays of a subject may lie in the same memory."""
+    own, other = _bounds(a), _bounds(b)
+    if own is None or other is None:
+        return np.may_share_memory(subject.to_numpy(a), subject.to_numpy(b))
+    return own[0] < other[1] and other[0] < own[1]
+
+
+def _bounds(value: Any) -> tuple[int, int] | None:
+    """Return the first and last address of an array in NumPy's or CUDA's memory, else None."""
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        about = getattr(value, protocol, None)
+        if isinstance(about, Mapping):
+            size = np.dtype(about["typestr"]).itemsize
+            shape, strides = about["shape"], about.get("strides")
+            if strides is None:
+                strides = [size * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+            start = about["data"][0]
+            low, high = sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps)
+            return (start + low, start + high + size) if math.prod(shape) else (start, start)
+    return None
 
 
 def _again(run: _Run, want: Expected, state: Any, function: Any) -> None:

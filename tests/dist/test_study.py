@@ -198,7 +198,7 @@ KNOWN = [
     ("adamw", "m_hat = m / (1 - beta1**step)\n    v_hat = v / (1 - beta2**step)", "m_hat, v_hat = "
      "m, v", "is the bias correction missing?"),
     ("linear", "dx = dy @ W.T", "dx = dy @ W", "raised ValueError"),
-    ("softmax", "z - np.max(z, axis=-1, keepdims=True)", "z", "is the maximum taken off first?"),
+    ("softmax", "z - np.max(z, axis=-1, keepdims=True)", "z", "is the maximum not taken off?"),
     ("add", "np.asarray(np.sum(dy, axis=(*range(new), *repeated))).reshape(shape)", "dy",
      "should have"),
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """What is drawn: sizes past every limit, numbers up to theirs, NaN, and the hard cases first."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,11 @@ def tried(op: str, examples: int | None = None, seed: int = 0) -> list[Case]:
     return seen
 
 
-@pytest.mark.parametrize("wrong", LIMITS, ids=lambda wrong: f"{wrong.op}: {wrong.title}")
+# by default one in six, and all with -m slow
+SLOW = [pytest.param(w, marks=[pytest.mark.slow] if i % 6 else []) for i, w in enumerate(LIMITS)]
+
+
+@pytest.mark.parametrize("wrong", SLOW, ids=lambda wrong: f"{wrong.op}: {wrong.title}")
 def test_what_is_wrong_beyond_a_limit_is_caught_and_named(wrong: Written) -> None:
     for examples in (25, None):
         report = check_module(
@@ -145,8 +150,8 @@ def test_a_report_says_where_the_nan_was() -> None:
         return np.where(x > 0, x, np.zeros((), x.dtype)), None
 
     text = check_op("relu", forward=relu_forward, dtypes=["float32"], raises=False).text()
-    assert "out[0, 0] is 0, but depends on the NaN at x[0, 0]: it must be NaN" in text
-    assert "; nan at x[0, 0]" in text and "is 0, should be nan" in text
+    assert re.search(r"out\[.*\] is 0, but depends on the NaN at x\[.*\]: it must be NaN", text)
+    assert "; nan at x[" in text and "is 0, should be nan" in text
 
     def scale_forward(x: Array, *, factor: float) -> Any:
         return np.full_like(x, np.nan), None

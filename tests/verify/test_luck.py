@@ -202,3 +202,46 @@ def test_arguments_lie_between_guards_and_on_the_boundaries_of_vectors() -> None
     assert placed.around is not None and placed.around.sum() == 32
     offset = placed.view.__array_interface__["data"][0] - placed.base.__array_interface__["data"][0]
     assert offset % 64 == 0
+
+
+class Bits:
+    """A bf16 array as some backends keep it: bits, which reading makes a copy of."""
+
+    def __init__(self, bits: Array) -> None:
+        self.bits = bits
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.bits.__array_interface__
+
+    def __getitem__(self, at: Any) -> "Bits":
+        return Bits(self.bits[at])
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.bits[at] = value.bits
+
+    def swapaxes(self, a: int, b: int) -> "Bits":
+        return Bits(self.bits.swapaxes(a, b))
+
+
+def test_a_result_that_is_a_view_of_an_argument_may_change_with_it() -> None:
+    def from_numpy(array: Array, *, activation: bool = False) -> Bits:
+        return Bits((np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype("<u2"))
+
+    def to_numpy(array: Bits) -> Array:
+        return (array.bits.astype(np.uint32) << 16).view(np.float32)
+
+    def merge_heads_forward(x: Bits) -> Any:
+        B, T, H, d = x.bits.shape
+        return Bits(x.bits.reshape(B, T, H * d)), (H, d)
+
+    def merge_heads_backward(dout: Bits, cache: Any) -> Bits:
+        return Bits(dout.bits.reshape(*dout.bits.shape[:2], *cache))
+
+    module = SimpleNamespace(
+        from_numpy=from_numpy,
+        to_numpy=to_numpy,
+        merge_heads_forward=merge_heads_forward,
+        merge_heads_backward=merge_heads_backward,
+    )
+    check_module(module, dtypes=["bf16"], examples=12)

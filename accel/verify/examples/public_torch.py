@@ -1,4 +1,4 @@
-"""PyTorch's own fused ops, as its users call them, by the contract. ``PUBLIC.md`` has what was found.
+"""PyTorch's own fused ops, as its users call them; ``PUBLIC.md`` has what was found.
 
 myllm verify --module accel/verify/examples/public_torch.py --partial
 """
@@ -103,4 +103,3 @@ relu_backward = linear_backward = gradients
 
 def embedding_backward(dout: Tensor, cache: Any) -> Tensor:
     return gradients(dout, cache)[0]
-
