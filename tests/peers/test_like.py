@@ -209,7 +209,11 @@ def checked(folder: Path, new: str, *functions: str, ref: str = REF, **options: 
 FUNCTIONS = ("attention", "conv", "entropy", "pool", "chain", "parts", "upcast")
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+LONG = ("attention", "conv")  # many products for each case
+QUICK = [pytest.param(f, marks=[pytest.mark.slow] if f in LONG else []) for f in FUNCTIONS]
+
+
+@pytest.mark.parametrize("function", QUICK)
 def test_right_functions_pass(tmp_path: Path, function: str) -> None:
     report = checked(tmp_path, RIGHT, function, dtypes=("float32", "bf16"))
     assert report.right, report.text()
@@ -237,7 +241,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", QUICK)
 def test_wrong_functions_are_found(tmp_path: Path, function: str) -> None:
     wrong = WRONG[function].replace("\\n", "\n")
     assert not checked(tmp_path, f"{RIGHT}\n{wrong}\n", function).right

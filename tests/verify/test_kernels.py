@@ -188,7 +188,11 @@ def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
     assert wrong.wrong in names, report.text()
 
 
-@pytest.mark.parametrize("op", MUTATED)
+LONG = ("attention", "linear_cross_entropy")  # many mutants of slow kernels
+MUTANTS = [pytest.param(op, marks=[pytest.mark.slow] if op in LONG else []) for op in MUTATED]
+
+
+@pytest.mark.parametrize("op", MUTANTS)
 def test_mutants_made_by_rule_are_caught(op: str) -> None:
     survivors = [mutant.title for mutant in mutants(op) if not caught(op, mutant.kernel)[0]]
     assert survivors == []

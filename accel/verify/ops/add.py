@@ -12,6 +12,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": False},
     {"long": False, "width": 17, "shape": (17,), "cut": "last", "large first": True},
     {"long": False, "width": 5, "shape": (3, 2, 5), "cut": "both"},
+    {"long": False, "width": 5, "shape": (1, 1), "cut": "both", "kept": False},
     {"long": True, "long shape": ((65_539,), 2), "cut": "last"},
     {"long": True, "long shape": ((1,), 65_539), "cut": "same"},
     {"long": False, "width": 33, "shape": (5, 7), "cut": "leading", "special": "nan"},
@@ -31,7 +32,7 @@ def generate(draw: Draw) -> Draft:
     elif cut in ("leading", "both"):
         shape = shape[1:]
     if cut in ("ones", "both"):
-        shape = tuple(n if draw.pick((True, False)) else 1 for n in shape)
+        shape = tuple(n if draw.pick((True, False), "kept") else 1 for n in shape)
     a = draw.values(*shape)
     return Draft(
         {"a": b, "b": a} if draw.pick((True, False), "large first") else {"a": a, "b": b}, {}
