@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
     Progress,
@@ -45,7 +46,6 @@ from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport
 from accel.verify.shrink import simpler
 from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
-from accel.verify.trial import Judged
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accel.verify.calling import Judged
 from accel.verify.contract import Case
 from accel.verify.travel import special_at
-from accel.verify.trial import Judged
 from reference.config import Config
 from reference.contract import Pattern
 

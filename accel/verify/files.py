@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from accel.verify.calling import Judged
 from accel.verify.contract import Case, contract_parameters
 from accel.verify.like.case import LikeCase
-from accel.verify.trial import Judged
 from reference.config import Config
 from reference.ops import OPS
 from reference.types import Array, DropoutKey

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from accel.verify.calling import Judged
 from accel.verify.contract import Case, other_case, reference_results
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import any_place, explained, known, that_explain
 from accel.verify.observed import factor, of_parts, of_values
 from accel.verify.subject import Subject
-from accel.verify.trial import Judged, run_case
+from accel.verify.trial import run_case
 
 SECONDS = 3.0  # for changing the reference place by place
 LATER = 0.1  # seconds after which a result is read again

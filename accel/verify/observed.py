@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from accel.verify.calling import Judged
 from accel.verify.contract import Case
 from accel.verify.evidence import Wrong, features
 from accel.verify.guesses import explains, narrower, noise_of
 from accel.verify.ops import room
-from accel.verify.trial import Judged
 from reference.types import Array
 
 SMALL = {"float64": 1e-9, "float32": 1e-4}  # of a result, below which a difference is none

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from accel.verify.calling import Judged
 from accel.verify.contract import Case
 from accel.verify.draw import Pick
 from accel.verify.evidence import Evidence
 from accel.verify.shrink import Found, smallest
 from accel.verify.subject import Subject
-from accel.verify.trial import Judged
 from reference.contract import Op
 
 GATHERED = 40  # cases beside one that is run again, for its hints

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import round_to
+from accel.verify.calling import Judged
 from accel.verify.contract import Case, storable
 from accel.verify.cuts import cut_while
 from accel.verify.draw import Pick
 from accel.verify.subject import Subject
 from accel.verify.travel import special_at, tamed
-from accel.verify.trial import Judged
 
 SEEDS = 4  # other numbers that a simpler case is tried with
 # of the kernel, and of the clock, for one failing result; the smallest case found is kept

@@ -31,8 +31,8 @@ from reference.types import Array
 
 GUARD_BYTES = 64  # on either side of an array: it stays aligned as vector loads want it
 if TYPE_CHECKING:
+    from accel.verify.calling import Judged
     from accel.verify.evidence import Evidence
-    from accel.verify.trial import Judged
 
 # where to go with an op that the contract has not
 OTHERS = ". An op of your own is held to a reference of yours: myllm verify --like REF.py"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.tolerance import round_bf16
+from accel.verify.calling import Judged
 from accel.verify.like.bound import Truth
 from accel.verify.like.case import LikeCase
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.subject import KernelError
-from accel.verify.trial import Judged
 from reference.types import Array
 
 if TYPE_CHECKING:

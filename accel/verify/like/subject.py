@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import Magnitude
+from accel.verify.calling import Judged
 from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
 from accel.verify.evidence import Evidence
@@ -18,7 +19,6 @@ from accel.verify.like.hints import hints_for
 from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
 from accel.verify.like.slopes import Slopes
 from accel.verify.subject import KernelError, Placed, Subject, SubjectError
-from accel.verify.trial import Judged
 from reference.contract import Op
 from reference.types import Array
 

@@ -1,0 +1,162 @@
+"""Calls beside the first: they show kernels that remember, cheat, or are right by luck."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from accel.verify.calling import (
+    Run,
+    judge,
+    named_gradients,
+    place_cotangent,
+    poison,
+    take_out,
+)
+from accel.verify.contract import (
+    Expected,
+    expected,
+    floats,
+    gradient_names,
+    numpy_dtype,
+    other_case,
+)
+from accel.verify.subject import KernelError, Subject
+
+
+def interleave(run: Run) -> None:
+    """Make another call, as a model does between a forward and its backward."""
+    other = other_case(run.case)
+    second = expected(other)
+    views = run.place(other, hold=False)
+    out, _, _ = run.call_forward(views, other, second.exact)
+    held = run.returned
+    run.returned = {}
+    got = take_out(run, out, views, second.exact)
+    run.returned = held
+    judge(run, got, second, note=" of a second call")
+
+
+def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any]) -> None:
+    """Make the same call again: what is not written, or added onto what was, gives itself away."""
+    if run.case.written:
+        return  # its arguments are not what they were
+    poison(want)
+    out, _, _ = run.call_forward(views, run.case, want.exact)
+    held, run.returned = run.returned, {}
+    got = take_out(run, out, views, want.exact)
+    run.returned = held
+    if all(
+        a is not None and a.tobytes() == np.asarray(first.get(n)).tobytes() for n, a in got.items()
+    ):
+        return
+    before = len(run.judged)
+    judge(run, got, want, note=" of a second call, the same again,")
+    if all(j.ok for j in run.judged):
+        del run.judged[before:]
+        run.subject.notes.add(
+            f"{run.spec.forward_name}: the same call twice gives other bits; are sums made in a "
+            "varying order?"
+        )
+
+
+def refill(run: Run, views: dict[str, Any]) -> None:
+    """Put other numbers into the same arrays and call again, as a training loop does."""
+    if any(o.kind == "object" for o in run.spec.operands):
+        return  # a cache that has grown, parameters that were prepared
+    other, subject = other_case(run.case), run.subject
+    for name in list(run.returned):  # what is a view of an argument changes with it
+        own = run.returned[name][0]
+        if any(_overlap(subject, own, placed.base) for placed in run.placed.values()):
+            del run.returned[name]
+    for name, value in other.arrays.items():
+        if value is None:
+            continue
+        if not subject.fill(views[name], value, activation=name in run.activations):
+            subject.notes.add(
+                "its arrays cannot be filled anew, so results kept by address were not looked for"
+            )
+            return
+    want = expected(other)
+    out, _, _ = run.call_forward(views, other, want.exact)
+    held, run.returned = run.returned, {}
+    got = take_out(run, out, views, want.exact)
+    run.returned = held
+    judge(run, got, want, note=" of a call with other numbers in the same arrays")
+
+
+def _overlap(subject: Subject, a: Any, b: Any) -> bool:
+    """Say whether two arrays of a subject may lie in the same memory."""
+    own, other = _bounds(a), _bounds(b)
+    if own is None or other is None:
+        return np.may_share_memory(subject.to_numpy(a), subject.to_numpy(b))
+    return own[0] < other[1] and other[0] < own[1]
+
+
+def _bounds(value: Any) -> tuple[int, int] | None:
+    """Return the first and last address of an array in NumPy's or CUDA's memory, else None."""
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        about = getattr(value, protocol, None)
+        if isinstance(about, Mapping):
+            size = np.dtype(about["typestr"]).itemsize
+            shape, strides = about["shape"], about.get("strides")
+            if strides is None:
+                strides = [size * math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            steps = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+            start = about["data"][0]
+            low, high = sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps)
+            return (start + low, start + high + size) if math.prod(shape) else (start, start)
+    return None
+
+
+def again(run: Run, want: Expected, state: Any, function: Any) -> None:
+    """Call the backward once more: a cache that the first call wrote into gives itself away.
+
+    A cache may be used up (automatic differentiation frees its graph), so raising is no fault.
+    """
+    case = run.case
+    if isinstance(case.cotangent, float):
+        second: Any = -case.cotangent
+    else:
+        second = floats(case.cotangent, np.float64)
+        second = tuple(-p for p in second) if isinstance(second, tuple) else -second
+        second = floats(second, numpy_dtype(case.dtype))
+    placed = dict(run.placed)
+    dout = place_cotangent(run, second)
+    run.placed = placed
+    try:
+        poison(want)
+        with run.called_before():
+            result = run.subject.call(run.spec.backward_name, function, dout, state)
+        gradients = named_gradients(run, result, gradient_names(case))
+        got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
+    except KernelError:
+        return
+    negated = want.negated(gradient_names(case))
+    judge(run, dict(got), negated, note=" of a second backward from one cache")
+
+
+def arguments_kept(run: Run) -> None:
+    """See whether arguments, or what lies around them, were written into."""
+    for name, placed in run.placed.items():
+        now = np.asarray(run.subject.to_numpy(placed.base))
+        same = (now == placed.before) | ((now != now) & (placed.before != placed.before))
+        around = np.zeros(same.shape, np.bool_) if placed.around is None else placed.around
+        if name not in run.case.written and not same[~around].all():
+            run.problem(name, "written", f"{name}, an argument, was written into")
+        elif not same[around].all():
+            run.problem(name, "written", f"elements before, behind or between {name} were written")
+    for name, before in run.options.items():
+        if not np.array_equal(run.case.options[name], before):
+            run.problem(name, "written", f"{name}, an argument, was written into")
+            run.case.options[name][...] = before
+
+
+def results_kept(run: Run) -> None:
+    """See whether results changed after they were returned, by a later call or a late one."""
+    for name, (given, copy) in run.returned.items():
+        now = copy if name in run.case.written else run.subject.to_numpy(given)
+        if not np.array_equal(now, copy, equal_nan=copy.dtype.kind == "f"):
+            text = f"{name} changed after it was returned, by a later call or as it came late"
+            run.problem(name, "overwritten", text)
