@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel.verify import VerificationError
@@ -301,3 +302,29 @@ def test_sizes_that_stand_in_get_inputs_itself_are_varied(tmp_path: Path) -> Non
     report = checked(tmp_path, f"{new}        return (a @ b).relu()\n", ref=LITERAL)
     assert report.right, report.text()
     assert not checked(tmp_path, f"{new}        return a @ b\n", ref=LITERAL).right
+
+
+def test_a_rule_that_raises_is_no_missing_gradient() -> None:
+    needs("jax")
+    import jax
+
+    from accel.verify.like.frameworks import Jax, NoGradient
+
+    @jax.custom_vjp
+    def own(x: Any) -> Any:
+        return 2 * x
+
+    def forward(x: Any) -> Any:
+        raise TypeError("a mistake of its own")
+
+    own.defvjp(forward, lambda _, dout: (dout,))
+
+    def loop(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (0, x))[1]
+
+    x = np.ones(3, np.float32)
+    for function, error in ((own, TypeError), (loop, NoGradient)):
+        with pytest.raises(error, match=r"of its own|while_loop"):
+            Jax().gradients(
+                lambda given, f=function: f(given["x"]), {"x": x}, "float32", ["x"], {"out": x}
+            )

@@ -4,6 +4,7 @@ No framework is imported before a file that is checked has brought it in.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
@@ -239,6 +240,7 @@ class Jax:
         import jax
 
         self.jax = jax
+        jax.config.update("jax_traceback_filtering", "off")  # to see whether JAX itself raised
 
     def give(self, array: Array, dtype: str) -> Any:
         jnp = self.jax.numpy
@@ -289,10 +291,16 @@ class Jax:
         try:
             leaves = {name: given[name] for name in wanted}
             parts, backward, out = self.jax.vjp(of_parts, leaves, has_aux=True)
+            douts = {n: jnp.asarray(cotangents[n], part.dtype) for n, part in parts.items()}
+            (found,) = backward(douts)
+        # what JAX raises where it has no rule to differentiate by: NotImplementedError for most of
+        # its primitives, the others for loops and integers. A rule of the function's own that
+        # raises is no such thing, and comes out as it is.
         except (NotImplementedError, ValueError, TypeError) as error:
+            *_, last = traceback.walk_tb(error.__traceback__)
+            if not str(last[0].f_globals.get("__name__", "")).startswith("jax"):
+                raise
             raise NoGradient((str(error).splitlines() or [type(error).__name__])[0]) from error
-        douts = {name: jnp.asarray(cotangents[name], part.dtype) for name, part in parts.items()}
-        (found,) = backward(douts)
         return out, dict(found)
 
     def _in(self, dtype: str) -> AbstractContextManager[Any]:
