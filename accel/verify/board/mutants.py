@@ -58,7 +58,7 @@ MUTATED: dict[str, tuple[str, ...]] = {
     "write_kv": ("write_kv", "writes"),
     "kv_cache": ("slots", "empty_cache"),
 }
-_OPERATORS: dict[type, type] = {
+OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
@@ -69,7 +69,7 @@ _OPERATORS: dict[type, type] = {
     ast.BitAnd: ast.BitOr,
     ast.RShift: ast.LShift,
 }
-_COMPARISONS: dict[type, type] = {
+COMPARISONS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
@@ -133,12 +133,12 @@ def _changes(node: Any) -> Iterator[Any]:
         return new
 
     if isinstance(node, ast.BinOp):
-        if type(node.op) in _OPERATORS:
-            yield other(op=_OPERATORS[type(node.op)]())
+        if type(node.op) in OPERATORS:
+            yield other(op=OPERATORS[type(node.op)]())
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
             yield node.left  # the other term, or factor, is forgotten
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
-        yield other(ops=[_COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield other(ops=[COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         yield node.operand
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):

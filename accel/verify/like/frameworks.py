@@ -99,7 +99,27 @@ class NumPy:
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-class Torch:
+class _Automatic:
+    """What frameworks with automatic differentiation share."""
+
+    give: Callable[[Array, str], Any]
+    differentiate: Callable[..., tuple[Any, dict[str, Any]]]
+    _in: Callable[[str], AbstractContextManager[Any]]
+
+    def gradients(
+        self,
+        function: Function,
+        arrays: Mapping[str, Array],
+        dtype: str,
+        wanted: list[str],
+        cotangents: Mapping[str, Array],
+    ) -> tuple[Any, dict[str, Any]]:
+        with self._in(dtype):
+            given = {name: self.give(a, dtype) for name, a in arrays.items()}
+            return self.differentiate(function, given, wanted, cotangents)
+
+
+class Torch(_Automatic):
     """Tensors of PyTorch, on the CPU unless the module has a ``from_numpy`` of its own."""
 
     name = "torch"
@@ -137,18 +157,6 @@ class Torch:
         given = {name: self.give(a, dtype) for name, a in arrays.items()}
         with self.torch.no_grad(), self._in(dtype):
             return function(given)
-
-    def gradients(
-        self,
-        function: Function,
-        arrays: Mapping[str, Array],
-        dtype: str,
-        wanted: list[str],
-        cotangents: Mapping[str, Array],
-    ) -> tuple[Any, dict[str, Any]]:
-        given = {name: self.give(a, dtype) for name, a in arrays.items()}
-        with self._in(dtype):
-            return self.differentiate(function, given, wanted, cotangents)
 
     def differentiate(
         self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
@@ -231,7 +239,7 @@ class Torch:
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
-class Jax:
+class Jax(_Automatic):
     """Arrays of JAX; 64 bits are enabled while the reference runs in float64, and only then."""
 
     name = "jax"
@@ -258,18 +266,6 @@ class Jax:
     def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
         with self._in(dtype):
             return function({name: self.give(a, dtype) for name, a in arrays.items()})
-
-    def gradients(
-        self,
-        function: Function,
-        arrays: Mapping[str, Array],
-        dtype: str,
-        wanted: list[str],
-        cotangents: Mapping[str, Array],
-    ) -> tuple[Any, dict[str, Any]]:
-        with self._in(dtype):
-            given = {name: self.give(a, dtype) for name, a in arrays.items()}
-            return self.differentiate(function, given, wanted, cotangents)
 
     def differentiate(
         self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from accel.verify.board.mutants import COMPARISONS, OPERATORS
 from tests.helpers.kernels.rewrite import (
     found,
     kernel_of,
@@ -14,26 +15,7 @@ from tests.helpers.kernels.rewrite import (
     with_module,
 )
 
-_OPERATORS: dict[type, type] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mod,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitXor: ast.BitAnd,
-    ast.RShift: ast.LShift,
-}
-_COMPARISONS: dict[type, type] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-}
+_OPERATORS = {**OPERATORS, ast.BitXor: ast.BitAnd}
 _NAMES = {"minimum": "maximum", "maximum": "minimum", "sum": "mean", "mean": "sum", "sin": "cos"}
 
 
@@ -99,8 +81,8 @@ def _change(node: Any, kind: str) -> bool:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             node.op = _OPERATORS[type(node.op)]()
             return True
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
-            node.ops[0] = _COMPARISONS[type(node.ops[0])]()
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+            node.ops[0] = COMPARISONS[type(node.ops[0])]()
             return True
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             node.op = ast.UAdd()
