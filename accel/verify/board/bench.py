@@ -32,6 +32,7 @@ from accel.verify.board.mutants import MUTATED, mutants
 from accel.verify.board.outcome import Call, copied, flat
 from accel.verify.board.rules import RULES, Judge, Rule
 from accel.verify.check import check_module
+from accel.verify.report import Report
 from reference import ops
 from reference.ops import OPS
 
@@ -111,20 +112,24 @@ def chosen(op: str, also: str | None, every: int) -> list[Kernel]:
 # ---- judging -------------------------------------------------------------------------------------
 
 
+def _checked(kernel: Kernel, seed: int, examples: int | None = None) -> Report:
+    return check_module(
+        kernel.module,
+        ops=[kernel.op],
+        dtypes=kernel.precisions,
+        examples=examples,
+        seed=seed,
+        shrink=False,
+        raises=False,
+        partial=True,
+    )
+
+
 def verify(kernel: Kernel, seed: int = 0, quick: bool = False) -> tuple[str, int]:
     """Return what verify finds wrong, or "", and how many cases it tried."""
     cases = 0
     for examples in STEPS[:1] if quick else STEPS:
-        report = check_module(
-            kernel.module,
-            ops=[kernel.op],
-            dtypes=kernel.precisions,
-            examples=examples,
-            seed=seed,
-            shrink=False,
-            raises=False,
-            partial=True,
-        )
+        report = _checked(kernel, seed, examples)
         cases = sum(found.cases for found in report.ops)
         failures = [failure for found in report.ops for failure in found.failures]
         if failures:
@@ -391,15 +396,7 @@ def seeds_of(op: str, seeds: int, every: int) -> tuple[int, int, list[str]]:
 
 
 def _whole(kernel: Kernel, seed: int) -> tuple[str, int]:
-    report = check_module(
-        kernel.module,
-        ops=[kernel.op],
-        dtypes=kernel.precisions,
-        seed=seed,
-        shrink=False,
-        raises=False,
-        partial=True,
-    )
+    report = _checked(kernel, seed)
     failures = [failure for found in report.ops for failure in found.failures]
     why = f"{failures[0].where} {failures[0].kind}" if failures else ""
     return why, sum(found.cases for found in report.ops)
