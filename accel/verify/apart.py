@@ -44,10 +44,11 @@ from accel.verify.check import (
 )
 from accel.verify.contract import Case
 from accel.verify.files import case_command, save_failure, search_command
+from accel.verify.load import as_subject, load_file, load_op
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport
 from accel.verify.shrink import simpler
-from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
+from accel.verify.subject import Subject, SubjectError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included
@@ -157,7 +158,7 @@ def check_apart(
         first.end()
     report.ops = [many.found[part] for part in plan]
     leave_out(report.ops, chosen)
-    report.notes = sorted(many.notes)
+    report.notes = sorted(many.notes.union(report.notes))
     return report
 
 
@@ -181,10 +182,10 @@ def plan_apart(
 def _plan(worker: "Worker", source: Source, options: Options) -> tuple[Plan, Report, bool]:
     """Return what will be checked, the report without results, and whether dtypes were asked."""
     try:
-        ((_, (name, plan, said, chosen)),) = worker.do(Job(options))
+        ((_, (report, plan, chosen)),) = worker.do(Job(options))
     except Ended as end:
         raise SubjectError(f"{source.name}: importing it {end}") from None
-    return plan, Report(name, options.seed, untried=said, partial=options.partial), chosen
+    return plan, report, chosen
 
 
 class _Many:
@@ -445,9 +446,11 @@ def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
         tell("failures", replay(subject, job.case))
     elif job.part is None:
         plan = planned(subject, job.options)
-        said = untried(subject, job.options, plan)
+        report = Report(subject.name, job.options.seed, partial=job.options.partial)
+        report.untried = untried(subject, job.options, plan)
+        report.notes = sorted(subject.notes)
         parts = [(spec.name, dtype, count) for spec, dtype, count in plan]
-        tell("plan", (subject.name, parts, said, asked(subject, job.options)))
+        tell("plan", (report, parts, asked(subject, job.options)))
     else:
         op, dtype, count = job.part
         (spec,) = (spec for spec in subject.specs() if spec.name == op)

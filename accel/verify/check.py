@@ -17,10 +17,11 @@ from accel.verify.files import (
     search_command,
 )
 from accel.verify.like.case import OwnOp
+from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
 from accel.verify.search import Failure, OpReport, gather, search
-from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError, as_subject
+from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError
 from reference.contract import Op
 from reference.ops import OPS
 

@@ -25,9 +25,9 @@ from accel.tolerance import round_bf16
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, accumulated_onto, reference_results
 from accel.verify.evidence import Wrong
+from accel.verify.load import functions_of
 from accel.verify.ops import Mistakes, room
 from accel.verify.spoiled import by_rule, listed, spoiled
-from accel.verify.subject import functions_of
 from reference.types import Array
 
 MOST_MEMORY = 1 << 29  # bytes that trying one guess may take

@@ -9,7 +9,7 @@ import pytest
 
 import accel.verify
 from accel.verify import check_module
-from accel.verify.subject import load_file
+from accel.verify.load import load_file
 from tests.cuda_shim import cupy, require
 
 require.shim()

@@ -20,8 +20,8 @@ from accel.tolerance import (
 )
 from accel.verify import VerificationError, check_module
 from accel.verify.contract import DTYPES, applies, plain_results, reference_results
+from accel.verify.load import as_subject
 from accel.verify.search import Dealer
-from accel.verify.subject import as_subject
 from reference.ops import OPS
 from reference.types import Array
 from tests.helpers.kernels.correct import kernels
