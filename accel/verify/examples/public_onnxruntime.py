@@ -118,8 +118,8 @@ def attention_forward(
 ) -> Array:
     """GroupQueryAttention, which is causal, where it can say what is asked; else ONNX's Attention.
 
-    Heads of q, k and v are made equally wide for it, with zeros. A scale that is not positive, which
-    both refuse, becomes part of q.
+    Heads of q, k and v are made equally wide for it, with zeros. A scale that is not positive,
+    which both refuse, becomes part of q.
     """
     (B, T, Hq, d), (S, Hkv, dv) = q.shape, v.shape[1:]
     scale = 1 / math.sqrt(d) if scale is None else scale
