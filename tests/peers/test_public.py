@@ -56,6 +56,7 @@ def test_torch_s_kernels_are_as_the_reference_but_for_what_is_said() -> None:
     assert {failure.op for failure in report.failures} == {"adamw"}, report.text()
 
 
+@pytest.mark.slow
 def test_llama_s_layers_are_as_the_reference_but_for_what_is_said() -> None:
     needs("torch", "transformers")
     module = load_file(EXAMPLES / "public_transformers.py").module
@@ -63,6 +64,7 @@ def test_llama_s_layers_are_as_the_reference_but_for_what_is_said() -> None:
     assert {failure.op for failure in report.failures} == {"rope"}, report.text()
 
 
+@pytest.mark.slow
 def test_onnxruntime_s_ops_are_as_the_reference() -> None:
     needs("onnxruntime")
     module = load_file(EXAMPLES / "public_onnxruntime.py").module
