@@ -9,6 +9,7 @@ All ranks run this same code; rank 0 also speaks and writes the metrics.
 
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -36,6 +37,7 @@ from dist.weights import first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
+from reference.types import Array
 from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
@@ -250,6 +252,8 @@ class Trainer:
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self.saving: checkpoint.Saving | None = None  # being written
+        self.copies: list[list[Array]] | None = None  # what is being written, of this rank
+        self.removing = threading.Thread()  # checkpoints that are no longer needed
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
@@ -257,6 +261,7 @@ class Trainer:
             together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:
+            self._wait_for_removing()
             self._held.close()
             self.console.close()
             for sink in self.sinks:
@@ -312,6 +317,7 @@ class Trainer:
                 break
         else:
             asked = None
+        self._wait_for_removing()
         unwritten = self.comm.broadcast(self.unwritten)
         if unwritten is not None:
             raise AllRanksError(unwritten)
@@ -448,6 +454,7 @@ class Trainer:
         self.comm.watch.begin("checkpoint", self.step)
         self._finish_saving()
         began = time.perf_counter()
+        self._wait_for_removing()  # it may be the half of a checkpoint of this very step
         state = checkpoint.State(
             step=self.step,
             updates=self.stepper.updates,
@@ -459,14 +466,16 @@ class Trainer:
         )
         for sink in self.sinks:
             sink.flush()
-        folder, aside = self.out / CHECKPOINTS, checkpoint.room_for_copies(self.stepper, self.comm)
+        folder = self.out / CHECKPOINTS
+        if self.copies is None and checkpoint.room_for_copies(self.stepper, self.comm):
+            self.copies = checkpoint.copies(self.stepper)
         self.saving = checkpoint.Saving(
-            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=aside
+            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=self.copies
         )
         self.saving_best = best
         self.saved_step = self.step
         self.saving_seconds = time.perf_counter() - began
-        if not aside:
+        if self.copies is None:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
@@ -481,7 +490,9 @@ class Trainer:
         if self.comm.rank == 0:
             if self.saving_best:
                 checkpoint.point(path.parent, "best", path.name)
-            checkpoint.prune(path.parent, self.config.run.keep)
+            doomed = checkpoint.prune(path.parent, self.config.run.keep)
+            self.removing = threading.Thread(target=self._remove, args=(doomed,), daemon=True)
+            self.removing.start()
         self.saving_seconds += time.perf_counter() - began
         self.console.say(f"saved {path}")
         self._write(
@@ -491,6 +502,18 @@ class Trainer:
                 "write_ms": 1e3 * saving.seconds,
             }
         )
+
+    def _remove(self, doomed: list[Path]) -> None:
+        """Remove folders, which takes long if they are large, while training goes on."""
+        try:
+            for path in doomed:
+                shutil.rmtree(path)
+        except OSError as error:
+            self.unwritten = sentence(error)
+
+    def _wait_for_removing(self) -> None:
+        if self.removing.is_alive():
+            self.removing.join()
 
 
 def _due(step: int, every: int) -> bool:
