@@ -148,7 +148,7 @@ class Trainer:
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
-        self.unchecked: list[str] = []  # sentences on what older versions left without checksums
+        self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
         comm.watch.follow(self.out, config.run.timeout)
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
@@ -225,8 +225,14 @@ class Trainer:
         state = checkpoint.load(newest, self.stepper, self.comm)
         self.step = state.step
         if not state.sealed:
-            self.unchecked.append(
+            self.reservations.append(
                 f"{newest} was saved by an older version: nothing checks its {checkpoint.MANIFEST}"
+            )
+        before, now = from_tables(state.config).run, self.config.run
+        if (before.backend, before.compute) != (now.backend, now.compute):
+            self.reservations.append(
+                f"{newest} was learned by the backend {before.backend} ({before.compute}): from "
+                f"here on the last bits are those of {now.backend} ({now.compute})"
             )
         return state.monitor
 
@@ -400,7 +406,7 @@ class Trainer:
             )
             if d.unchecked:
                 self.console.say(d.unchecked)
-        for said in self.unchecked:
+        for said in self.reservations:
             self.console.say(said)
         if self.begun:
             self.console.say(self.begun)

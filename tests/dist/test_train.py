@@ -181,7 +181,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_training_goes_on_while_a_checkpoint_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = prepare(tmp_path, train__steps=8, run__checkpoint_every=2, run__keep=1)
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=1)
     update, rmtree = Stepper.update, shutil.rmtree
     updates, removed = threading.Semaphore(0), []
 
@@ -189,17 +189,19 @@ def test_training_goes_on_while_a_checkpoint_is_removed(
         update(self, *arguments)
         updates.release()
 
-    def slow(path: Path) -> None:  # that of step 2, once that of step 4 is whole: before step 7
+    def slow(path: Path) -> None:  # that of step 2, when that of step 4 is whole, after step 5
         if not removed:
-            removed.append((path.name, [updates.acquire(timeout=60) for _ in range(7)]))
+            removed.append((path.name, [updates.acquire(timeout=60) for _ in range(6)]))
         rmtree(path)
 
+    whole = property(lambda saving: saving._thread.join() or True)
+    monkeypatch.setattr(checkpoint.Saving, "written", whole)  # after one step, always
     monkeypatch.setattr(Stepper, "update", updated)
     monkeypatch.setattr(shutil, "rmtree", slow)
     assert train(config) == 0
     folder = Path(config.run.out) / "checkpoints"
-    assert removed == [("step-00000002.old", [True] * 7)]
-    assert [path.name for path in folder.glob("step-*")] == ["step-00000008"]
+    assert removed == [("step-00000002.old", [True] * 6)]
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
 
     def broken(path: Path) -> None:
         raise OSError(5, "Input/output error", str(path))
