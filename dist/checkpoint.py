@@ -93,9 +93,10 @@ def steps(folder: Path) -> list[int]:
 class Saving:
     """A checkpoint of all ranks that is being written.
 
-    With ``aside`` each rank copies its slices, and a thread writes the copies while training goes
-    on; without, they are written at once. ``finish`` waits for the threads of all ranks, makes the
-    checkpoint whole and points ``latest`` at it. Every rank makes one, and calls ``finish``.
+    With ``aside``, arrays from ``copies``, each rank copies its slices, and a thread writes the
+    copies while training goes on; without, they are written at once. ``finish`` waits for the
+    threads of all ranks, makes the checkpoint whole and points ``latest`` at it. Every rank makes
+    one, and calls ``finish``.
 
     Raises
     ------
@@ -111,7 +112,7 @@ class Saving:
         comm: Comm,
         tokenizer: Path | None,
         *,
-        aside: bool,
+        aside: list[list[Array]] | None = None,
     ) -> None:
         self.folder, self.state, self.comm = folder, state, comm
         self.path = folder / folder_name(state.step)
@@ -138,9 +139,11 @@ class Saving:
             for parts in (master, stepper.by_slice(stepper.m), stepper.by_slice(stepper.v))
         )
         self._thread: threading.Thread | None = None
-        if aside:
-            copies = [[part.copy() for part in parts] for parts in on_host]
-            self._thread = threading.Thread(target=self._write, args=(copies,), daemon=True)
+        if aside is not None:
+            for copies, parts in zip(aside, on_host, strict=True):
+                for copy, part in zip(copies, parts, strict=True):
+                    np.copyto(copy, part)
+            self._thread = threading.Thread(target=self._write, args=(aside,), daemon=True)
             self._thread.start()
         else:
             self._write(on_host)
@@ -183,8 +186,10 @@ class Saving:
             if self.path.exists() and step_of(self.path) is None:
                 raise ValueError(f"{self.path} is in the way and is no checkpoint: move it")
             manifest.write(self._part / MANIFEST, described)
-            if self.path.exists():  # of a run that went this far, was set back, and came again
-                _remove(self.path)
+            if self.path.is_symlink():
+                self.path.unlink()  # what it leads to is somebody else's
+            elif self.path.exists():  # of a run that went this far, was set back, and came again
+                shutil.rmtree(_set_aside(self.path))
             self._part.rename(self.path)
             sync_folder(self.folder)
             point(self.folder, "latest", self.path.name)
@@ -204,6 +209,14 @@ class Saving:
             ) from error
 
 
+def copies(stepper: Stepper) -> list[list[Array]]:
+    """Return what a rank copies its slices of ``ARRAYS`` to.
+
+    A run keeps it: the system takes longer to find new memory than to copy to what is there.
+    """
+    return [[np.empty(high - low, "<f4") for low, high in stepper.slices] for _ in ARRAYS]
+
+
 def room_for_copies(stepper: Stepper, comm: Comm) -> bool:
     """Tell whether all ranks of each machine have memory for a copy of what they save."""
     needed = 4 * len(ARRAYS) * stepper.owned
@@ -217,7 +230,7 @@ def save(
     folder: Path, stepper: Stepper, state: State, comm: Comm, tokenizer: Path | None = None
 ) -> Path:
     """Write a checkpoint of all ranks and return its path, whole."""
-    return Saving(folder, stepper, state, comm, tokenizer, aside=False).finish()
+    return Saving(folder, stepper, state, comm, tokenizer).finish()
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -244,20 +257,16 @@ def point(folder: Path, pointer: str, name: str) -> None:
     replace_durably(folder / pointer, f"{name}\n".encode())
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; it stops being one before the first of its files goes."""
-    if path.is_symlink():  # what it leads to is somebody else's
-        path.unlink()
-        return
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint that is to be removed: it stops being one before its first file goes."""
     doomed = path.with_name(path.name + ".old")
     if doomed.exists():
         shutil.rmtree(doomed)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    return path.rename(doomed)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove what is no longer needed.
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Return the folders that are no longer needed, none of them a checkpoint any more.
 
     Of the checkpoints up to ``latest`` the ``keep`` newest stay and the best; later ones are of a
     run that was set back, and stay until it comes again. What was half written or half removed
@@ -267,11 +276,13 @@ def prune(folder: Path, keep: int) -> None:
     old = [s for s in steps(folder) if latest is None or folder_name(s) <= latest.name][:-keep]
     for path in [folder / folder_name(step) for step in old]:
         if path not in (latest, best) and not path.is_symlink():
-            _remove(path)
-    for path in folder.glob("step-*"):
-        half = re.fullmatch(r"step-[0-9]{8,}\.(tmp|old)", path.name)
-        if half and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _set_aside(path)
+    halves = [
+        path
+        for path in folder.glob("step-*")
+        if re.fullmatch(r"step-[0-9]{8,}\.(tmp|old)", path.name)
+    ]
+    return [path for path in halves if path.is_dir() and not path.is_symlink()]
 
 
 # ---- reading -------------------------------------------------------------------------------------

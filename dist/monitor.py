@@ -174,7 +174,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise ValueError(f"line {number} of {path} is damaged: {error}") from error
+            raise ValueError(
+                f"line {number} of {path} is damaged: {error}; take it out, or move the file away"
+            ) from error
         records.append({**record, "step": int(step)})
     return records
 

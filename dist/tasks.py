@@ -79,7 +79,7 @@ def questions(path: Path) -> Iterator[Question]:
         When there is no such file, or a line is no question; it names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as text: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -95,9 +95,11 @@ def questions(path: Path) -> Iterator[Question]:
                 raise ValueError(f"there is no choice {question.answer}")
             if not all(question.choices):
                 raise ValueError("a choice is empty")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             lacking = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}, line {number} is no question: {lacking}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number} is nested too deeply") from None
         yield question
 
 

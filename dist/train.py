@@ -9,6 +9,7 @@ All ranks run this same code; rank 0 also speaks and writes the metrics.
 
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -36,6 +37,7 @@ from dist.weights import first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
+from reference.types import Array
 from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
@@ -146,7 +148,7 @@ class Trainer:
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.heldout: Windows | None = None
-        self.unchecked: list[str] = []  # sentences on what older versions left without checksums
+        self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
         comm.watch.follow(self.out, config.run.timeout)
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
@@ -223,8 +225,14 @@ class Trainer:
         state = checkpoint.load(newest, self.stepper, self.comm)
         self.step = state.step
         if not state.sealed:
-            self.unchecked.append(
+            self.reservations.append(
                 f"{newest} was saved by an older version: nothing checks its {checkpoint.MANIFEST}"
+            )
+        before, now = from_tables(state.config).run, self.config.run
+        if (before.backend, before.compute) != (now.backend, now.compute):
+            self.reservations.append(
+                f"{newest} was learned by the backend {before.backend} ({before.compute}): from "
+                f"here on the last bits are those of {now.backend} ({now.compute})"
             )
         return state.monitor
 
@@ -250,6 +258,8 @@ class Trainer:
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self.saving: checkpoint.Saving | None = None  # being written
+        self.copies: list[list[Array]] | None = None  # what is being written, of this rank
+        self.removing = threading.Thread()  # checkpoints that are no longer needed
         self._introduce()
         try:
             self.peak = monitor.measure_peak(self.ops, comm)
@@ -257,6 +267,7 @@ class Trainer:
             together(comm, self._open_sinks, only=0)
             return self._loop(stop)
         finally:
+            self._wait_for_removing()
             self._held.close()
             self.console.close()
             for sink in self.sinks:
@@ -312,6 +323,7 @@ class Trainer:
                 break
         else:
             asked = None
+        self._wait_for_removing()
         unwritten = self.comm.broadcast(self.unwritten)
         if unwritten is not None:
             raise AllRanksError(unwritten)
@@ -394,7 +406,7 @@ class Trainer:
             )
             if d.unchecked:
                 self.console.say(d.unchecked)
-        for said in self.unchecked:
+        for said in self.reservations:
             self.console.say(said)
         if self.begun:
             self.console.say(self.begun)
@@ -448,6 +460,7 @@ class Trainer:
         self.comm.watch.begin("checkpoint", self.step)
         self._finish_saving()
         began = time.perf_counter()
+        self._wait_for_removing()  # it may be the half of a checkpoint of this very step
         state = checkpoint.State(
             step=self.step,
             updates=self.stepper.updates,
@@ -459,14 +472,16 @@ class Trainer:
         )
         for sink in self.sinks:
             sink.flush()
-        folder, aside = self.out / CHECKPOINTS, checkpoint.room_for_copies(self.stepper, self.comm)
+        folder = self.out / CHECKPOINTS
+        if self.copies is None and checkpoint.room_for_copies(self.stepper, self.comm):
+            self.copies = checkpoint.copies(self.stepper)
         self.saving = checkpoint.Saving(
-            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=aside
+            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=self.copies
         )
         self.saving_best = best
         self.saved_step = self.step
         self.saving_seconds = time.perf_counter() - began
-        if not aside:
+        if self.copies is None:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
@@ -481,7 +496,9 @@ class Trainer:
         if self.comm.rank == 0:
             if self.saving_best:
                 checkpoint.point(path.parent, "best", path.name)
-            checkpoint.prune(path.parent, self.config.run.keep)
+            doomed = checkpoint.prune(path.parent, self.config.run.keep)
+            self.removing = threading.Thread(target=self._remove, args=(doomed,), daemon=True)
+            self.removing.start()
         self.saving_seconds += time.perf_counter() - began
         self.console.say(f"saved {path}")
         self._write(
@@ -491,6 +508,18 @@ class Trainer:
                 "write_ms": 1e3 * saving.seconds,
             }
         )
+
+    def _remove(self, doomed: list[Path]) -> None:
+        """Remove folders, which takes long if they are large, while training goes on."""
+        try:
+            for path in doomed:
+                shutil.rmtree(path)
+        except OSError as error:
+            self.unwritten = sentence(error)
+
+    def _wait_for_removing(self) -> None:
+        if self.removing.is_alive():
+            self.removing.join()
 
 
 def _due(step: int, every: int) -> bool:

@@ -90,13 +90,20 @@ def test_resumed_is_uninterrupted(tmp_path: Path, shim: ShimDevice, compute: str
 
 @pytest.mark.parametrize(("first", "then"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_a_run_of_one_backend_goes_on_with_the_other(
-    tmp_path: Path, shim: ShimDevice, first: str, then: str
+    tmp_path: Path,
+    shim: ShimDevice,
+    first: str,
+    then: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=3, run__keep=9)
     begun, alone = on(first, config), on(then, config)
     assert train(begun) == train(alone) == 0
     (Path(begun.run.out) / "checkpoints" / "latest").write_text("step-00000003\n")
+    assert "the last bits are" not in capsys.readouterr().out
     assert train(with_run(begun, backend=then)) == 0
+    said = f"from here on the last bits are those of {then} (float32)"
+    assert capsys.readouterr().out.count(said) == 1
     assert losses(begun) == pytest.approx(losses(alone), rel=1e-6)
     state = checkpoint.read_manifest(checkpoint.find(begun.run.out))
     assert (state.step, state.updates) == (6, 6)

@@ -1,6 +1,7 @@
 """The exact step: the tree, the optimizer on slices, checkpoints, and guards, on one rank."""
 
 import math
+import shutil
 import subprocess
 import sys
 import weakref
@@ -286,11 +287,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         checkpoint.save(folder, stepper, state_of(config, step), Solo())
         if step == 2:
             checkpoint.point(folder, "best", checkpoint.folder_name(2))
-        checkpoint.prune(folder, keep=2)
+        for path in checkpoint.prune(folder, keep=2):
+            assert checkpoint.step_of(path) is None
+            shutil.rmtree(path)
     (folder / "step-00000009.tmp").mkdir()  # what crashes leave
     (folder / "step-00000001.old").mkdir()
-    checkpoint.prune(folder, keep=2)
-    assert sorted(p.name[-1] for p in folder.glob("step-*")) == ["2", "4", "5"]
+    left = checkpoint.prune(folder, keep=2)
+    assert sorted(path.name for path in left) == ["step-00000001.old", "step-00000009.tmp"]
+    assert checkpoint.steps(folder) == [2, 4, 5]
     assert checkpoint.find(folder).name == checkpoint.folder_name(2)
     with pytest.raises(FileNotFoundError, match="no folder of a run"):
         checkpoint.find(tmp_path / "elsewhere")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -175,6 +176,39 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         np.testing.assert_array_equal(one, other)
     saves = [r for r in monitor.read_metrics(Path(meanwhile.run.out)) if "save_ms" in r]
     assert [r["step"] for r in saves] == [3, 6] and saves[0]["write_ms"] > saves[0]["save_ms"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=1)
+    update, rmtree = Stepper.update, shutil.rmtree
+    updates, removed = threading.Semaphore(0), []
+
+    def updated(self: Stepper, *arguments: Any) -> None:
+        update(self, *arguments)
+        updates.release()
+
+    def slow(path: Path) -> None:  # that of step 2, when that of step 4 is whole, after step 5
+        if not removed:
+            removed.append((path.name, [updates.acquire(timeout=60) for _ in range(6)]))
+        rmtree(path)
+
+    whole = property(lambda saving: saving._thread.join() or True)
+    monkeypatch.setattr(checkpoint.Saving, "written", whole)  # after one step, always
+    monkeypatch.setattr(Stepper, "update", updated)
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    assert train(config) == 0
+    folder = Path(config.run.out) / "checkpoints"
+    assert removed == [("step-00000002.old", [True] * 6)]
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
+
+    def broken(path: Path) -> None:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", broken)
+    assert train(with_run(config, out=str(tmp_path / "broken"))) == 1
+    assert capsys.readouterr().err.count("step-00000002.old: Input/output error") == 1
 
 
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(

@@ -15,10 +15,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from tests.fuzz.workers import Worker
-from tests.fuzz.world import SECONDS, Finding, Input, World
+from tests.fuzz.world import SECONDS, WAITING, Finding, Input, World
 
 CORPUS = Path(__file__).parent / "corpus"
-PATIENCE = 3 * SECONDS  # with a worker that says nothing: hung where no signal is looked at
+PATIENCE = (
+    3 * WAITING * SECONDS
+)  # with a worker that says nothing: hung where no signal is looked at
 
 
 def temporary() -> Path:

@@ -20,6 +20,7 @@ ANEW = [*TRAIN, "--set", "run.out=new"]
 EVAL = ["eval", "run", "--windows", "1", "--backend", "reference"]
 GENERATE = ["generate", "run", "--backend", "reference", "--tokens", "2", "--prompt", "a"]
 SCORE = ["score", "run", "the fox", "--backend", "reference"]
+INSPECT = ["inspect", "run", "-o", "new.html", "--text"]
 PACK = "pack in.jsonl --tokenizer t.tok -o new --processes 1".split()
 
 
@@ -140,7 +141,8 @@ def checkpoints(rng: random.Random, world: World) -> Input:
     name = rng.choice(world.files("run/checkpoints/step-*/*"))
     data = world.read(name)
     data = _manifest(rng, data) if name.endswith(".json") else mutate.data(rng, data)
-    uses = [TRAIN, [*TRAIN, "--changed"], EVAL, GENERATE, SCORE]
+    uses = [TRAIN, [*TRAIN, "--changed"], EVAL, GENERATE, SCORE, [*INSPECT, "the fox"]]
+    uses += [[*ANEW, "--set", "train.init=run"]]
     uses += [["export", "run", out] for out in ("new", "new.gguf")]
     return Input("checkpoints", {name: data}, [rng.choice(uses)])
 
@@ -346,6 +348,40 @@ def json_lines(rng: random.Random, world: World) -> Input:
     return Input("json_lines", {name: data}, commands)
 
 
+ROWS: list[dict[str, Any]] = [  # a question of each form
+    {"context": "2 and 2 make", "choices": [" four", " five"], "answer": 0},
+    {"ctx": "the fox", "endings": ["jumps", "is lazy"], "label": "1"},
+    {
+        "question": "Who?",
+        "choices": {"text": ["fox", "dog"], "label": ["A", "B"]},
+        "answerKey": "A",
+    },
+    {"question": {"stem": "Who?", "choices": [{"text": "x", "label": "1"}]}, "answerKey": "1"},
+    {"goal": "jump", "sol1": "over", "sol2": "under", "label": 0},
+]
+
+
+def tasks(rng: random.Random, world: World) -> Input:
+    """Questions with choices, of every form."""
+    rows = [rng.choice(ROWS) for _ in range(rng.randrange(1, 4))]
+    rows[-1] = (
+        {**rows[-1], rng.choice(list(rows[-1])): _text(rng)} if rng.random() < 0.2 else rows[-1]
+    )
+    data = b"\n".join([*(mutate.dumped(row) for row in rows[:-1]), mutate.json_text(rng, rows[-1])])
+    limit = ["--limit", mutate.word(rng)] if rng.random() < 0.2 else []
+    return Input("tasks", {"q.jsonl": data}, [[*EVAL, "--tasks", "q.jsonl", *limit]])
+
+
+def texts(rng: random.Random, world: World) -> Input:
+    """What a trained model is asked to read, and the names of new tokens."""
+    text = _text(rng).replace("\0", "")
+    names = [f"--special={_text(rng)}".replace("\0", "") for _ in range(rng.randrange(3))]
+    extend = ["tokenizer", "extend", "t.tok", "-o", "new.tok", *names]
+    uses = [[[*SCORE[:2], text, *SCORE[3:]]], [[*INSPECT, text]]]
+    encode = ["tokenizer", "encode", "new.tok", f"--text={text}"]
+    return Input("texts", {}, rng.choice([*uses, [extend, encode]]))
+
+
 def archives(rng: random.Random, world: World) -> Input:
     """Packed texts and columns, which libraries read."""
     name = rng.choice(world.files("in.*.gz") + world.files("in.*.zst") + world.files("in.parquet"))
@@ -463,7 +499,7 @@ def kernel_caches(rng: random.Random, world: World) -> Input:
 KINDS: dict[Kind, int] = {  # how often, in parts
     **dict.fromkeys([run_files, settings, tokenizers, huggingface, json_lines], 3),
     **dict.fromkeys([shard_manifests, shards, checkpoints, pointers, journals, prompts], 2),
-    **dict.fromkeys([metrics, tiktokens, numbers, regexes, folders, ggufs], 2),
+    **dict.fromkeys([metrics, tiktokens, numbers, regexes, folders, ggufs, tasks, texts], 2),
     **dict.fromkeys([archives, kernel_caches, llm_c], 1),
 }
 

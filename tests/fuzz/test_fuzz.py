@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def test_the_harness_knows_every_way_to_fail(world: World, monkeypatch: pytest.M
         if how == "time":
             while True:
                 pass
+        if how == "wait":
+            time.sleep(60)
         if how == "traceback":
             print("Traceback (most recent call last):", file=sys.stderr)
         if how == "long":
@@ -68,6 +71,7 @@ def test_the_harness_knows_every_way_to_fail(world: World, monkeypatch: pytest.M
     expected = {
         "memory": "MemoryError: ",
         "time": "takes too long: ",
+        "wait": "takes too long: ",
         "traceback": "prints a traceback: ",
         "long": "says 4000 characters",
         "status": "ends with status 3 and no sentence",

@@ -31,7 +31,8 @@ from tests.helpers.runs import tables
 from tests.helpers.weights import GPT2, write_random
 from tokenizer import patterns
 
-SECONDS = 20.0  # of a command
+SECONDS = 20.0  # of a processor, that a command may take
+WAITING = 10  # times as long by the clock: a busy machine is slow, but what waits for ever is found
 MEMORY = 1 << 30  # bytes that a command may ask for, beside what the process has from its imports
 SENTENCE = 4000  # characters, at most, of what a command says as it gives up
 TEXT = "the quick brown fox jumps over a lazy dog, 7 wizards pack boxes & say: Größe 中文\n"
@@ -228,18 +229,22 @@ def _place(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise ``Overtime`` in what takes longer."""
+    """Raise ``Overtime`` in what takes longer, or waits much longer."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise Overtime
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    limits = {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: WAITING * seconds}
+    before = {n: signal.signal(n, late) for n in (signal.SIGPROF, signal.SIGALRM)}
+    for timer, limit in limits.items():
+        signal.setitimer(timer, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in limits:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

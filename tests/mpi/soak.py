@@ -92,12 +92,13 @@ class Soak:
                 run.process.wait()
                 continue
             after = checkpoint.pointed(Path(config.run.out) / "checkpoints")
-            set_back = bool(begin)
+            # a run that is set back may end between where it began and where it was
+            least = begin[-1] if begin else before.name if before else ""
             if after != before:
                 begin = ()
-            if before is not None and not set_back and (after is None or after.name < before.name):
+            if least and (after is None or after.name < least):
                 self.lost += 1
-                self.say(f"LOST {number} {fault}: {before.name} -> {after}")
+                self.say(f"LOST {number} {fault}: {least} -> {after}")
             if "stopped after step" in out or "stopped by" in out:
                 steps = len(losses(config))
                 if after is None or after.name != checkpoint.folder_name(steps):
@@ -179,7 +180,7 @@ class Soak:
         if status != 1 or str(path) not in err or "Traceback" in err:
             self.differing += 1
             self.say(f"ACCEPTED {path}: {status} {err}")
-        return ("--from", f"step-{older[-1]}")
+        return ("--from", checkpoint.folder_name(older[-1]))
 
     def say(self, text: str) -> None:
         """Print at once."""

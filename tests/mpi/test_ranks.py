@@ -118,7 +118,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert train(config, 4)[0] == 0
     whole = digest(config)
     latest = Path(config.run.out) / "checkpoints" / "latest"
-    for ranks in (2, 1):
+    for ranks in (8, 2):
         latest.write_text("step-00000002\n")
         assert train(config, ranks)[0] == 0
         assert digest(config) == whole
@@ -239,6 +239,28 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     status, out, _ = start(config, 4, FAULT="1 step kill").end()
     assert status != 0
     assert "step    2/1000" in out and "step    4/1000" not in out
+
+
+@pytest.mark.parametrize(
+    "whom",
+    ["all", *(pytest.param(w, marks=pytest.mark.slow) for w in ("rank 1", "mpirun", "launcher"))],
+)
+def test_what_is_killed_in_the_middle_of_a_checkpoint_goes_on_to_the_same_bits(
+    tmp_path: Path, whom: str
+) -> None:
+    config = prepare(tmp_path, train__steps=12, run__checkpoint_every=2)
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert train(whole, 1)[0] == 0
+    run = start(config, 2, FAULT="0 checkpoint slow")  # the first to be written waits
+    half = Path(config.run.out) / "checkpoints" / "step-00000002.tmp"
+    wait_for(half.is_dir)
+    for name, process in of_run(run_file(config)).items():
+        if whom in ("all", name):
+            os.kill(process, signal.SIGKILL)
+    assert run.end()[0] != 0
+    assert half.is_dir() and checkpoint.steps(half.parent) == []
+    assert train(config, 4)[0] == 0
+    assert digest(config) == digest(whole) and not half.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
