@@ -163,7 +163,7 @@ def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> N
         axes.errorbar(
             [x for x, _ in points],
             [cell.mean for _, cell in points],
-            [cell.spread or 0.0 for _, cell in points],
+            [math.nan if cell.spread is None else cell.spread for _, cell in points],
             color=color,
             capsize=3,
             label=name or None,
