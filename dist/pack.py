@@ -12,6 +12,7 @@ folder that has one is unfinished and ours.
 import hashlib
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -58,6 +59,7 @@ class Settings(NamedTuple):
     bos: bool = False
     heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
+    max_chars: float | None = None  # of all texts, the held-out ones among them
 
 
 class Encoded(NamedTuple):
@@ -230,10 +232,21 @@ def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> 
 
 def plain_bytes(inputs: list[str]) -> int:
     """Return the bytes of text in the inputs, 0 when they cannot be known in advance."""
-    files = expand(inputs)
+    files = expand(inputs).files
     if any(name == "-" or name.endswith((".gz", ".zst", ".parquet")) for name in files):
         return 0
     return sum(os.stat(name).st_size for name in files)
+
+
+def _first(documents: Iterator[Document], chars: float | None) -> Iterator[Document]:
+    """Yield documents until they have so many characters; the last may go beyond."""
+    left = math.inf if chars is None else chars
+    for document in documents:
+        yield document
+        if chars is not None:
+            left -= document.chars
+        if left <= 0:
+            return
 
 
 def pack(
@@ -269,6 +282,8 @@ def pack(
     """
     if not 0 <= settings.heldout < 1:
         raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
+    if settings.max_chars is not None and not settings.max_chars > 0:
+        raise ValueError(f"--max-chars must be above 0, got {settings.max_chars:g}")
     if not 0 <= settings.window <= settings.shard_tokens or processes < 1:
         raise ValueError(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
@@ -287,7 +302,10 @@ def _pack(
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Summary:
-    files = expand(inputs)
+    given = expand(inputs)
+    files = given.files
+    for remark in given.remarks():
+        report(remark)
     encoder = Encoder(settings)
     tokenizer = encoder.tokenizer
     journal = _begin(out, fingerprint(files, settings, tokenizer.sha256), report)
@@ -306,7 +324,7 @@ def _pack(
             report(f"{said} (left out)")
 
     found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
-    documents = itertools.islice(found, counts.read, None)
+    documents = itertools.islice(_first(found, settings.max_chars), counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
         for writer in writers.values():
