@@ -60,8 +60,8 @@ class Size(NamedTuple):
 SIZES = (
     #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary
     Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 3e-3, 4096),
-    Size(5e12, 96, 3, 3, 1, 32, 256, 128, 4, 3e-3, 4096),
-    Size(2e13, 128, 4, 4, 2, 32, 352, 256, 8, 3e-3, 4096),
+    Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 3e-3, 4096),
+    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 3e-3, 4096),
     Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 2e-3, 4096),
     Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 1.5e-3, 8192),
     Size(5e15, 384, 8, 6, 2, 64, 1024, 512, 16, 1e-3, 16384),
@@ -122,7 +122,8 @@ class Choice(NamedTuple):
 
 def choice_for(seconds: float, speed: float) -> Choice:
     """Return the size for a time to train in, at a speed in floating-point operations a second."""
-    flops = SHARE * max(seconds, 0.0) * speed
+    seconds = max(seconds, 0.0)
+    flops = SHARE * seconds * speed
     return Choice(choose(flops), flops, speed, seconds)
 
 

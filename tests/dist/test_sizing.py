@@ -36,7 +36,8 @@ def test_the_budget_is_speed_times_time() -> None:
     assert slow.size == SIZES[0] and fast.size.d_model >= 192
     said = str(fast)
     assert "600 GFLOP/s for 1700 s" in said and f"{fast.size.d_model} wide" in said
-    assert choice_for(-5, 1e9).size == SIZES[0]  # no time is left: the smallest all the same
+    late = choice_for(-5, 1e9)  # no time is left: the smallest all the same
+    assert late.size == SIZES[0] and "1 GFLOP/s for 0 s" in str(late)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
