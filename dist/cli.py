@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
         "dist.convert.commands:import_", "weights and tokenizer of others, into a checkpoint"
     ),
     "plot": Command("dist.use:plot", "draw the curves of a run, or compare runs"),
+    "sweep": Command("dist.sweep.cli:main", "small runs that differ in a few keys, compared"),
     "plan": Command("dist.plan:main", "memory, work, time and disk of a run, by arithmetic"),
     "bench cpu": Command(
         "accel.bench.cpu:main", "time the cpu backend, beside PyTorch if it is there"

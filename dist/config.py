@@ -27,8 +27,8 @@ PRESETS = Path(__file__).parent / "presets"
 class Source:
     """A packed dataset and its share of the windows of a phase."""
 
-    path: str
-    weight: float = 1.0
+    path: str  # a folder written by `myllm pack`, or a .bin file
+    weight: float = 1.0  # its share, relative to those of the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Phase:
     """A stretch of training on one mixture of sources."""
 
     tokens: int  # exposures; rounded up to whole steps
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # what is mixed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Data:
 
     train: str = ""  # a folder written by `myllm pack`, or a .bin file
     heldout: str = ""  # the same, for evaluation; empty: none
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] = ()  # each a mixture of sources for a number of tokens
     isolate_documents: bool = False  # attention does not cross from one document into the next
 
 
@@ -57,8 +57,8 @@ class Train:
     global_batch: int  # windows of a step over all ranks: micro_batch · ranks · accumulation
     steps: int = 0  # 0: as many as the phases take
     lr: float  # peak
-    warmup_steps: int = 0
-    schedule: Schedule = "cosine"
+    warmup_steps: int = 0  # in which the rate rises from zero to its peak
+    schedule: Schedule = "cosine"  # how the rate falls after that
     final_fraction: float = 0.1  # of the peak, at the end
     decay_steps: int = 0  # of schedule "wsd"
     seed: int = 0  # of the initial weights, the data order and dropout
@@ -71,10 +71,10 @@ class Train:
 class Optim:
     """AdamW."""
 
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    beta1: float = 0.9  # of the running mean of the gradient
+    beta2: float = 0.95  # of the running mean of its square
+    eps: float = 1e-8  # beside the root of that
+    weight_decay: float = 0.1  # a step takes lr · this of each weight
     decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
     clip: float = 1.0  # greatest norm of the gradient; 0: no clipping
 
@@ -84,7 +84,7 @@ class Run:
     """Everything that does not change what is learned: where, by what, how often."""
 
     out: str  # folder of the run
-    backend: str = "cpu"
+    backend: str = "cpu"  # cpu, cuda, or reference: slow, and all of it to be read
     compute: str = "float32"  # or bf16; auto: whichever is the faster here
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
@@ -98,7 +98,7 @@ class Run:
     log_every: int = 10  # steps from one line to the next, where there is no terminal
     tensorboard: bool = False  # write event files for TensorBoard, too
     sample_every: int = 0  # steps; 0: never
-    sample_prompt: str = ""
+    sample_prompt: str = ""  # what samples go on from; empty: a new line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from accel import load as load_backend
-from dist import checkpoint, cli, config, mode, monitor, pack, warm
+from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
 from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
@@ -25,6 +26,7 @@ from dist.data import Batch, Windows, on_backend
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
 from dist.launch import cores, find_mpirun, launch
+from dist.sizing import Size
 from dist.use import draw
 from reference import ops as reference_ops
 from reference.model import loss_backward, loss_forward
@@ -41,6 +43,7 @@ SHARED = 0.3  # of its eight-word runs in training text: a held-out document is 
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
 PROBE_STEPS = 10  # that tell how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
+EVALUATIONS = 5  # while it trains
 LEAST_STEPS = 20
 PROMPT_SEED = 2026
 PROMPT_TOKENS = 48
@@ -94,30 +97,30 @@ def main(argv: Sequence[str]) -> int:
     deadline = time.monotonic() + 60 * given.minutes
     if not given.minutes > 0:
         args.error("--minutes must be positive")
-    config.load("demo").accumulation(given.ranks)
+    paths = Paths(Path(given.out))
+    smallest = settings_of(paths, given.ranks, sizing.SIZES[0], 1, paths.run, "float32")
+    smallest.accumulation(given.ranks)
     if given.ranks > 1:
         find_mpirun()  # now rather than after a minute of preparation
-    paths = Paths(Path(given.out))
     paths.out.mkdir(parents=True, exist_ok=True)
     if given.compute == mode.AUTO and paths.run_file.exists():
         given.compute = config.load(paths.run_file).run.compute
-    probe, chosen = mode.settled(
-        settings_of(paths, PROBE_STEPS, paths.out / "probe", given.compute), None
-    )
+    typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
+    typical, chosen = mode.settled(typical, None)
     if chosen:
-        given.compute = probe.run.compute
+        given.compute = typical.run.compute
         say(chosen)
     load_backend("cpu", compute=given.compute)
-    with warm.helpers(probe, max(1, cores() - 1), writes=True):
+    with warm.helpers(typical, max(1, cores() - 1), writes=True):
         prepare_corpus(paths)
         prepare_tokenizer(paths)
         if not (paths.data / "train" / "manifest.json").exists():
             say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
-            settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
-            pack.pack([str(paths.corpus)], paths.data, settings)
-        warm.compile_kernels(probe, writes=True)  # what is left: nothing else shall run beside it
+            packing = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
+            pack.pack([str(paths.corpus)], paths.data, packing)
+        warm.compile_kernels(typical, writes=True)  # what is left: nothing else shall run beside it
     if not paths.run_file.exists():
-        choose_steps(paths, deadline, given.ranks, given.compute)
+        choose_run(paths, deadline, given.ranks, given.compute)
     say(f"training: myllm train {paths.run_file} --ranks {given.ranks}")
     status = train(paths.run_file, given.ranks)
     if status:
@@ -182,43 +185,49 @@ def prepare_tokenizer(paths: Paths) -> None:
     print(f"learned in {time.monotonic() - started:.1f} s: {paths.tokenizer}")
 
 
-def settings_of(paths: Paths, steps: int, out: Path, compute: str) -> config.RunFile:
-    """Return the run file of the demo for a number of steps."""
-    every = max(1, steps // 5)
+def settings_of(
+    paths: Paths, ranks: int, size: Size, steps: int, out: Path, compute: str
+) -> config.RunFile:
+    """Return the run file of the demo for a size and a number of steps."""
     return config.load(
         "demo",
         [
+            *size.overrides(ranks),
             f"data.train={json.dumps(str(paths.data / 'train'))}",
             f"data.heldout={json.dumps(str(paths.data / 'heldout'))}",
-            f"train.steps={steps}",
-            f"train.warmup_steps={min(40, steps // 10)}",
+            *sizing.schedule(steps, EVALUATIONS),
             f"run.out={json.dumps(str(out))}",
             f"run.compute={compute}",
-            f"run.eval_every={every}",
-            f"run.checkpoint_every={every}",
         ],
     )
 
 
-def choose_steps(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
-    """Write a run file with as many steps as there is time for, by the speed of a short run."""
-    say("speed: a few steps, to see how many there is time for")
-    probe = paths.out / "probe.toml"
-    run = settings_of(paths, PROBE_STEPS, paths.out / "probe", compute)
-    run = dataclasses.replace(
-        run, run=dataclasses.replace(run.run, eval_every=0, checkpoint_every=0, eval_windows=1)
-    )
-    replace_durably(probe, run.to_toml().encode())
-    status = train(probe, ranks)
-    if status:
-        raise SystemExit(status)
-    records = monitor.read_metrics(paths.out / "probe")
+def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
+    """Write a run file: a model for the time left, and as many steps as there is time for.
+
+    The model is chosen by the speed of one that is always the same, the steps by those of a short
+    run of the chosen one.
+    """
+    say("speed: a few steps, to see which model and how many steps there is time for")
+    speed = sizing.measured_speed(compute)
+    choice = sizing.choice_for(deadline - time.monotonic() - TAIL_SECONDS, speed)
+    print(choice, flush=True)
+    with TemporaryDirectory(prefix="probe-", dir=paths.out) as folder:
+        run = settings_of(paths, ranks, choice.size, PROBE_STEPS, Path(folder) / "run", compute)
+        run = dataclasses.replace(
+            run, run=dataclasses.replace(run.run, eval_every=0, checkpoint_every=0, eval_windows=1)
+        )
+        probe = Path(folder) / "run.toml"
+        replace_durably(probe, run.to_toml().encode())
+        status = train(probe, ranks)
+        if status:
+            raise SystemExit(status)
+        records = monitor.read_metrics(Path(run.run.out))
     seconds = float(np.median([r["ms"] for r in records if "ms" in r][2:])) / 1e3
     left = deadline - time.monotonic() - TAIL_SECONDS
-    # evaluations, checkpoints and the start are a tenth
-    steps = max(LEAST_STEPS, int(0.9 * left / seconds))
+    steps = max(LEAST_STEPS, int(sizing.SHARE * left / seconds))
     print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")
-    run = settings_of(paths, steps, paths.run, compute)
+    run = settings_of(paths, ranks, choice.size, steps, paths.run, compute)
     replace_durably(paths.run_file, run.to_toml().encode())
 
 

@@ -92,7 +92,7 @@ def environment(ranks: int) -> dict[str, str]:
     return env
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have Linux end mpirun, and it its ranks, should this process be killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -118,7 +118,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
 
     streams = ((process.stdout, 1), (process.stderr, 2))

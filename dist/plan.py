@@ -1,8 +1,12 @@
-"""``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened."""
+"""``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened.
+
+With ``--minutes`` it first writes the run file (``sizing.py``), which takes some steps to measure.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from dist import config as run_file
@@ -23,6 +27,8 @@ class Plan(NamedTuple):
     """The figures of a run; bytes unless said otherwise."""
 
     parameters: int
+    parts: dict[str, int]  # of them, by part of the model
+    block: int  # of them, those of one layer
     master: int  # float32, on every rank
     moments: int  # m and v, this rank's slice of both
     gradients: int  # the buffers of the tree, and the slices received
@@ -38,6 +44,23 @@ class Plan(NamedTuple):
     checkpoint: int
     disk: int  # checkpoints kept, the best, and the one being written
     data: int  # as many tokens on disk
+
+
+def parameters_by_part(model: Config) -> dict[str, int]:
+    """Return how many parameters each part has, over all layers."""
+    parts = {
+        "embedding": 0,
+        "position": 0,
+        "attention": 0,
+        "feed-forward": 0,
+        "head": 0,
+        "norms": 0,
+    }
+    for name, (_, spec) in decoder_layout(model).offsets.items():
+        words = name.replace("ffn", "feed-forward").split(".")
+        part = words[2] if words[0] == "layers" else words[0]
+        parts[part if part in parts else "norms"] += spec.size
+    return {part: size for part, size in parts.items() if size}
 
 
 def kv_cache_bytes(model: Config, item: int) -> int:
@@ -85,13 +108,18 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         When the ranks cannot share the batch.
     """
     accumulation = run.accumulation(ranks)
-    n, T = decoder_layout(run.model).size, run.model.context_length
+    layout, T = decoder_layout(run.model), run.model.context_length
+    n = layout.size
     low = run.run.compute == "bf16"
     buffers = accumulation.bit_length()  # log2(a) + 1
     checkpoint = 3 * 4 * n
     exposures = run.steps * run.tokens_per_step
     return Plan(
         parameters=n,
+        parts=parameters_by_part(run.model),
+        block=sum(
+            s.size for name, (_, s) in layout.offsets.items() if name.startswith("layers.0.")
+        ),
         master=4 * n,
         moments=2 * 4 * -(-n // ranks),
         gradients=4 * n * (buffers + (ranks > 1)),
@@ -177,6 +205,12 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
     per_rank = p.master + p.moments + p.gradients + p.weights
     out = [
         f"parameters          {p.parameters:>22,}",
+        *(
+            f"  {part:<18}{n:>22,}  {n / p.parameters:.1%}"
+            f"{' (the head, too)' if part == 'embedding' and model.tied else ''}"
+            for part, n in p.parts.items()
+        ),
+        f"  each of {model.n_layers:>3} blocks {p.block:>21,}",
         "",
         f"each of {ranks} ranks, besides activations",
         f"  master, float32   {size(p.master)}",
@@ -240,15 +274,26 @@ def main(argv: Sequence[str]) -> int:
     """``myllm plan``."""
     args = parser(
         "plan",
-        "Say what a run will need: memory, work, communication, time, disk. Nothing is allocated.",
+        "Say what a run will need: memory, work, communication, time, disk. Nothing is allocated. "
+        "With --minutes, write a run file for this machine: a few steps are timed, and the model "
+        "and the number of steps chosen that make the most of the time.",
         "myllm plan myllm-1b --ranks 8 --speed 160000\n"
         "  myllm plan myllm-1b --ranks 64 --per-node 8 --network 50GB/s --speed 1280000 "
-        "--set train.global_batch=256",
+        "--set train.global_batch=256\n"
+        "  myllm plan --minutes 30 data/mine -o mine.toml && myllm train mine.toml",
     )
-    args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
+    args.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="a TOML run file, or a preset's name; with --minutes the text to train on, packed or "
+        "not",
+    )
     add_set(args)
     args.add_argument("--ranks", type=int, default=1)
     args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
+    args.add_argument("--minutes", type=float, help="of training on this machine, on all cores")
+    args.add_argument("-o", "--out", type=Path, help="with --minutes: the run file (run.toml)")
     args.add_argument(
         "--network",
         metavar="RATE",
@@ -261,8 +306,22 @@ def main(argv: Sequence[str]) -> int:
         args.error("--per-node is a number of ranks, at least 1, and belongs with --network")
     if given.speed is not None and not 1e-3 <= given.speed < math.inf:
         args.error("--speed must be a number of tokens a second, at least 0.001")
-    run = run_file.load(given.config, given.overrides)
-    said = lines(run, given.ranks, given.speed)
+    if given.config is None and given.minutes is None:
+        args.error("CONFIG is needed, or --minutes")
+    said: list[str] = []
+    if given.minutes is not None:
+        if not 0 < given.minutes < math.inf:
+            args.error("--minutes must be positive")
+        if given.overrides or given.speed is not None:
+            args.error("--minutes measures the speed and writes a file: no --set, no --speed")
+        from dist import sizing  # which loads a backend
+
+        run, said = sizing.write_run_file(given.minutes, given.config, given.out)
+    elif given.out is not None:
+        args.error("-o belongs with --minutes")
+    else:
+        run = run_file.load(given.config, given.overrides)
+    said += lines(run, given.ranks, given.speed)
     if given.network is not None:
         size, per_node = decoder_layout(run.model).size, given.per_node or given.ranks
         said += network.lines(run, size, given.ranks, per_node, given.network, given.speed)

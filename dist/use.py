@@ -12,7 +12,7 @@ from dist import checkpoint, monitor
 from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
-from dist.config import from_tables
+from dist.config import from_tables, load
 from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, token_lengths
 
@@ -117,24 +117,32 @@ def plot(argv: Sequence[str]) -> int:
     args = parser(
         "plot",
         "Draw the loss and the learning rate of one run, or compare several.",
-        "myllm plot runs/a runs/b -o compared.png",
+        "myllm plot runs/a runs/b --by tokens -o compared.png",
     )
     args.add_argument("runs", nargs="+", metavar="RUN", help="folders with a metrics.jsonl")
     args.add_argument(
         "-o", "--out", help="a .png, .svg or .pdf (default: loss.png and loss.svg in the first run)"
     )
+    args.add_argument(
+        "--by", choices=AXES, default="step", help="what runs to the right (default step)"
+    )
     given = args.parse_args(argv)
     outs = [Path(given.out)] if given.out else [Path(given.runs[0]) / f"loss.{e}" for e in _KINDS]
-    draw([Path(run) for run in given.runs], outs)
+    draw([Path(run) for run in given.runs], outs, given.by)
     print(", ".join(map(str, outs)))
     return 0
 
 
 _KINDS = ("png", "svg")
+AXES = {"step": "step", "tokens": "tokens", "time": "minutes of steps"}
+FIRST = 0.1  # of the steps, whose losses may lie above the picture
 
 
-def draw(runs: Sequence[Path], outs: Sequence[Path]) -> None:
-    """Draw curves of loss and learning rate of some runs into files.
+def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
+    """Draw curves of loss and learning rate of some runs into files, by a key of ``AXES``.
+
+    The axis of the loss ends above what comes after the first tenth of a run, so that the fall from
+    the first step does not press the rest flat.
 
     Raises
     ------
@@ -147,21 +155,26 @@ def draw(runs: Sequence[Path], outs: Sequence[Path]) -> None:
         raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss_axes, lr_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    shown: list[float] = []  # losses that the picture must hold
     for number, run in enumerate(runs):
         records = monitor.read_metrics(run)
         steps = [r for r in records if r.get("loss") is not None and "lr" in r]
-        evals = [r for r in records if "heldout_loss" in r]
+        evals = [r for r in records if r.get("heldout_loss") is not None]
         if not steps:
             raise ValueError(
                 f"{run} has no {monitor.METRICS} with steps in it; is it a run folder?"
             )
         color = f"C{number}"
-        x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
+        places = _places(run, records, by)
+        x, y = [places[r["step"]] for r in steps], [r["loss"] for r in steps]
+        late = int(FIRST * len(steps))
+        shown += smooth(y[late:])
+        shown += [r["heldout_loss"] for r in evals if r["step"] >= steps[late]["step"]]
         loss_axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
         loss_axes.plot(x, smooth(y), color=color, label=f"{run.name}: training")
         if evals:
             loss_axes.plot(
-                [r["step"] for r in evals],
+                [places[r["step"]] for r in evals],
                 [r["heldout_loss"] for r in evals],
                 "o--",
                 color=color,
@@ -169,15 +182,30 @@ def draw(runs: Sequence[Path], outs: Sequence[Path]) -> None:
                 label=f"{run.name}: held out",
             )
         lr_axes.plot(x, [r["lr"] for r in steps], color=color)
+    margin = 0.05 * (max(shown) - min(shown)) or 0.1
+    loss_axes.set_ylim(min(shown) - margin, max(shown) + margin)
     loss_axes.set_ylabel("loss, nats a token")
     loss_axes.legend()
     loss_axes.grid(alpha=0.3)
     lr_axes.set_ylabel("learning rate")
-    lr_axes.set_xlabel("step")
+    lr_axes.set_xlabel(AXES[by])
     lr_axes.grid(alpha=0.3)
     for out in outs:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=120)
+
+
+def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, float]:
+    """Return where each step of a run lies on the axis."""
+    each = 1
+    if by == "tokens":
+        each = load(run / "config.toml").tokens_per_step
+    places, minutes = {}, 0.0
+    for r in records:
+        if "lr" in r:
+            minutes += r["ms"] / 60e3
+        places[r["step"]] = minutes if by == "time" else each * r["step"]
+    return places
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:

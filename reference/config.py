@@ -48,13 +48,13 @@ class Config:
     context_length: Count  # the longest T
     rope_base: Positive = 500_000.0  # read when position is "rope"
     norm_eps: Positive = 1e-5  # ε, inside the root
-    norm: Norm = "rmsnorm"
+    norm: Norm = "rmsnorm"  # of the residual stream
     norm_placement: NormPlacement = "pre"  # post has no final norm: the last block ends in one
-    position: Position = "rope"
-    ffn: FeedForward = "swiglu"
+    position: Position = "rope"  # how a token's place is told
+    ffn: FeedForward = "swiglu"  # its activation, which decides whether there is a gate
     attn_bias: bool = False  # on the projections into and out of attention
-    ffn_bias: bool = False
-    head_bias: bool = False
+    ffn_bias: bool = False  # on the projections of the feed-forward
+    head_bias: bool = False  # on the logits
     qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE (Qwen3)
     window: int | tuple[int, ...] = 0  # keys a query sees, itself too; 0: all; or one a layer
     tied: bool = True  # the head is the embedding table

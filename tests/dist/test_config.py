@@ -1,12 +1,16 @@
 """Run files: what is refused, what is resolved, and the arithmetic of the presets."""
 
+import dataclasses
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dist import config
+from dist import config, keys
 from reference import presets
+from tests.helpers import ROOT
 from tests.helpers.runs import tables
 
 
@@ -107,3 +111,20 @@ def test_ranks_that_cannot_share_the_batch_are_refused(
     assert [run.accumulation(w) for w in (1, 2, 4, 8)] == [8, 4, 2, 1]
     with pytest.raises(ValueError, match=message):
         run.accumulation(ranks)
+
+
+def test_the_page_of_keys_is_made_from_the_declarations() -> None:
+    page = (ROOT / "dist" / "KEYS.md").read_text(encoding="utf-8")
+    assert page == keys.table(), "put what `python -m dist.keys` prints there"
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.*) \| (.+) \|$", page, re.MULTILINE)
+    run = config.load("demo")
+    known = [f.name for table in dataclasses.fields(run) for f in table_fields(run, table.name)]
+    known += ["tokens", "sources", "path", "weight"]
+    assert sorted(name for name, *_ in rows) == sorted(known)
+    assert all(said.strip() for *_, said in rows)
+    assert ("lr", "number", "", "peak") in rows
+    assert ("norm_eps", "a positive number", "`1e-05`", "ε, inside the root") in rows
+
+
+def table_fields(run: config.RunFile, name: str) -> Any:
+    return dataclasses.fields(getattr(run, name))

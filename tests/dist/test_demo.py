@@ -10,6 +10,7 @@ from dist import checkpoint, cli, config, corpus, demo, monitor
 from dist.corpus import Text, near_duplicates, shingles, standard_library
 from dist.data import Windows
 from dist.shards import read_manifest
+from dist.sizing import SIZES
 from tokenizer import Tokenizer
 
 
@@ -67,21 +68,28 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     chosen = re.search(r"== compute: (float32|bf16) ", said)
     assert chosen is not None and f"allowed {demo.GRADIENT_BARS[chosen[1]]:.0e}" in said
     assert "zlib -9" in said
+    size = SIZES[0]  # of a hundredth of a minute
+    assert f"model: {size.d_model} wide, {size.n_layers} layers, for " in said
+    chosen_run = (tmp_path / "demo" / "run.toml").read_bytes()
+    model = config.load(tmp_path / "demo" / "run.toml").model
+    assert (model.d_model, model.n_layers) == (size.d_model, size.n_layers)
     for name in ("loss.png", "loss.svg", "run.toml", "corpus.jsonl", "tokenizer.myllm"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     run = tmp_path / "demo" / "run"
     assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
     assert read_manifest(tmp_path / "demo" / "data" / "heldout").documents >= 1
 
-    model = checkpoint.load_model(run, "cpu")
+    loaded = checkpoint.load_model(run, "cpu")
     windows = Windows(str(tmp_path / "demo" / "data" / "heldout"), config.load(run / "config.toml"))
     tokenizer = Tokenizer.load(tmp_path / "demo" / "tokenizer.myllm")
-    worst, _ = demo.gradient_error(model.ops, model, windows)
+    worst, _ = demo.gradient_error(loaded.ops, loaded, windows)
     assert 0 < worst < 1e-4
     bits = demo.unigram_bits(demo.Paths(tmp_path / "demo"), windows, tokenizer)
     assert 1 < bits < 8
 
-    assert cli.main(words) == 0  # everything is there: it only shows again
+    # everything is there: it only shows again, and more time changes no choice that was made
+    assert cli.main(["demo", "--minutes", "99"]) == 0
+    assert (tmp_path / "demo" / "run.toml").read_bytes() == chosen_run
     again = capfd.readouterr().out
     assert "== corpus:" not in again and "== speed:" not in again
     assert "going on after step 6 in demo/run" in again and again.count("---- ") == 3

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from dist import cli, config
-from dist.plan import kv_cache_bytes, make_plan, score_bytes
+from dist.plan import kv_cache_bytes, make_plan, parameters_by_part, score_bytes
 from reference.flops import forward_flops
+from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
 
 
@@ -80,3 +81,26 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", preset, "--ranks", "2", "--set", "optim.clip=0.5"]) == 0
     assert "sent in a step" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_model_are_its_parameters() -> None:
+    """MyLLM-1B: 1,792 wide, 28 layers, 14 heads of 128 of which 2 for keys, SwiGLU of 4,864."""
+    model = MYLLM_1B
+    parts = parameters_by_part(model)
+    projected = 2 * (model.n_heads + model.n_kv_heads) * model.d_head
+    assert parts == {
+        "embedding": model.vocab_size * model.d_model,
+        "attention": model.n_layers * model.d_model * projected,
+        "feed-forward": model.n_layers * 3 * model.d_model * model.d_ff,
+        "norms": (2 * model.n_layers + 1) * model.d_model,
+    }
+    other = config.load("gpt2-small").model
+    parts = parameters_by_part(other)
+    assert parts["position"] == other.context_length * other.d_model
+    assert sum(parts.values()) == decoder_layout(other).size
+    plan = make_plan(config.load("gpt2-small"), 1)
+    assert plan.block * other.n_layers + parts["embedding"] + parts["position"] + 2 * 768 == (
+        plan.parameters
+    )
+    untied = replace(model, tied=False, head_bias=True)
+    assert parameters_by_part(untied)["head"] == (model.d_model + 1) * model.vocab_size

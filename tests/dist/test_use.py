@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from dist import checkpoint, cli, monitor, tasks, use
+from dist import checkpoint, cli, config, monitor, tasks, use
 from dist.evaluate import Evaluation, token_lengths
 from dist.generate import Stops
 from reference.session import Session
-from tests.helpers.runs import prepare_texts, save_run_file, text
+from tests.helpers.runs import prepare_texts, save_run_file, tables, text
 from tokenizer import Tokenizer, train_from_iterator
 
 
@@ -382,6 +383,29 @@ def test_plot_draws_and_compares_runs(
     capsys.readouterr()
     assert cli.main(["plot", str(tmp_path)]) == 1
     assert "is it a run folder?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["step", "tokens", "time"])
+def test_plot_goes_by_step_tokens_or_time_and_leaves_the_first_spike_out(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that falls from 900 to below 3 in its first steps, 30 s a step, of 96 tokens each."""
+    save_run_file(config.from_tables(tables(tmp_path)), tmp_path / "config.toml")
+    losses = [900.0, 300.0, 50.0, *(3 - i / 100 for i in range(97))]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate(losses, 1):
+            file.write(json.dumps({"step": step, "loss": loss, "lr": 1.0, "ms": 3e4}) + "\n")
+        file.write(json.dumps({"step": 100, "heldout_loss": 2.5}) + "\n")
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    assert cli.main(["plot", str(tmp_path), "--by", by, "-o", str(tmp_path / "x.png")]) == 0
+    (figure,) = drawn
+    loss_axes, rate_axes = figure.axes
+    last = {"step": 100, "tokens": 9_600, "time": 50.0}[by]
+    assert [line.get_xdata()[-1] for line in loss_axes.lines] == pytest.approx([last] * 3)
+    assert rate_axes.get_xlabel() == {"time": "minutes of steps"}.get(by, by)
+    low, high = loss_axes.get_ylim()
+    assert 2.0 < low < 2.5 and 2.9 < high < 3.1
 
 
 def test_smoothing_keeps_a_constant_and_follows_a_step() -> None:

@@ -1,0 +1,234 @@
+"""Which model to train in a given time on this machine: by the speed measured and a small sweep.
+
+A training budget is C floating-point operations: those of a second, measured, times the seconds.
+Hoffmann et al. 2022 find that parameters and tokens should then both grow as √C, Kaplan et al. 2020
+that a flat optimum forgives a factor of two. Their runs are a million times longer than the minutes
+here, in which the embedding is most of a model and a few hundred steps are all there is; so where
+one size gives way to the next was measured: ``sweep/sizing/README.md``.
+"""
+
+import json
+import shlex
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from accel import load as load_backend
+from dist import config, mode, warm
+from dist.comm import Solo
+from dist.config import RunFile
+from dist.data import make_batch
+from dist.places import new_place
+from dist.shards import MANIFEST, Manifest, read_manifest
+from dist.step import Stepper, initial_weights
+from reference.flops import training_flops
+from reference.params import decoder_layout
+
+SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the start take the rest
+SECONDS = 1.5  # of steps to measure by
+EVALUATIONS = 10  # of a run
+LEAST_STEPS = 20
+
+
+class Size(NamedTuple):
+    """A model and how it is trained."""
+
+    flops: float  # the training budget from which on it is taken
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    context_length: int
+    global_batch: int  # windows of a step
+    lr: float
+    vocab_size: int  # of a tokenizer that is made for it
+
+    def overrides(self, ranks: int) -> list[str]:
+        """Return what it changes in a run file; of micro-batches two, or one a rank."""
+        model = {"d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "context_length"}
+        said = [f"model.{key}={value}" for key, value in self._asdict().items() if key in model]
+        micro = max(1, self.global_batch // max(2, ranks))
+        train = {"global_batch": self.global_batch, "micro_batch": micro, "lr": self.lr}
+        return [*said, *(f"train.{key}={value}" for key, value in train.items())]
+
+
+SIZES = (
+    #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary
+    Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 3e-3, 4096),
+    Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 3e-3, 4096),
+    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 3e-3, 4096),
+    Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 2e-3, 4096),
+    Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 1.5e-3, 8192),
+    Size(5e15, 384, 8, 6, 2, 64, 1024, 512, 16, 1e-3, 16384),
+)
+TYPICAL = SIZES[2]  # of which the speed is measured
+
+
+def choose(flops: float) -> Size:
+    """Return the largest size that a budget is enough for."""
+    return [size for size in SIZES if size.flops <= flops or size is SIZES[0]][-1]
+
+
+def step_flops(run: RunFile) -> float:
+    """Return the floating-point operations of a step of training."""
+    return training_flops(run.model, run.window, causal=False) * run.tokens_per_step
+
+
+def step_seconds(run: RunFile) -> float:
+    """Return how long a step takes on this rank alone, on ids drawn at random."""
+    ops = load_backend(run.run.backend, compute=run.run.compute)
+    layout, rng = decoder_layout(run.model), np.random.default_rng(0)
+    weights = initial_weights(ops, layout, 0)
+    stepper = Stepper(
+        ops, run.model, run.optim, layout, Solo(), weights, 0, run.run.recompute, run.run.overlap
+    )
+    ids = rng.integers(0, run.model.vocab_size, (run.train.micro_batch, run.window), np.int32)
+    batch = make_batch([(window, np.ones(len(window), np.bool_)) for window in ids])
+
+    def once() -> float:
+        started = time.perf_counter()
+        stepper.update(stepper.gradient([batch] * run.micro_batches, 1, 0), 1e-6)
+        return time.perf_counter() - started
+
+    once()  # compiles, and allocates
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(times) < 3:
+        times.append(once())
+    return statistics.median(times)
+
+
+class Choice(NamedTuple):
+    """A size, and why."""
+
+    size: Size
+    flops: float  # the budget
+    speed: float  # floating-point operations a second
+    seconds: float
+
+    def __str__(self) -> str:
+        larger = [size.flops for size in SIZES if size.flops > self.size.flops]
+        next_from = f", a larger one from {larger[0]:.1e} on" if larger else ""
+        return (
+            f"model: {self.size.d_model} wide, {self.size.n_layers} layers, for {self.flops:.1e} "
+            f"operations ({self.speed / 1e9:.0f} GFLOP/s for {self.seconds:.0f} s){next_from}"
+        )
+
+
+def choice_for(seconds: float, speed: float) -> Choice:
+    """Return the size for a time to train in, at a speed in floating-point operations a second."""
+    seconds = max(seconds, 0.0)
+    flops = SHARE * seconds * speed
+    return Choice(choose(flops), flops, speed, seconds)
+
+
+def measured_speed(compute: str) -> float:
+    """Return the floating-point operations a second of a step of training on this machine."""
+    run = config.load("demo", [*TYPICAL.overrides(1), f"run.compute={compute}"])
+    return step_flops(run) / step_seconds(run)
+
+
+# ---- a run file ----------------------------------------------------------------------------------
+
+
+class Texts(NamedTuple):
+    """What there is to train on."""
+
+    train: Path
+    heldout: Path | None
+    manifest: Manifest | None  # of the training set; None: nothing is packed yet
+
+
+def texts_of(path: str | None, out: Path) -> Texts:
+    """Return the packed sets of a folder, or where they will be when its texts are packed."""
+    for folder in (Path(path) / "train", Path(path)) if path else ():
+        if (folder / MANIFEST).exists():
+            heldout = folder.parent / "heldout"
+            there = folder.name == "train" and (heldout / MANIFEST).exists()
+            return Texts(folder, heldout if there else None, read_manifest(folder))
+    if path and not Path(path).exists():
+        raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
+    packed = out.with_name(f"{out.stem}-data")
+    return Texts(packed / "train", packed / "heldout", None)
+
+
+def write_run_file(minutes: float, path: str | None, out: Path | None) -> tuple[RunFile, list[str]]:
+    """Write a run file for so many minutes of all cores; return it, and what there is to say.
+
+    Raises
+    ------
+    ValueError, OSError
+        When the file is there already, or the data cannot be read.
+    """
+    out = out or Path("run.toml")
+    if out.exists():
+        raise ValueError(f"{out} is there already: name another by -o, or move it away")
+    texts = texts_of(path, out)
+    typical, _ = mode.settled(run_of(TYPICAL, texts, out, 1, mode.AUTO), None)
+    compute = typical.run.compute
+    warm.compile_kernels(typical)
+    choice = choice_for(60 * minutes, measured_speed(compute))
+    seconds = step_seconds(run_of(choice.size, texts, out, 1, compute))
+    steps = max(LEAST_STEPS, int(SHARE * 60 * minutes / seconds))
+    run = run_of(choice.size, texts, out, steps, compute)
+    said = [f"{choice}.", f"{1e3 * seconds:.0f} ms a step: {steps:,} steps in {minutes:g} minutes."]
+    with new_place(out) as part:
+        head = "".join(f"# {line}\n" for line in said)
+        part.write_text(f"{head}\n{run.to_toml()}", encoding="utf-8")
+    return run, [*said, *advice(run, texts, path or "TEXTS", out, choice.size), ""]
+
+
+def run_of(size: Size, texts: Texts, out: Path, steps: int, compute: str) -> RunFile:
+    """Return the run of a size on some texts."""
+    packed = texts.manifest
+    words = [
+        *size.overrides(1),
+        f"model.vocab_size={packed.vocab_size if packed else size.vocab_size}",
+        f"data.train={json.dumps(str(texts.train))}",
+        f"data.heldout={json.dumps(str(texts.heldout or ''))}",
+        *schedule(steps, EVALUATIONS),
+        f"run.out={json.dumps(str(Path('runs') / out.stem))}",
+        f"run.compute={compute}",
+    ]
+    if packed and packed.window:
+        words.append(f"model.context_length={packed.window}")
+    return config.load("demo", words)
+
+
+def schedule(steps: int, evaluations: int) -> list[str]:
+    """Return what a number of steps means for a run file."""
+    every = max(1, steps // evaluations)
+    return [
+        f"train.steps={steps}",
+        f"train.warmup_steps={min(40, steps // 10)}",
+        f"run.eval_every={every}",
+        f"run.checkpoint_every={every}",
+    ]
+
+
+def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size) -> list[str]:
+    """Return what to do next with a run file."""
+    tokens, said = run.steps * run.tokens_per_step, []
+    if texts.manifest is None:
+        tok = out.with_suffix(".tok")
+        text, packed, name = (shlex.quote(str(p)) for p in (path, texts.train.parent, tok))
+        said += [
+            f"{path} is to be packed first:",
+            f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",
+            f"  myllm pack {text} --tokenizer {name} -o {packed}",
+        ]
+    else:
+        times = tokens / texts.manifest.tokens
+        much = " (more than four times teaches less and less: Muennighoff et al. 2023)"
+        said.append(
+            f"It reads {tokens:,} tokens, {times:.2g} times the {texts.manifest.tokens:,} of "
+            f"{texts.train}{much if times > 4 else ''}."
+        )
+    if texts.heldout is None:
+        said.append("No held-out text was packed, so nothing tells how good the model is.")
+    return [*said, f"written: {out}; then: myllm train {out}"]

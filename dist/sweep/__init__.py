@@ -1,0 +1,1 @@
+"""``myllm sweep``: many small runs that differ in a few keys, and what came of them."""

@@ -1,0 +1,184 @@
+"""``myllm sweep``."""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from accel import load as load_backend
+from accel.bench.report import machine
+from dist import config as run_file
+from dist import mode, monitor, warm
+from dist.commands import add_set, parser
+from dist.config import RunFile
+from dist.launch import cores
+from dist.lock import locked
+from dist.sweep import results
+from dist.sweep.pool import Stop, finished, last_words, progress, train_all
+from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
+from tokenizer.files import replace_durably
+
+PROBE_STEPS = 10  # that tell how long a step takes
+BUDGETS = {
+    "steps": "optimizer steps of each run",
+    "tokens": "tokens that each run reads",
+    "flops": "floating-point operations of each run's training, as `myllm plan` counts them",
+    "minutes": "minutes of each run, by the speed of a few steps beside the other runs",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``myllm sweep``."""
+    args = parser(
+        "sweep",
+        "Train small runs that differ in a few keys of a run file, several at once, and compare "
+        "them. Given again, it goes on: finished runs are kept, more values or seeds add to them.",
+        "myllm sweep laptop --grid train.lr=5e-4,1e-3,2e-3 --seeds 3 --minutes 2 -o lr\n"
+        "  myllm sweep laptop --grid model.d_model=192,384 model.d_ff=512,1024 --grid "
+        "train.lr=1e-3,2e-3 --tokens 2e6",
+    )
+    args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")
+    args.add_argument(
+        "--grid",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar="TABLE.KEY=VALUE,VALUE",
+        help="values to try; the keys of one --grid go together, several are combined",
+    )
+    args.add_argument("--seeds", type=int, default=1, help="runs of each setting (default 1)")
+    budget = args.add_mutually_exclusive_group()
+    for kind, about in BUDGETS.items():
+        budget.add_argument(f"--{kind}", type=float, metavar="N", help=about)
+    args.add_argument(
+        "--jobs", type=int, default=cores(), help="runs at once, which share the cores (all cores)"
+    )
+    args.add_argument("-o", "--out", type=Path, default=Path("sweep"), help="a folder (sweep)")
+    add_set(args)
+    given = args.parse_args(argv)
+    if given.seeds < 1 or given.jobs < 1:
+        args.error("--seeds and --jobs must be at least 1")
+    limit = Budget()
+    for kind in BUDGETS:
+        amount = getattr(given, kind)
+        if amount is not None:
+            if not 0 < amount < math.inf or (kind == "steps" and amount != int(amount)):
+                what = "a whole number" if kind == "steps" else "a number"
+                args.error(f"--{kind} must be {what} above 0")
+            limit = Budget(kind, amount)
+    axes = [parse_axis(words) for words in given.grid]
+    overrides = [*given.overrides, *_settled(given.config, given.overrides)]
+    trials = trials_of(given.config, overrides, axes, given.seeds, limit, given.out)
+    _prepare(trials)
+    with locked(given.out / "lock", "sweep"), Stop().listening() as stop:
+        return Sweep(trials, given.jobs, limit, given.out).run(stop)
+
+
+def _settled(path: str, overrides: Sequence[str]) -> list[str]:
+    """Return what settles ``run.compute = "auto"`` for all runs."""
+    run, said = mode.settled(run_file.load(path, overrides), None)
+    if said:
+        print(said)
+    return [f"run.compute={run.run.compute}"] if said else []
+
+
+def _prepare(trials: Sequence[Trial]) -> None:
+    """Find out what is missing here, and compile, before any run starts."""
+    results.figure_class()
+    kinds = {repr((replace(t.run.run, out="-"), t.run.model)): t.run for t in trials}
+    for run in kinds.values():
+        load_backend(run.run.backend, compute=run.run.compute)
+        warm.compile_kernels(run)
+
+
+class Sweep:
+    """A sweep in progress."""
+
+    def __init__(self, trials: list[Trial], jobs: int, limit: Budget, out: Path) -> None:
+        self.trials, self.jobs, self.limit, self.out = trials, jobs, limit, out
+        self.labels = {trial.run.run.out: trial.label for trial in trials}
+        self.ended = 0
+        self.columns = monitor.terminal_columns(monitor.Output(sys.stdout))
+
+    def run(self, stop: Stop) -> int:
+        """Do what is left to do, and show what came of all."""
+        if self.limit.kind == "minutes":
+            self._measure(stop)
+        left = [t.run for t in self.trials if not finished(t.run)]
+        self.ended = len(self.trials) - len(left)
+        print(
+            f"{len(self.trials)} runs in {self.out}, {self.ended} of them finished before; "
+            f"{self.jobs} at once, each on {max(1, cores() // self.jobs)} of {cores()} cores",
+            flush=True,
+        )
+        if stop.signal is None:
+            train_all(left, self.jobs, stop, self._tell)
+        return self._report(stop)
+
+    def _measure(self, stop: Stop) -> None:
+        """Let each setting take a few steps, and give its runs the steps of the minutes."""
+        probes: dict[str, RunFile] = {}
+        for trial in self.trials:
+            run, name = trial.run, json.dumps(trial.settings)
+            if name not in probes:
+                out = str(self.out / "probes" / trial.name)
+                train = replace(run.train, steps=PROBE_STEPS, warmup_steps=0, decay_steps=1)
+                where = replace(run.run, out=out, eval_every=0, eval_windows=1, sample_every=0)
+                probes[name] = replace(run, train=train, run=where)
+        left = [run for run in probes.values() if not finished(run)]
+        if left:
+            print(f"speed: {len(left)} settings take {PROBE_STEPS} steps each", flush=True)
+        train_all(left, self.jobs, stop, lambda ended, under_way: None)
+        if stop.signal is not None:
+            return
+        for number, trial in enumerate(self.trials):
+            probe = probes[json.dumps(trial.settings)]
+            if not finished(probe):
+                raise ValueError(f"{probe.run.out} failed: {last_words(probe)}")
+            steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
+            seconds = statistics.median(steps[2:]) / 1e3
+            self.trials[number] = trial._replace(run=self.limit.apply(trial.run, seconds))
+
+    def _tell(self, ended: RunFile | None, under_way: list[RunFile]) -> None:
+        if ended is not None:
+            self._show("")
+            self.ended += 1
+            good = finished(ended)
+            said = results.figures(ended) if good else f"NOT finished: {last_words(ended)}"
+            print(f"{self.ended}/{len(self.labels)} {self.labels[ended.run.out]}: {said}")
+        if self.columns:
+            parts = (f"{self.labels[r.run.out]}: {progress(r)}/{r.steps}" for r in under_way)
+            self._show(" | ".join(parts))
+
+    def _show(self, line: str) -> None:
+        """Replace the line on the terminal that tells of the runs under way."""
+        if self.columns:
+            print(f"\r\x1b[K{line[: self.columns - 1]}", end="", flush=True)
+
+    def _report(self, stop: Stop) -> int:
+        outcomes = [results.outcome(trial) for trial in self.trials]
+        score, found = results.cells(outcomes)
+        report = {
+            "score": score,
+            "budget": self.limit._asdict(),
+            "jobs": self.jobs,
+            "machine": machine(),
+            "settings": [{**cell._asdict(), "runs": len(cell.runs)} for cell in found],
+            "runs": outcomes,
+        }
+        replace_durably(self.out / "results.json", (json.dumps(report, indent=1) + "\n").encode())
+        done = sum(r["status"] == "finished" for r in outcomes)
+        written = [self.out / "results.json"]
+        if found:
+            keys = self.trials[0].shown
+            results.print_table(results.table(score, found, keys))
+            results.draw(score, found, keys, self.out / "sweep.png")
+            written.append(self.out / "sweep.png")
+        print(f"{done} of {len(outcomes)} runs finished: {', '.join(map(str, written))}")
+        if stop.signal is not None:
+            print("stopped; the same command goes on from there")
+            return 128 + stop.signal
+        return 0 if done == len(outcomes) else 1

@@ -1,0 +1,116 @@
+"""Runs side by side, each a ``myllm train`` in a process of its own with a share of the cores."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from dist.config import RunFile
+from dist.launch import end_with_parent, environment
+from dist.monitor import METRICS, read_metrics
+from tokenizer.files import replace_durably
+
+LOG = "log.txt"  # what a run said
+EVERY = 0.2  # seconds between two looks at the processes
+
+
+class Stop:
+    """Whether a signal has asked for an end; every run then saves a checkpoint first."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+
+    @contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        """Catch the signals inside this block; what the caller ignores stays ignored (nohup)."""
+        heard = [n for n in self.SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def finished(run: RunFile) -> bool:
+    """Whether a run has taken its last step and saved it."""
+    records = read_metrics(Path(run.run.out))
+    return any(r["step"] == run.steps and "save_ms" in r for r in records)
+
+
+def last_words(run: RunFile) -> str:
+    """Return the last line that a run said."""
+    log = Path(run.run.out) / LOG
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def train_all(
+    runs: Sequence[RunFile],
+    at_once: int,
+    stop: Stop,
+    tell: Callable[[RunFile | None, list[RunFile]], None],
+) -> None:
+    """Train runs, so many at once, until all have ended or a signal came.
+
+    ``tell`` is given a run that has ended, or None now and then, and those under way.
+    """
+    waiting = list(runs)
+    under_way: list[tuple[RunFile, subprocess.Popen[bytes]]] = []
+    asked = False
+    while waiting or under_way:
+        if stop.signal is not None and not asked:
+            asked, waiting = True, []
+            for _, process in under_way:
+                process.send_signal(signal.SIGTERM)
+        while waiting and len(under_way) < at_once:
+            run = waiting.pop(0)
+            under_way.append((run, _start(run, at_once)))
+        time.sleep(EVERY)
+        for run, process in list(under_way):
+            if process.poll() is not None:
+                under_way.remove((run, process))
+                tell(run, [r for r, _ in under_way])
+        tell(None, [r for r, _ in under_way])
+
+
+def _start(run: RunFile, at_once: int) -> "subprocess.Popen[bytes]":
+    out = Path(run.run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "run.toml"
+    replace_durably(path, run.to_toml().encode())
+    with (out / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "dist", "train", str(path)],
+            env=environment(at_once),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is handed on as SIGTERM, once
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        )
+
+
+def progress(run: RunFile) -> int:
+    """Return the newest step of a run: the last line of its metrics, whole or not at all."""
+    path = Path(run.run.out) / METRICS
+    try:
+        lines = path.read_bytes()[-4096:].splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0

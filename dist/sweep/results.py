@@ -1,0 +1,182 @@
+"""What came of a sweep: results.json, a table, and a plot, with the spread over seeds."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from dist.config import RunFile
+from dist.monitor import duration, read_metrics
+from dist.sweep.pool import finished, last_words
+from dist.sweep.trials import Trial
+from reference.flops import training_flops
+from reference.params import decoder_layout
+
+TAIL = 0.1  # of the steps, over which the training loss is averaged
+SCORES = {  # the first that all finished runs have is what they are compared by
+    "bits_per_byte": "bits per byte, held out",
+    "heldout_loss": "loss, held out (nats a token)",
+    "loss": "training loss (nats a token)",
+}
+
+
+class Cell(NamedTuple):
+    """The runs of one setting."""
+
+    settings: dict[str, Any]
+    runs: list[dict[str, Any]]  # finished ones
+    mean: float | None  # of what runs are compared by; None where a run has diverged
+    spread: float | None  # standard deviation over seeds; of one seed, none is known
+
+
+def outcome(trial: Trial) -> dict[str, Any]:
+    """Return what is known of a run, for results.json."""
+    run, records = trial.run, read_metrics(Path(trial.run.run.out))
+    steps = [r for r in records if "lr" in r]
+    evals = [r for r in records if "heldout_loss" in r]
+    status = "finished" if finished(run) else "begun" if steps else "not begun"
+    found: dict[str, Any] = {
+        "settings": trial.settings,
+        "seed": trial.seed,
+        "folder": run.run.out,
+        "status": status,
+        "parameters": decoder_layout(run.model).size,
+        "flops_per_token": training_flops(run.model, run.window, causal=False),
+    }
+    if status != "finished":
+        return {**found, "said": last_words(run)} if steps else found
+    losses = [r["loss"] for r in steps[-max(1, round(TAIL * len(steps))) :]]
+    known = [loss for loss in losses if loss is not None]
+    last = evals[-1] if evals else {}
+    return {
+        **found,
+        "steps": run.steps,
+        "tokens": run.steps * run.tokens_per_step,
+        "seconds": sum(r["ms"] for r in steps) / 1e3,
+        "ms_per_step": statistics.median(r["ms"] for r in steps),
+        "loss": statistics.mean(known) if known else None,
+        "heldout_loss": last.get("heldout_loss"),
+        "bits_per_byte": last.get("bits_per_byte"),
+        "heldout": [[r["step"], r["heldout_loss"]] for r in evals],
+    }
+
+
+def figures(run: RunFile) -> str:
+    """Return what a finished run reached, in a few words."""
+    last = [r for r in read_metrics(Path(run.run.out)) if "heldout_loss" in r or "lr" in r][-1]
+    name = next(key for key in SCORES if last.get(key) is not None)
+    return f"{last[name]:.4f} {SCORES[name]}"
+
+
+def score_of(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the key of SCORES by which finished runs can be compared."""
+    return next(
+        (key for key in SCORES if any(r[key] is not None for r in runs)), next(reversed(SCORES))
+    )
+
+
+def cells(outcomes: Sequence[dict[str, Any]]) -> tuple[str, list[Cell]]:
+    """Return what runs are compared by, and the settings of those finished, best first."""
+    done = [r for r in outcomes if r["status"] == "finished"]
+    score = score_of(done)
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for run in done:
+        grouped.setdefault(json.dumps(run["settings"]), []).append(run)
+    found = []
+    for runs in grouped.values():
+        values = [r[score] for r in runs if r[score] is not None]
+        mean = statistics.fmean(values) if len(values) == len(runs) else None
+        spread = statistics.stdev(values) if mean is not None and len(values) > 1 else None
+        found.append(Cell(runs[0]["settings"], runs, mean, spread))
+    return score, sorted(found, key=lambda cell: math.inf if cell.mean is None else cell.mean)
+
+
+def table(score: str, found: Sequence[Cell], keys: Sequence[str]) -> Table:
+    """Return the settings as a table, best first, told apart by ``keys``."""
+    shown = Table(title=SCORES[score])
+    for key in keys:
+        shown.add_column(key.partition(".")[2], justify="right", overflow="fold")
+    for name in ("score", "± std", "seeds", "parameters", "steps", "tokens", "time"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for cell in found:
+        one = cell.runs[0]
+        shown.add_row(
+            *(f"{cell.settings[key]}" for key in keys),
+            "diverged" if cell.mean is None else f"{cell.mean:.4f}",
+            "" if cell.spread is None else f"{cell.spread:.4f}",
+            f"{len(cell.runs)}",
+            f"{one['parameters']:,}",
+            f"{one['steps']:,}",
+            f"{one['tokens']:,}",
+            duration(statistics.fmean(run["seconds"] for run in cell.runs)),
+        )
+    return shown
+
+
+def print_table(shown: Table) -> None:
+    """Print the table, as wide as the terminal is; elsewhere as wide as it needs."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(shown)
+
+
+def figure_class() -> type:
+    """Return matplotlib's Figure.
+
+    Raises
+    ------
+    ImportError
+        When matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
+    return Figure
+
+
+def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> None:
+    """Draw the score over the first of ``keys``, a line for each combination of the others.
+
+    Points are runs, lines go through the means, bars are standard deviations over seeds.
+    """
+    found = [cell for cell in found if cell.mean is not None]
+    first, others = (keys[0], keys[1:]) if keys else ("", ())
+    values = [cell.settings.get(first, "all") for cell in found]
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    ticks: list[Any] = sorted(set(values)) if numeric else list(dict.fromkeys(map(str, values)))
+    figure = figure_class()(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    lines: dict[str, list[tuple[float, Cell]]] = {}
+    for value, cell in zip(values, found, strict=True):
+        name = ", ".join(f"{key.partition('.')[2]} {cell.settings[key]}" for key in others)
+        lines.setdefault(name, []).append((value if numeric else ticks.index(str(value)), cell))
+    for number, name in enumerate(sorted(lines, key=lambda name: (len(name), name))):
+        points = sorted(lines[name], key=lambda point: point[0])
+        color = f"C{number % 10}"
+        axes.errorbar(
+            [x for x, _ in points],
+            [cell.mean for _, cell in points],
+            [math.nan if cell.spread is None else cell.spread for _, cell in points],
+            color=color,
+            capsize=3,
+            label=name or None,
+        )
+        for x, cell in points:
+            axes.plot([x] * len(cell.runs), [r[score] for r in cell.runs], ".", color=color)
+    if numeric and ticks and ticks[0] > 0 and ticks[-1] >= 4 * ticks[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(ticks if numeric else range(len(ticks)), [f"{tick}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(first)
+    axes.set_ylabel(SCORES[score])
+    axes.grid(alpha=0.3)
+    if others:
+        axes.legend(fontsize=8)
+    figure.savefig(out, dpi=120)

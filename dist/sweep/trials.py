@@ -1,0 +1,191 @@
+"""What a sweep consists of: every combination of the values of a grid, with every seed.
+
+A grid is one or more axes. The keys of one axis go together, value by value; axes multiply::
+
+    --grid train.lr=1e-3,3e-3 --grid model.d_model=64,128 model.d_ff=176,352        4 settings
+
+All runs are resolved and checked before any of them starts.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist import config as run_file
+from dist.config import RunFile
+from dist.data import TrainingData, Windows
+from reference.flops import training_flops
+
+LEARNING = ("model", "data", "train", "optim")  # the tables that decide what is learned
+MARGIN = 0.9  # of the minutes of a run; start, evaluations and checkpoints take the rest
+
+
+class Axis(NamedTuple):
+    """Keys that change together."""
+
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]  # of each setting, a value for each key, as written
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The first keys, as many as tell the settings apart."""
+        for n in range(1, len(self.keys)):
+            if len({row[:n] for row in self.values}) == len(self.values):
+                return self.keys[:n]
+        return self.keys
+
+
+class Budget(NamedTuple):
+    """How long each run is: ``steps``, ``tokens``, ``flops`` or ``minutes``; "": as its file."""
+
+    kind: str = ""
+    amount: float = 0.0
+
+    def steps(self, run: RunFile, seconds: float | None) -> int:
+        """Return the steps of a run, of which one takes ``seconds``: of minutes only."""
+        if self.kind == "steps":
+            return int(self.amount)
+        if self.kind == "tokens":
+            return max(1, round(self.amount / run.tokens_per_step))
+        if self.kind == "flops":
+            step = training_flops(run.model, run.window, causal=False) * run.tokens_per_step
+            return max(1, round(self.amount / step))
+        if self.kind == "minutes":
+            assert seconds is not None
+            return max(1, int(MARGIN * 60 * self.amount / seconds))
+        return run.steps
+
+    def apply(self, run: RunFile, seconds: float | None = None) -> RunFile:
+        """Return the run with so many steps, of which warm-up and decay keep their share."""
+        steps = self.steps(run, seconds)
+        if steps == run.steps:
+            return run
+        share, train = steps / run.steps, run.train
+        warmup = min(round(share * train.warmup_steps), steps)
+        decay = min(round(share * train.decay_steps), steps - warmup)
+        if train.decay_steps:
+            decay = max(1, decay)
+        changed = dataclasses.replace(train, steps=steps, warmup_steps=warmup, decay_steps=decay)
+        return dataclasses.replace(run, train=changed)
+
+
+class Trial(NamedTuple):
+    """One run of a sweep."""
+
+    settings: dict[str, Any]  # key -> value, of the grid
+    shown: tuple[str, ...]  # the keys that tell its settings from the others
+    seed: int
+    name: str  # of its folder: what it is, and a hash of all that decides what it learns
+    run: RunFile
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return label_of(self.settings, self.shown, self.seed)
+
+
+def label_of(settings: dict[str, Any], shown: Sequence[str], seed: int) -> str:
+    """Return the settings and the seed in a few words."""
+    return ", ".join([*(f"{k.partition('.')[2]} {settings[k]}" for k in shown), f"seed {seed}"])
+
+
+def parse_axis(words: Sequence[str]) -> Axis:
+    """Return the axis of one ``--grid``: ``key=value,value …``, and more keys beside it."""
+    keys, columns = [], []
+    for word in words:
+        key, equals, text = word.partition("=")
+        values = [value.strip() for value in _split(text)]
+        if not equals or "." not in key or not all(values):
+            raise ValueError(
+                f"--grid takes table.key=value,value such as train.lr=1e-3,3e-3; got {word!r}"
+            )
+        keys.append(key.strip())
+        columns.append(values)
+    if len({len(values) for values in columns}) > 1:
+        counts = ", ".join(f"{k}: {len(v)}" for k, v in zip(keys, columns, strict=True))
+        raise ValueError(
+            f"the keys of one --grid go together and need as many values each ({counts}); give "
+            "keys that are to be combined a --grid each"
+        )
+    return Axis(tuple(keys), tuple(zip(*columns, strict=True)))
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def trials_of(
+    path: str, overrides: Sequence[str], axes: Sequence[Axis], seeds: int, budget: Budget, out: Path
+) -> list[Trial]:
+    """Return all runs of a sweep, resolved and checked; only ``minutes`` leaves the steps open.
+
+    Raises
+    ------
+    ValueError, OSError
+        When a key or value is wrong, or a run cannot be begun with its data.
+    """
+    keys = [key for axis in axes for key in axis.keys]
+    _check_keys(keys, seeds, budget)
+    shown = tuple(key for axis in axes for key in axis.shown)
+    found: dict[str, Trial] = {}
+    for values in itertools.product(*(axis.values for axis in axes)):
+        chosen = [text for row in values for text in row]
+        words = [f"{key}={text}" for key, text in zip(keys, chosen, strict=True)]
+        run = run_file.load(path, [*overrides, *words, "run.out=-"])
+        if run.data.phases and budget.kind:
+            raise ValueError(
+                f"{path}: data.phases say how long a run is: leave --{budget.kind} out"
+            )
+        tables = run.to_dict()
+        settings = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in keys}
+        for seed in range(run.train.seed, run.train.seed + seeds):
+            train = dataclasses.replace(run.train, seed=seed)
+            one = dataclasses.replace(run, train=train)
+            name = _name(one, settings, shown, budget)
+            if name in found:
+                raise ValueError(
+                    f"--grid asks for the same run twice: {label_of(settings, shown, seed)}"
+                )
+            placed = dataclasses.replace(one.run, out=str(out / "runs" / name), keep=1)
+            one = dataclasses.replace(one, run=placed)
+            one.accumulation(1)
+            if budget.kind != "minutes":
+                one = budget.apply(one)
+            found[name] = Trial(settings, shown, seed, name, one)
+        TrainingData(one)
+        if one.data.heldout:
+            Windows(one.data.heldout, one)
+    return list(found.values())
+
+
+def _check_keys(keys: list[str], seeds: int, budget: Budget) -> None:
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"--grid has {key} twice")
+        if key in ("run.out", "run.keep"):
+            raise ValueError(f"--grid cannot change {key}: a sweep gives each run its own folder")
+        if key == "train.steps" and budget.kind:
+            raise ValueError(f"--grid train.steps and --{budget.kind} both say how long a run is")
+        if key == "train.seed" and seeds > 1:
+            raise ValueError("--grid train.seed and --seeds both say which seeds: leave one out")
+
+
+def _name(run: RunFile, settings: dict[str, Any], shown: tuple[str, ...], budget: Budget) -> str:
+    tables = run.to_dict()
+    decides = [{t: tables[t] for t in LEARNING}, settings, budget.kind, float(budget.amount)]
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    readable = re.sub(r"[^\w.+-]+", "_", label_of(settings, shown, run.train.seed))
+    return f"{readable[:80]}-{digest}"

@@ -1,0 +1,153 @@
+"""The model follows the speed and the time, and `plan --minutes` writes a run that trains."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist import cli, config, monitor, sizing
+from dist.sizing import SIZES, Size, choice_for, choose
+from reference.params import decoder_layout
+from tests.helpers.runs import VOCAB, prepare_texts, random_walk, write_dataset
+
+TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 12, 4, 1e-2, 300)
+
+
+def run_of(size: Size) -> config.RunFile:
+    return config.load("demo", [*size.overrides(2), f"model.vocab_size={size.vocab_size}"])
+
+
+def test_more_time_or_speed_never_gives_a_smaller_model() -> None:
+    assert [choose(size.flops) for size in SIZES] == list(SIZES)
+    assert choose(0.0) == SIZES[0] and choose(1e30) == SIZES[-1]
+    sizes = [decoder_layout(run_of(size).model).size for size in SIZES]
+    assert sizes == sorted(sizes) and sizes[-1] > 40 * sizes[0]
+    budgets = [size.flops for size in SIZES]
+    assert budgets == sorted(budgets) and budgets[0] == 0.0
+    below = [choose(np.nextafter(size.flops, 0)) for size in SIZES[1:]]
+    assert below == list(SIZES[:-1])
+
+
+def test_the_budget_is_speed_times_time() -> None:
+    """A minute of a slow machine, and half an hour of a fast one."""
+    slow, fast = choice_for(30, 10e9), choice_for(1700, 600e9)
+    assert slow.flops == pytest.approx(sizing.SHARE * 30 * 10e9)
+    assert slow.size == SIZES[0] and fast.size.d_model >= 192
+    said = str(fast)
+    assert "600 GFLOP/s for 1700 s" in said and f"{fast.size.d_model} wide" in said
+    late = choice_for(-5, 1e9)  # no time is left: the smallest all the same
+    assert late.size == SIZES[0] and "1 GFLOP/s for 0 s" in str(late)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_size_can_be_trained_on_a_few_ranks(ranks: int) -> None:
+    for size in SIZES:
+        run = config.load("demo", size.overrides(ranks))
+        assert run.accumulation(ranks) * ranks >= 2  # so that two ranks may go on with it
+        assert run.train.global_batch == size.global_batch and run.train.lr == size.lr
+
+
+def test_a_step_is_timed_as_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "SECONDS", 0.0)
+    run = config.load("demo", [*TINY.overrides(1), "run.backend=reference", "train.global_batch=8"])
+    assert run.micro_batches == 4
+    assert 0 < sizing.step_seconds(run) < 60
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(sizing, "SIZES", (TINY, TINY._replace(flops=1e30, d_model=32)))
+    monkeypatch.setattr(sizing, "TYPICAL", TINY)
+    monkeypatch.setattr(sizing, "SECONDS", 0.0)
+    monkeypatch.setattr(sizing, "step_seconds", lambda run: 0.9 * 60 * 0.01 / 25)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_plan_writes_a_run_file_that_trains(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_texts(quick)
+    capsys.readouterr()
+    assert cli.main(["plan", "--minutes", "0.01", str(quick), "-o", "mine.toml"]) == 0
+    said = capsys.readouterr().out
+    assert "model: 16 wide, 1 layers, for" in said and "25 steps in 0.01 minutes" in said
+    assert "then: myllm train mine.toml" in said and "times the" in said
+    run = config.load("mine.toml")
+    assert run.model.vocab_size == 320 and run.data.heldout == str(quick / "heldout")
+    assert (run.steps, run.train.warmup_steps, run.run.eval_every) == (25, 2, 2)
+    assert f"{decoder_layout(run.model).size:,}" in said  # the plan of that run follows
+
+    assert cli.main(["train", "mine.toml"]) == 0
+    records = monitor.read_metrics(quick / "runs" / "mine")
+    assert [r["step"] for r in records if "lr" in r][-1] == 25
+    assert sum("bits_per_byte" in r for r in records) == 13  # ten and the last, of 25 by twos
+
+    before = Path("mine.toml").read_bytes()
+    assert cli.main(["plan", "--minutes", "0.01", str(quick), "-o", "mine.toml"]) == 1
+    assert "mine.toml is there already" in capsys.readouterr().err
+    assert Path("mine.toml").read_bytes() == before
+
+
+def test_plan_says_what_to_do_with_text_that_is_not_packed(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quick / "my texts"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"It was the {i}. time. " * 40)
+    assert cli.main(["plan", "--minutes", "0.01", str(folder)]) == 0
+    import shlex
+
+    lines = capsys.readouterr().out.splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("  myllm ")]
+    assert [words[0] for words in commands] == ["tokenizer", "pack"]
+    for words in commands:
+        assert cli.main([*words, "--heldout", "0.1"] if words[0] == "pack" else words) == 0
+    assert cli.main(["train", "run.toml"]) == 0
+    assert monitor.read_metrics(quick / "runs" / "run")
+
+
+def test_plan_takes_a_bare_packed_folder_and_says_what_is_missing(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(quick / "ids", random_walk(200))
+    assert cli.main(["plan", "--minutes", "0.01", "ids"]) == 0
+    said = capsys.readouterr().out
+    assert "No held-out text was packed" in said and "more than four times" in said
+    run = config.load("run.toml")
+    assert (run.data.train, run.data.heldout, run.model.vocab_size) == ("ids", "", VOCAB)
+    assert cli.main(["plan", "--minutes", "0.01", "elsewhere", "-o", "b.toml"]) == 1
+    assert "there is no elsewhere" in capsys.readouterr().err
+    assert not Path("b.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "0"], "--minutes must be positive"),
+        (["--minutes", "nan"], "--minutes must be positive"),
+        ([], "CONFIG is needed, or --minutes"),
+        (["demo", "-o", "x.toml"], "-o belongs with --minutes"),
+        (["--minutes", "1", "--speed", "5"], "no --set, no --speed"),
+    ],
+)
+def test_wrong_usage_of_plan(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_the_sweeps_in_the_repository_bear_the_table_out() -> None:
+    """Where budgets were tried, the size that is taken is the best of those tried, or near it."""
+    folder = Path(sizing.__file__).parent / "sweep" / "sizing"
+    tried = sorted(folder.glob("sizes*.json"))
+    assert tried
+    for path in tried:
+        report = json.loads(path.read_text())
+        flops = report["budget"]["amount"]
+        means = {s["settings"]["model.d_model"]: s["mean"] for s in report["settings"]}
+        assert means[choose(flops).d_model] <= min(means.values()) + 0.05, path

@@ -1,0 +1,238 @@
+"""A sweep runs what its grid says, once, goes on when stopped, and reports what came of it."""
+
+import json
+import os
+import signal
+import statistics
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist import cli, monitor
+from dist.config import RunFile
+from dist.sweep.cli import PROBE_STEPS
+from dist.sweep.pool import finished
+from dist.sweep.trials import MARGIN, Axis, Budget, parse_axis, trials_of
+from reference.flops import training_flops
+from tests.helpers.processes import wait_for
+from tests.helpers.runs import losses, prepare, save_run_file, tables, train, with_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a run file."""
+    folder = tmp_path_factory.mktemp("sweep")
+    config = prepare(folder, train__warmup_steps=2, train__steps=8)
+    save_run_file(config, folder / "run.toml")
+    return folder
+
+
+def sweep(folder: Path, out: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Return the status and results.json."""
+    status = cli.main(["sweep", str(folder / "run.toml"), "-o", str(out), *words])
+    return status, json.loads((out / "results.json").read_text())
+
+
+def run_of(outcome: dict[str, Any]) -> Path:
+    return Path(outcome["folder"])
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+def test_an_axis_has_keys_that_go_together_and_values_may_be_lists() -> None:
+    axis = parse_axis(["model.window=[4, 0],[0,4],0", "train.schedule=cosine, wsd,linear"])
+    assert axis.keys == ("model.window", "train.schedule")
+    assert axis.values == (("[4, 0]", "cosine"), ("[0,4]", "wsd"), ("0", "linear"))
+    assert axis.shown == ("model.window",)
+    assert Axis(("a.b", "a.c", "a.d"), (("1", "x", "p"), ("1", "y", "q"))).shown == ("a.b", "a.c")
+
+
+def test_axes_multiply_and_every_setting_gets_every_seed(folder: Path, tmp_path: Path) -> None:
+    axes = [
+        parse_axis(["train.lr=1e-3,3e-3,9e-3"]),
+        parse_axis(["model.d_model=8,16", "model.d_ff=24,48"]),
+    ]
+    trials = trials_of(str(folder / "run.toml"), [], axes, 2, Budget(), tmp_path)
+    found = [(t.run.train.lr, t.run.model.d_model, t.run.model.d_ff, t.seed) for t in trials]
+    shapes = [(8, 24), (16, 48)]
+    assert found == [(lr, *s, seed) for lr in (1e-3, 3e-3, 9e-3) for s in shapes for seed in (0, 1)]
+    assert all(t.run.train.seed == t.seed and t.run.train.steps == 8 for t in trials)
+    assert len({t.run.run.out for t in trials}) == 12
+    assert trials[0].label == "lr 0.001, d_model 8, seed 0"
+    assert trials[0].settings == {"train.lr": 1e-3, "model.d_model": 8, "model.d_ff": 24}
+
+
+def test_what_a_run_learns_decides_its_folder(folder: Path, tmp_path: Path) -> None:
+    def names(budget: Budget, *overrides: str) -> set[str]:
+        axes = [parse_axis(["train.lr=1e-3,3e-3"])]
+        return {
+            t.name
+            for t in trials_of(str(folder / "run.toml"), overrides, axes, 1, budget, tmp_path)
+        }
+
+    assert names(Budget()) == names(Budget(), "run.log_every=3")
+    assert not names(Budget()) & names(Budget(), "optim.clip=2.0")
+    assert not names(Budget()) & names(Budget("steps", 9))
+
+
+@pytest.mark.parametrize(("kind", "amount"), [("steps", 40), ("tokens", 40 * 8 * 12 + 3)])
+def test_a_budget_sets_the_steps_and_the_schedule_keeps_its_shares(
+    folder: Path, tmp_path: Path, kind: str, amount: float
+) -> None:
+    words = ["train.schedule=wsd", "train.decay_steps=4"]
+    (trial,) = trials_of(str(folder / "run.toml"), words, [], 1, Budget(kind, amount), tmp_path)
+    t = trial.run.train
+    assert (t.steps, t.warmup_steps, t.decay_steps) == (40, 10, 20)
+
+
+def test_operations_are_shared_fairly_between_models(folder: Path, tmp_path: Path) -> None:
+    axes = [parse_axis(["model.d_ff=8,800"])]
+    path, budget = str(folder / "run.toml"), Budget("flops", 1e9)
+    for trial in trials_of(path, [], axes, 1, budget, tmp_path):
+        run = trial.run
+        step = training_flops(run.model, run.window, causal=False) * run.tokens_per_step
+        assert abs(run.steps * step - 1e9) <= step / 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--grid", "train.lrr=1,2"], "unknown key train.lrr"),
+        (["--grid", "optm.lr=1,2"], "unknown table [optm]"),
+        (["--grid", "train.lr=1e-3,fast"], "train.lr must be a number, got 'fast'"),
+        (["--grid", "model.n_kv_heads=1,3"], "n_heads (2) must be a multiple of n_kv_heads (3)"),
+        (["--grid", "train.lr"], "--grid takes table.key=value,value"),
+        (["--grid", "train.lr=1,"], "--grid takes table.key=value,value"),
+        (["--grid", "train.lr=1,2", "optim.clip=1.0"], "train.lr: 2, optim.clip: 1"),
+        (["--grid", "train.lr=1,2", "--grid", "train.lr=3"], "--grid has train.lr twice"),
+        (["--grid", "train.lr=1,1.0"], "asks for the same run twice: lr 1.0, seed 0"),
+        (["--grid", "train.steps=3,4", "--tokens", "900"], "both say how long a run is"),
+        (["--grid", "train.seed=3,4", "--seeds", "2"], "both say which seeds"),
+        (["--grid", "run.out=a,b"], "cannot change run.out"),
+        (["--grid", "model.vocab_size=40,30"], "packed with 40 token ids"),
+        (["--grid", "data.train=nowhere"], "nowhere"),
+        (["--grid", "run.backend=abacus"], "abacus"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(out), *words]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("word", ["--steps=2.5", "--tokens=0", "--minutes=nan", "--seeds=0"])
+def test_a_wrong_number_is_wrong_usage(folder: Path, tmp_path: Path, word: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path / "out"), word])
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+
+def test_runs_are_those_of_train_and_are_not_repeated(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of two settings diverges; the other's runs are what ``myllm train`` makes of them."""
+    out, words = tmp_path / "out", ["--grid", "train.lr=1e-2,1e30", "--steps", "12"]
+    status, report = sweep(folder, out, *words)
+    said = capsys.readouterr().out
+    assert status == 1 and "1 of 2 runs finished" in said and "not finite in 5 steps" in said
+    good, bad = report["runs"]
+    assert (good["status"], bad["status"]) == ("finished", "begun")
+    assert good["settings"] == {"train.lr": 0.01} and good["steps"] == 12
+    assert good["tokens"] == 12 * 8 * 12 and len(good["heldout"]) == 1
+
+    direct = prepare(tmp_path, train__warmup_steps=3, train__steps=12)
+    assert train(direct) == 0
+    records = monitor.read_metrics(Path(direct.run.out))
+    held = next(r["heldout_loss"] for r in records if "heldout_loss" in r)
+    assert good["heldout_loss"] == held == report["settings"][0]["mean"]
+    assert report["score"] == "heldout_loss" and report["settings"][0]["spread"] is None
+    mine = [r["loss"] for r in monitor.read_metrics(run_of(good)) if "lr" in r]
+    assert mine == losses(direct)
+
+    before = (run_of(good) / "metrics.jsonl").stat().st_mtime_ns
+    status, report = sweep(folder, out, "--grid", "train.lr=1e-2", "--steps", "12", "--seeds", "2")
+    assert status == 0 and (run_of(good) / "metrics.jsonl").stat().st_mtime_ns == before
+    (cell,) = report["settings"]
+    values = [r["heldout_loss"] for r in report["runs"]]
+    assert values[0] == held != values[1] and [r["seed"] for r in report["runs"]] == [0, 1]
+    assert cell["mean"] == statistics.fmean(values) and cell["spread"] == statistics.stdev(values)
+    said = capsys.readouterr().out
+    assert "1 of them finished before" in said and f"{cell['mean']:.4f}" in said
+    assert f"{cell['spread']:.4f}" in said
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, words = tmp_path / "out", ["--steps", "120", "--jobs", "1", "--seeds", "2"]
+    (first, second) = trials_of(str(folder / "run.toml"), [], [], 2, Budget("steps", 120), out)
+
+    def stop() -> None:
+        wait_for(lambda: len(monitor.read_metrics(Path(first.run.run.out))) > 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    status, report = sweep(folder, out, *words)
+    thread.join()
+    assert status == 128 + signal.SIGTERM
+    assert [r["status"] for r in report["runs"]] == ["begun", "not begun"]
+    assert not finished(first.run) and not Path(second.run.run.out).exists()
+    assert "the same command goes on" in capsys.readouterr().out
+
+    status, report = sweep(folder, out, *words)
+    assert status == 0 and [r["status"] for r in report["runs"]] == ["finished"] * 2
+    log = (Path(first.run.run.out) / "log.txt").read_text()
+    assert log.count("going on after step") == 1
+    direct = with_run(first.run, out=str(tmp_path / "direct"))
+    assert train(direct) == 0
+    mine = [r["loss"] for r in monitor.read_metrics(run_of(report["runs"][0])) if "lr" in r]
+    assert mine == losses(direct)
+
+
+def test_minutes_become_steps_by_the_speed_of_a_few(folder: Path, tmp_path: Path) -> None:
+    out, words = tmp_path / "out", ["--minutes", "0.002"]
+    status, report = sweep(folder, out, *words)
+    (run,) = report["runs"]
+    (probe,) = (out / "probes").iterdir()
+    ms = [r["ms"] for r in monitor.read_metrics(probe) if "ms" in r]
+    assert len(ms) == PROBE_STEPS
+    assert run["steps"] == max(1, int(MARGIN * 60e3 * 0.002 / statistics.median(ms[2:])))
+    assert status == 0 and sweep(folder, out, *words)[1]["runs"] == [run]  # the speed is kept
+
+
+def test_two_sweeps_do_not_write_to_one_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dist.lock import locked
+
+    with locked(tmp_path / "lock", "sweep"):
+        assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path)]) == 1
+    assert "another sweep is writing" in capsys.readouterr().err
+
+
+def test_phases_say_how_long_a_run_is(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tables(folder, train__steps=0)
+    del given["data"]["train"]
+    phase = {"tokens": 200, "sources": ({"path": str(folder / "train"), "weight": 1.0},)}
+    given["data"]["phases"] = (phase,)
+    from dist.config import from_tables
+
+    config: RunFile = from_tables(given)
+    path = str(save_run_file(config, tmp_path / "run.toml"))
+    assert cli.main(["sweep", path, "--steps", "3", "-o", str(tmp_path / "o")]) == 1
+    assert "data.phases say how long a run is: leave --steps out" in capsys.readouterr().err
+    (trial,) = trials_of(path, [], [], 1, Budget(), tmp_path)
+    assert trial.run.steps == 3
