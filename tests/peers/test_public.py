@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from accel.verify import check_module
-from accel.verify.subject import load_file
+from accel.verify.load import load_file
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "accel" / "verify" / "examples"
@@ -30,7 +30,7 @@ def needs(*packages: str) -> None:
 
 
 def test_every_example_of_the_text_has_its_output() -> None:
-    assert len(SHOWN) == TEXT.count("```python") == 10
+    assert len(SHOWN) == TEXT.count("```python") == 11
     assert set(PACKAGES.values()) < set(VERSIONS)
 
 
