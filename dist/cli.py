@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.generate:main", "let a trained model write"),
     "chat": Command("dist.chat:main", "talk with a model that was trained on conversations"),
+    "serve": Command("dist.serve.cli:serve", "a model over HTTP: OpenAI's API, and a page"),
     "score": Command("dist.score:main", "how likely a model finds a text, token by token"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
     "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),

@@ -2,8 +2,8 @@
 
 Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, or
 several where it is long (``pieces``); a Parquet file has one a row. ``.jsonl`` has one a line: a
-text field, or ``prompt`` and ``completion``, or chat ``messages``. A ``prompt`` with a text, not a
-completion, is left out.
+text field, or ``prompt`` and ``completion``, which may become a chat, or chat ``messages``. A
+``prompt`` with a text, not a completion, is left out.
 """
 
 import json
@@ -45,7 +45,10 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    files: list[str], field: str, report_bad: Callable[[str], None] | None
+    files: list[str],
+    field: str,
+    report_bad: Callable[[str], None] | None,
+    as_chat: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of files, in order.
 
@@ -58,6 +61,8 @@ def read_documents(
     report_bad : callable, optional
         Takes a sentence on each line that is no document, which is left out. Without it the first
         is an error.
+    as_chat : bool
+        ``prompt`` and ``completion`` become the turns of a user and of the assistant.
 
     Raises
     ------
@@ -76,7 +81,7 @@ def read_documents(
                     continue
                 where = f"{name}, line {number}"
                 try:
-                    yield document_of(json.loads(line), where, field)
+                    yield document_of(json.loads(line), where, field, as_chat)
                 except (ValueError, RecursionError) as error:
                     if report_bad is None:
                         raise ValueError(
@@ -103,7 +108,7 @@ def pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def document_of(record: Any, where: str, field: str) -> Document:
+def document_of(record: Any, where: str, field: str, as_chat: bool = False) -> Document:
     """Return the document in a JSON record.
 
     Raises
@@ -119,6 +124,10 @@ def document_of(record: Any, where: str, field: str) -> Document:
         prompt, completion = record.get("prompt"), record.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise ValueError('"prompt" and "completion" must both be strings')
+        if as_chat:
+            turns = zip(("user", "assistant"), (prompt, completion), strict=True)
+            messages = [{"role": role, "content": text} for role, text in turns]
+            return Document(where, tuple(chat(messages)), end=False)
         return Document(where, (Part(prompt, predict=False), Part(completion)))
     if not isinstance(record.get(field), str):
         known = ", ".join(map(repr, record)) or "none"

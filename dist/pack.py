@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from dist import manifest, shards
-from dist.documents import EOS_NAMES, PIECE_BYTES, Document, read_documents
+from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -58,6 +58,7 @@ class Settings(NamedTuple):
     bos: bool = False
     heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
+    chat: bool = False  # prompt and completion become turns of a chat
 
 
 class Encoded(NamedTuple):
@@ -67,6 +68,7 @@ class Encoded(NamedTuple):
     ids: Array  # (n,) of the type on disk
     predict: Array | None  # (n,) bool; None: all
     n_bytes: int
+    chat: bool
 
 
 class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +76,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     read: Count = 0
     packed: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    chats: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     empty: Count = 0
     n_bytes: Count = 0
     bad_lines: Count = 0
@@ -87,7 +90,12 @@ class Journal(manifest.Record, kw_only=True, frozen=True):
     writers: dict[Split, WriterState]
 
     def __post_init__(self) -> None:
-        if not set(self.counts.packed) == set(self.writers) == set(SPLITS):
+        if (
+            not set(self.counts.packed)
+            == set(self.counts.chats)
+            == set(self.writers)
+            == set(SPLITS)
+        ):
             raise ValueError(f"it does not tell of {' and '.join(SPLITS)}")
 
 
@@ -107,6 +115,15 @@ def special_id(tokenizer: "Tokenizer", *names: str) -> int:
         if name in tokenizer.special_tokens:
             return tokenizer.special_tokens[name]
     raise ValueError(f"the tokenizer has no special token {' or '.join(names)}")
+
+
+def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
+    """Return the ids of a stretch of a document; text can never become a control id."""
+    if part.control:
+        return [special_id(tokenizer, str(part.text))]
+    if isinstance(part.text, bytes):
+        return tokenizer.encode_bytes(part.text)
+    return tokenizer.encode_ordinary(part.text)
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -137,12 +154,7 @@ class Encoder:
             ids.append(self.bos)
             predict.append(plain)
         for part in document.parts:
-            if part.control:
-                new = [special_id(self.tokenizer, str(part.text))]
-            elif isinstance(part.text, bytes):
-                new = self.tokenizer.encode_bytes(part.text)
-            else:
-                new = self.tokenizer.encode_ordinary(part.text)
+            new = part_ids(self.tokenizer, part)
             ids += new
             predict += [part.predict] * len(new)
         ids.append(self.eos)
@@ -157,6 +169,7 @@ class Encoder:
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
             len(content),
+            any(part.control for part in document.parts),
         )
 
 
@@ -305,7 +318,9 @@ def _pack(
         if bad_lines > journal_bad_lines:  # else it was said the first time
             report(f"{said} (left out)")
 
-    found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
+    found = read_documents(
+        files, settings.field, bad_line if skip_bad_lines else None, settings.chat
+    )
     documents = itertools.islice(found, counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
@@ -320,6 +335,7 @@ def _pack(
                 split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
+                counts.chats[split] += encoded.chat
                 counts.n_bytes += encoded.n_bytes
             progress(counts.n_bytes, sum(w.tokens for w in writers.values()))
             if time.monotonic() - saved > JOURNAL_SECONDS and "-" not in files:
@@ -354,7 +370,8 @@ def _pack(
         for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
             if counts.packed[split]:
                 replace_durably(out / split / shards.TOKENIZER, data)
-                writers[split].finish(documents=counts.packed[split], **facts)
+                told = {"documents": counts.packed[split], "chats": counts.chats[split]}
+                writers[split].finish(**told, **facts)
             else:
                 (out / split).rmdir()
     (out / JOURNAL).unlink(missing_ok=True)
