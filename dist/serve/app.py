@@ -152,7 +152,9 @@ class Gate:
 
     def _check(self, request: Http) -> None:
         if self.served.local:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+            host = None
+            with contextlib.suppress(ValueError):  # no name at all
+                host = urlsplit(f"//{request.headers.get('host', '')}").hostname
             if host not in LOCAL:
                 raise Refused(
                     f"this server answers to {' and '.join(LOCAL)} only, not to {host}", 403

@@ -1,8 +1,6 @@
 """``myllm serve``: the command."""
 
 import contextlib
-import logging
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,12 +61,11 @@ def serve(argv: Sequence[str]) -> int:
     if not 0 <= given.port < 1 << 16:
         raise ValueError(f"--port must lie in 0..65535, got {given.port}")
     try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise ImportError(NEEDED) from error
-    from dist.serve.app import LOCAL, Served, make_app
-    from dist.serve.engine import Engine
+        from dist.serve.app import LOCAL, Served, make_app
+        from dist.serve.engine import Engine
+        from dist.serve.server import Server
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{NEEDED} ({error})") from error
 
     with _bound(given.host, given.port) as listening:
         model, tokenizer = load(given)
@@ -87,46 +84,6 @@ def serve(argv: Sequence[str]) -> int:
         _warm(model)
         tokenizer.decode(tokenizer.encode_ordinary("the tokenizer's kernels, too"))
 
-        class Server(uvicorn.Server):
-            """Ends with status 0 when asked to, and the answers under way with an error."""
-
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                before = {n: signal.signal(n, self.handle_exit) for n in STOPPING}
-                try:
-                    yield
-                finally:
-                    for number, handler in before.items():
-                        signal.signal(number, handler)
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                introduce()
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                engine.stop()
-                await super().shutdown(sockets)
-
-        def ended() -> None:
-            server.should_exit = True
-
-        engine = Engine(model, places=given.batch, queue=given.queue, ended=ended)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        server = Server(
-            uvicorn.Config(
-                make_app(served, engine),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                # beyond this, a connection is refused without being read
-                limit_concurrency=engine.capacity + 100,
-                timeout_graceful_shutdown=5,
-            )
-        )
-
         def introduce() -> None:
             host, port = listening.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -136,15 +93,17 @@ def serve(argv: Sequence[str]) -> int:
                 print(f"myllm serve: {OPEN}", file=sys.stderr, flush=True)
             print(f"{name} is served at http://{shown}:{port} (Ctrl-C ends it)", flush=True)
 
+        def ended() -> None:
+            server.should_exit = True
+
+        engine = Engine(model, places=given.batch, queue=given.queue, ended=ended)
+        server = Server(make_app(served, engine), engine, introduce)
         engine.start()
         server.run([listening])
     if engine.failure is not None:
         raise engine.failure
     print("ended", flush=True)
     return 0
-
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from dist import checkpoint, cli
 from dist.documents import END
 from dist.score import log_probabilities
 from dist.serve import app
+from dist.serve import server as web
 from dist.serve.api import ChatRequest, read_request
 from tests.helpers import ROOT
 from tests.helpers.runs import save_run_file
@@ -335,6 +336,8 @@ def test_a_browser_elsewhere_cannot_speak_to_it(server: Server) -> None:
     headers = {"Content-Type": "application/json", "Host": "evil.example"}
     status, said = server.ask(TEXT, asked, headers=headers)
     assert status == 403 and "not to evil.example" in said["error"]["message"]
+    headers["Host"] = "[::1"
+    assert server.ask(TEXT, asked, headers=headers)[0] == 403
     headers["Host"] = "localhost:1234"
     assert server.ask(TEXT, asked, headers=headers)[0] == 200
 
@@ -355,7 +358,12 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_read(server: Server
 
 def test_slow_clients_are_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(web, "IDLE_SECONDS", 0.2)
     with serving(run, seconds=0.6) as server:
+        for sent in (b"", b"GET / HTTP/1.1\r\nX-Slow: "):  # a head that never ends
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
+                sock.sendall(sent)
+                assert sock.recv(1000) == b""
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
@@ -462,6 +470,7 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read(
 def test_without_the_extra_it_says_what_to_install(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "dist.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve", str(run)]) == 1
     assert "pip install 'myllm[serve]'" in capsys.readouterr().err

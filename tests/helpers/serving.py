@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,14 +10,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
-
 from dist import checkpoint, cli
 from dist.config import RunFile, from_tables
 from dist.evaluate import load_tokenizer
 from dist.generate import never_chatted
 from dist.serve.app import Served, make_app
 from dist.serve.engine import Engine
+from dist.serve.server import Server as WebServer
 from tests.helpers.runs import tables, text
 from tokenizer import Tokenizer, train_from_iterator
 
@@ -123,22 +123,20 @@ def serving(run: Path, *, seconds: float = 60.0, **bounds: int) -> Iterator[Serv
 
     engine.batch.step = held  # type: ignore[method-assign]
     served = Served("tiny", model, tokenizer, never_chatted(model, tokenizer), seconds, True)
-    config = uvicorn.Config(
-        make_app(served, engine), port=0, http="h11", lifespan="off", log_config=None
-    )
-    server = uvicorn.Server(config)
+    server = WebServer(make_app(served, engine), engine, lambda: None)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
 
     def end() -> None:
         server.should_exit = True
 
     engine.start()
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
         wait_for(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
         yield Server(port, engine, tokenizer, go, together)
     finally:
         go.set()
-        engine.stop()
+        server.should_exit = True
         thread.join()
