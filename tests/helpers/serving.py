@@ -33,7 +33,7 @@ def prepare_chats(folder: Path, *, chats: bool = True, **overrides: Any) -> RunF
     assert cli.main(["pack", str(folder / "a.jsonl"), *words, "-o", str(folder)]) == 0
     # more ids than the tokenizer has
     more = {"model__vocab_size": 330, "model__context_length": 48, "data__heldout": ""}
-    return from_tables(tables(folder, **more, **overrides))
+    return from_tables(tables(folder, **{**more, **overrides}))
 
 
 class Server(NamedTuple):

@@ -19,7 +19,7 @@ HELLO: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "conte
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("run")
-    config = prepare_chats(folder, train__steps=3)
+    config = prepare_chats(folder, train__steps=3, model__context_length=128)
     assert cli.main(["train", str(save_run_file(config, folder / "run.toml"))]) == 0
     with serving(folder / "run") as running:
         yield running
@@ -94,7 +94,7 @@ def test_settings_of_ours_go_by_extra_body(client: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"messages": [{"role": "user", "content": "x " * 90}]}, "BadRequestError", "context is"),
+        ({"messages": [{"role": "user", "content": "x " * 150}]}, "BadRequestError", "context is"),
         ({"presence_penalty": 1}, "BadRequestError", "presence_penalty is not supported"),
         ({"extra_body": {"foo": 1}}, "BadRequestError", "unknown field `foo`"),
         ({"model": "gpt-4o"}, "NotFoundError", "no model 'gpt-4o' here, only 'tiny'"),
