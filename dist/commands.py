@@ -126,9 +126,10 @@ def pack(argv: Sequence[str]) -> int:
     args = parser(
         "pack",
         "Turn texts into shards of token ids, a training set and a held-out one. Inputs are files, "
-        "folders, globs or - for standard input; .jsonl (a text field, prompt and completion, or "
-        "chat messages), .parquet, .gz and .zst are understood. An interrupted packing goes on "
-        "when the same command is given again.",
+        "folders, globs or - for standard input; rows of .jsonl, .json, .csv, .tsv and .parquet (a "
+        "text field, prompt and completion, or chat messages), .gz and .zst are understood. What "
+        "is no text is passed over in folders. An interrupted packing goes on when the same "
+        "command is given again.",
         "myllm pack books/ notes.jsonl.gz --tokenizer mine.tok -o data/mine\n"
         "  myllm pack --check data/mine/train",
     )
@@ -140,7 +141,10 @@ def pack(argv: Sequence[str]) -> int:
     args.add_argument(
         "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"
     )
-    args.add_argument("--field", default="text", help="of JSON lines and parquet (default text)")
+    args.add_argument("--field", default="text", help="field or column of rows (default text)")
+    args.add_argument(
+        "--max-chars", type=float, metavar="N", help="stop behind so many characters of text"
+    )
     args.add_argument(
         "--layout",
         choices=("stream", "truncate"),
@@ -182,6 +186,7 @@ def pack(argv: Sequence[str]) -> int:
         chat=given.chat,
         heldout=given.heldout,
         shard_tokens=given.shard_tokens,
+        max_chars=given.max_chars,
     )
     started = time.monotonic()
     total = packing.plain_bytes(given.inputs)

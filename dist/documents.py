@@ -1,17 +1,17 @@
 """From what people have on disk to documents: the inputs of ``myllm pack``.
 
 Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, or
-several where it is long (``pieces``); a Parquet file has one a row. ``.jsonl`` has one a line: a
-text field, or ``prompt`` and ``completion``, which may become a chat, or chat ``messages``. A
-``prompt`` with a text, not a completion, is left out.
+several where it is long (``pieces``); a file of rows has one a row: a text field, or ``prompt`` and
+``completion``, which may become a chat, or chat ``messages``. A ``prompt`` with a text, not a
+completion, is left out.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tokenizer.read import Source, is_json_lines, is_table, opened
+from tokenizer.read import Source, opened
+from tokenizer.records import is_rows, rows
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -36,6 +36,12 @@ class Document(NamedTuple):
     end: bool = True  # whether the model is to learn to write the eos behind it
 
     @property
+    def chars(self) -> int:
+        """Characters of its text, without those that we put in."""
+        texts = [part.text for part in self.parts if not part.control]
+        return sum(len(t if isinstance(t, str) else t.decode("utf-8", "replace")) for t in texts)
+
+    @property
     def content(self) -> bytes:
         """All of its text, for hashing."""
         texts = (part.text for part in self.parts)
@@ -57,7 +63,7 @@ def read_documents(
     files : list of str
         From ``tokenizer.read.expand``.
     field : str
-        Of JSON lines and Parquet rows: where their text is.
+        Of rows: where their text is.
     report_bad : callable, optional
         Takes a sentence on each line that is no document, which is left out. Without it the first
         is an error.
@@ -69,25 +75,26 @@ def read_documents(
     ValueError, OSError, ImportError
         When a file or a line cannot be read.
     """
+
+    def bad(said: str) -> None:
+        if report_bad is None:
+            raise ValueError(f"{said} (--skip-bad-lines leaves such lines out)")
+        report_bad(said)
+
     for name in files:
-        if not is_json_lines(name):
+        if not is_rows(name):
             for text in Source([name], field, report_bad).texts():
-                for piece in (text,) if is_table(name) else pieces(text):
+                for piece in pieces(text):
                     yield Document(name, (Part(piece),))
             continue
         with opened(name) as (file, _):
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{name}, line {number}"
+            for where, row in rows(name, file, field, bad):
                 try:
-                    yield document_of(json.loads(line), where, field, as_chat)
-                except (ValueError, RecursionError) as error:
-                    if report_bad is None:
-                        raise ValueError(
-                            f"{where}: {error} (--skip-bad-lines leaves such lines out)"
-                        ) from error
-                    report_bad(f"{where}: {error}")
+                    document = document_of(row, where, field, as_chat)
+                except ValueError as error:
+                    bad(f"{where}: {error}")
+                else:
+                    yield document
 
 
 def pieces(text: bytes) -> Iterator[bytes]:
@@ -108,16 +115,16 @@ def pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def document_of(record: Any, where: str, field: str, as_chat: bool = False) -> Document:
-    """Return the document in a JSON record.
+def document_of(
+    record: Mapping[str, Any], where: str, field: str, as_chat: bool = False
+) -> Document:
+    """Return the document in a row.
 
     Raises
     ------
     ValueError
         When there is none in it.
     """
-    if not isinstance(record, Mapping):
-        raise ValueError(f"a JSON object is wanted, not {type(record).__name__}")
     if "messages" in record:
         return Document(where, tuple(chat(record["messages"])), end=False)
     if "completion" in record or ("prompt" in record and field not in record):

@@ -12,6 +12,7 @@ folder that has one is unfinished and ours.
 import hashlib
 import itertools
 import json
+import math
 import os
 import threading
 import time
@@ -59,6 +60,7 @@ class Settings(NamedTuple):
     heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
     chat: bool = False  # prompt and completion become turns of a chat
+    max_chars: float | None = None  # of all texts, the held-out ones among them
 
 
 class Encoded(NamedTuple):
@@ -90,12 +92,8 @@ class Journal(manifest.Record, kw_only=True, frozen=True):
     writers: dict[Split, WriterState]
 
     def __post_init__(self) -> None:
-        if (
-            not set(self.counts.packed)
-            == set(self.counts.chats)
-            == set(self.writers)
-            == set(SPLITS)
-        ):
+        told = (self.counts.packed, self.counts.chats, self.writers)
+        if any(set(of_splits) != set(SPLITS) for of_splits in told):
             raise ValueError(f"it does not tell of {' and '.join(SPLITS)}")
 
 
@@ -243,10 +241,21 @@ def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> 
 
 def plain_bytes(inputs: list[str]) -> int:
     """Return the bytes of text in the inputs, 0 when they cannot be known in advance."""
-    files = expand(inputs)
+    files = expand(inputs).files
     if any(name == "-" or name.endswith((".gz", ".zst", ".parquet")) for name in files):
         return 0
     return sum(os.stat(name).st_size for name in files)
+
+
+def _first(documents: Iterator[Document], chars: float | None) -> Iterator[Document]:
+    """Yield documents until they have so many characters; the last may go beyond."""
+    left = math.inf if chars is None else chars
+    for document in documents:
+        yield document
+        if chars is not None:
+            left -= document.chars
+        if left <= 0:
+            return
 
 
 def pack(
@@ -282,6 +291,8 @@ def pack(
     """
     if not 0 <= settings.heldout < 1:
         raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
+    if settings.max_chars is not None and not settings.max_chars > 0:
+        raise ValueError(f"--max-chars must be above 0, got {settings.max_chars:g}")
     if not 0 <= settings.window <= settings.shard_tokens or processes < 1:
         raise ValueError(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
@@ -300,7 +311,10 @@ def _pack(
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Summary:
-    files = expand(inputs)
+    given = expand(inputs)
+    files = given.files
+    for remark in given.remarks():
+        report(remark)
     encoder = Encoder(settings)
     tokenizer = encoder.tokenizer
     journal = _begin(out, fingerprint(files, settings, tokenizer.sha256), report)
@@ -321,7 +335,7 @@ def _pack(
     found = read_documents(
         files, settings.field, bad_line if skip_bad_lines else None, settings.chat
     )
-    documents = itertools.islice(found, counts.read, None)
+    documents = itertools.islice(_first(found, settings.max_chars), counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
         for writer in writers.values():

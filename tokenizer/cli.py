@@ -344,9 +344,12 @@ def _add_inputs(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
         "paths",
         nargs=nargs,
         metavar="PATHS",
-        help="text files, folders, globs, .jsonl, .parquet, each also .gz or .zst; - is stdin",
+        help="text files, folders, globs; rows of .jsonl, .json, .csv, .tsv, .parquet; each also "
+        ".gz or .zst; - is stdin",
     )
-    parser.add_argument("--field", default="text", help="field of .jsonl and .parquet (text)")
+    parser.add_argument(
+        "--field", default="text", help="field or column of rows that holds the text (text)"
+    )
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"
     )
@@ -377,6 +380,8 @@ def _reading(options: argparse.Namespace) -> Iterator[Source]:
     source = Source(
         options.paths, options.field, report_bad=report if options.skip_bad_lines else None
     )
+    for remark in source.inputs.remarks():
+        print(remark, file=sys.stderr)
     with _progress(source.total_bytes) as advance:
         source.advance = advance
         yield source

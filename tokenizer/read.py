@@ -1,29 +1,32 @@
-r"""Read texts: files, folders, globs, standard input; plain, JSON lines, Parquet; gzip, Zstandard.
+r"""Read texts: files, folders, globs, standard input; plain or rows of texts; gzip, Zstandard.
 
-A file is what its name says: ``.jsonl`` holds one JSON object a line, ``.parquet`` rows, both with
-a text in one field; any other is one text. ``.gz`` or ``.zst`` after that is unpacked on the way.
+A file is what its name says: one of ``records.py`` holds rows, each with a text in one field; any
+other is one text. ``.gz`` or ``.zst`` after that is unpacked on the way. Of a folder or a glob,
+what is no text is passed over.
 
-A line that is no JSON object, has no text in the field, or is no UTF-8 is **bad**: an error that
-names file and line, unless the caller has a place to report it to and goes on without the line.
+A row that has no text in the field, or a line that is no UTF-8, is **bad**: an error that names
+file and line, unless the caller has a place to report it to and goes on without the line.
 """
 
 import glob
 import gzip
 import io
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import regex
+
+from tokenizer.records import is_rows, rows
 
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
 _PACKED_BYTES = 1 << 14  # read at once of a .zst
+_LOOK = 1 << 13  # bytes in which a file that is no text shows a NUL
 
 # Between an ASCII letter and a space no piece of the GPT-4 and GPT-2 patterns goes on, and neither
 # looks back or ahead across it: two halves cut here have the pieces of the whole.
@@ -41,7 +44,7 @@ class Source:
     paths : sequence of str
         Files, folders (all files below, by name, but hidden ones), globs, or ``-``, standard input.
     field : str
-        The field of JSON lines and Parquet rows that holds the text.
+        The field of a row that holds the text.
     report_bad : callable, optional
         Takes a sentence on each bad line, which is then left out. Without it the first is an error.
     advance : callable, optional
@@ -54,7 +57,8 @@ class Source:
     advance: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        self.files = expand(self.paths)
+        self.inputs = expand(self.paths)
+        self.files = self.inputs.files
         self._before = 0  # bytes of the files that are read to the end
 
     @property
@@ -72,17 +76,13 @@ class Source:
             cross; else each comes as a whole.
         """
         for name in self.files:
-            if is_table(name):
-                yield from self._parquet(name)
-                self._advance(name, None)
-                continue
             with opened(name) as (file, raw):
-                if is_json_lines(name):
-                    for number, line in enumerate(file, 1):
-                        text = self._json_text(line, f"{_show(name)}, line {number}")
+                if is_rows(name):
+                    for number, (where, row) in enumerate(rows(name, file, self.field, self._bad)):
+                        text = self._text_of(row, where)
                         if text is not None:
                             yield text
-                        if number % 256 == 0:
+                        if number % 256 == 255:
                             self._advance(name, raw)
                 else:
                     yield from self._plain(file, raw, name, cut_freely)
@@ -136,20 +136,8 @@ class Source:
                 self._bad(f"{where}: byte 0x{part[error.start]:02x} at {error.start} is no UTF-8")
         return b"".join(good)
 
-    def _json_text(self, line: bytes, where: str) -> bytes | None:
-        if not line.strip():
-            return None
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
-            self._bad(f"{where}: no JSON: {error}")
-            return None
-        if not isinstance(row, dict):
-            self._bad(f"{where}: no JSON object but {type(row).__name__}")
-            return None
-        return self._text_of(row.get(self.field), where, row)
-
-    def _text_of(self, value: object, where: str, row: dict[str, Any]) -> bytes | None:
+    def _text_of(self, row: dict[str, Any], where: str) -> bytes | None:
+        value = row.get(self.field)
         if isinstance(value, str):
             return value.encode("utf-8", "surrogatepass")
         if self.field in row:
@@ -158,31 +146,6 @@ class Source:
         have = ", ".join(map(repr, row)) or "none"
         self._bad(f"{where}: no field {self.field!r}; its fields: {have}")
         return None
-
-    def _parquet(self, name: str) -> Iterator[bytes]:
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise ImportError(
-                f"{name}: reading Parquet needs pyarrow: pip install pyarrow"
-            ) from None
-        import pyarrow
-
-        try:
-            table = parquet.ParquetFile(name)
-            if self.field not in table.schema_arrow.names:
-                have = ", ".join(map(repr, table.schema_arrow.names))
-                raise ValueError(f"{name}: no column {self.field!r}; its columns: {have}")
-            number = 0
-            for batch in table.iter_batches(columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    text = self._text_of(value, f"{name}, row {number}", {self.field: value})
-                    if text is not None:
-                        yield text
-        except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
-            said = " ".join(str(error).split())  # of several lines
-            raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None
 
     def _bad(self, sentence: str) -> None:
         if self.report_bad is None:
@@ -196,15 +159,33 @@ class Source:
             self.advance(self._before + (raw.tell() if raw is not None and raw.seekable() else 0))
 
 
-def expand(paths: Sequence[str]) -> list[str]:
+class Inputs(NamedTuple):
+    """What paths, folders and globs stand for."""
+
+    files: list[str]
+    passed_over: list[str]  # of folders and globs: what is no text
+
+    def remarks(self) -> Iterator[str]:
+        """Yield a sentence on what is not read, or is perhaps not wanted as it is."""
+        if self.passed_over:
+            also = "; what is in an archive has to be unpacked first"
+            archives = any(map(is_archive, self.passed_over))
+            yield f"passed over, as no text: {_some(self.passed_over)}{also if archives else ''}"
+        pages = [name for name in self.files if name.lower().endswith((".html", ".htm"))]
+        if pages:
+            yield f"HTML is read as it stands, with its tags: {_some(pages)}"
+
+
+def expand(paths: Sequence[str]) -> Inputs:
     """Return the files that paths, folders and globs stand for.
 
     Raises
     ------
     ValueError
-        If one of them stands for no file.
+        If one of them stands for no file, or is itself a file that is no text.
     """
-    out = []
+    files: list[str] = []
+    passed_over: list[str] = []
     for path in paths:
         if path == "-":
             found = ["-"]
@@ -216,30 +197,49 @@ def expand(paths: Sequence[str]) -> list[str]:
             found = [path]
         else:
             found = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
-        if not found:
-            what = "holds no file" if Path(path).is_dir() else "is no file, folder or glob of files"
+        other = [name for name in found if name != "-" and not is_text(name)]
+        if other == [path]:
+            what = (
+                "is an archive: unpack it, and give the folder"
+                if is_archive(path)
+                else "is no text"
+            )
             raise ValueError(f"{path!r} {what}")
-        out += found
-    return out
+        if not found or other == found:
+            what = "is no file, folder or glob of files"
+            if found or Path(path).is_dir():
+                what = "holds no text" if found else "holds no file"
+            raise ValueError(f"{path!r} {what}")
+        files += [name for name in found if name not in set(other)]
+        passed_over += other
+    return Inputs(files, passed_over)
 
 
-def is_json_lines(name: str) -> bool:
-    """Tell whether a file holds a JSON object a line, packed or not."""
-    return _unpacked(name).endswith((".jsonl", ".ndjson"))
+def is_text(name: str) -> bool:
+    """Tell whether a file can be text: rows, something packed, or no NUL where it begins."""
+    if is_archive(name):
+        return False
+    if is_rows(name) or name.endswith((".gz", ".zst")):
+        return True
+    with open(name, "rb") as file:
+        return b"\0" not in file.read(_LOOK)
 
 
-def is_table(name: str) -> bool:
-    """Tell whether a file holds a text a row."""
-    return _unpacked(name).endswith(".parquet")
+def is_archive(name: str) -> bool:
+    """Tell whether a file holds others, by how its name ends."""
+    endings = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz", ".7z", ".rar")
+    return name.lower().endswith(endings)
 
 
 def is_plain(name: str) -> bool:
     """Tell whether a file is one text, as it lies on disk."""
-    return not (is_json_lines(name) or name.endswith((".parquet", ".gz", ".zst")))
+    return not (is_rows(name) or name.endswith((".gz", ".zst")))
 
 
-def _unpacked(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".zst")
+def _some(names: Sequence[str]) -> str:
+    """Return how many files there are, and the first of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} file{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"
 
 
 def _show(name: str) -> str:

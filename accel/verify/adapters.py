@@ -26,8 +26,9 @@ from rich.console import Console
 from accel.verify.adapter_trials import TRIALS, Arrays
 from accel.verify.calls import Call, Raised, Verdict, judge, outcome
 from accel.verify.check import Options, check_subject
+from accel.verify.load import as_subject, import_file
 from accel.verify.report import Report, failure_text
-from accel.verify.subject import Subject, SubjectError, as_subject, import_file
+from accel.verify.subject import Subject, SubjectError
 from reference.types import Array, Loss
 from reference.visibility import Visibility
 

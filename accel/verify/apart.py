@@ -1,7 +1,7 @@
 """Checks in processes of their own, so that a kernel that crashes does not end the run.
 
 A wrong index in C or CUDA may end the process that it runs in, or never come back. Workers
-therefore load the module and check its ops, one op after the other and several at once, telling
+therefore load the module and check its ops, each precision for itself and several at once, telling
 what they do over a pipe; each case is told before it is tried. When a worker dies or falls silent,
 the case that it was in becomes a failure of its op, and a fresh worker goes on with what is left.
 It is a new interpreter, not a fork, so that nothing of a GPU's state is shared.
@@ -33,26 +33,30 @@ from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
     Progress,
+    asked,
     cases_of,
-    check_subject,
+    check_one,
     failure_path,
+    leave_out,
     planned,
     replay,
     untried,
 )
 from accel.verify.contract import Case
 from accel.verify.files import case_command, save_failure, search_command
+from accel.verify.load import as_subject, load_file, load_op
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport
 from accel.verify.shrink import simpler
-from accel.verify.subject import Subject, SubjectError, as_subject, load_file, load_op
+from accel.verify.subject import Subject, SubjectError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included
 MOST_JOBS = 4  # processes at once, unless told: each may hold a GPU's context
 SHRINK_SECONDS = 15.0  # each try of a case that crashes costs a process
 
-Plan = list[tuple[str, str, int]]  # (op, dtype, cases)
+Part = tuple[str, str, int]  # (op, dtype, cases)
+Plan = list[Part]
 
 
 class Source(NamedTuple):
@@ -91,10 +95,10 @@ class Source(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a worker is asked to do: tell the plan, check what is left of it, or run one case."""
+    """What a worker is asked to do: tell the plan, check a part of it, or run one case."""
 
     options: Options
-    earlier: list[OpReport] | None = None  # what is known of the ops that are checked
+    part: Part | None = None
     case: Case | None = None
 
 
@@ -139,7 +143,7 @@ def check_apart(
     """
     first = Worker(source, timeout)
     try:
-        plan, report = _plan(first, source, options)
+        plan, report, chosen = _plan(first, source, options)
         many = _Many(source, options, timeout, begin(report.subject, plan), plan)
         jobs = min(jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS), len(many.left))
         many.jobs, many.workers = jobs, [first]
@@ -152,8 +156,9 @@ def check_apart(
                 raise
     finally:
         first.end()
-    report.ops = [op for name in many.names for op in many.found[name]]
-    report.notes = sorted(many.notes)
+    report.ops = [many.found[part] for part in plan]
+    leave_out(report.ops, chosen)
+    report.notes = sorted(many.notes.union(report.notes))
     return report
 
 
@@ -169,22 +174,22 @@ def plan_apart(
     """
     worker = Worker(source, timeout)
     try:
-        return _plan(worker, source, options)
+        return _plan(worker, source, options)[:2]
     finally:
         worker.end()
 
 
-def _plan(worker: "Worker", source: Source, options: Options) -> tuple[Plan, Report]:
-    """Return what will be checked, and the report of it, without results."""
+def _plan(worker: "Worker", source: Source, options: Options) -> tuple[Plan, Report, bool]:
+    """Return what will be checked, the report without results, and whether dtypes were asked."""
     try:
-        ((_, (name, plan, said)),) = worker.do(Job(options))
+        ((_, (report, plan, chosen)),) = worker.do(Job(options))
     except Ended as end:
         raise SubjectError(f"{source.name}: importing it {end}") from None
-    return plan, Report(name, options.seed, untried=said, partial=options.partial)
+    return plan, report, chosen
 
 
 class _Many:
-    """The ops of a plan, which several workers take one after the other."""
+    """The parts of a plan, which several workers take one after the other."""
 
     def __init__(
         self, source: Source, options: Options, timeout: float, progress: Progress, plan: Plan
@@ -193,10 +198,9 @@ class _Many:
         cases: dict[str, int] = {}
         for op, _, count in plan:
             cases[op] = cases.get(op, 0) + count
-        self.names = list(cases)
         # the last is taken first: what takes longest, or what the plan has first
-        self.left = sorted(reversed(self.names), key=lambda op: cases[op])
-        self.found: dict[str, list[OpReport]] = {}
+        self.left = sorted(reversed(plan), key=lambda part: cases[part[0]])
+        self.found: dict[Part, OpReport] = {}
         self.notes: set[str] = set()
         self.jobs = 1
         self.workers: list[Worker] = []  # those that are running and free, at first
@@ -204,7 +208,7 @@ class _Many:
         self.end = None if options.budget is None else time.monotonic() + options.budget
 
     def line(self) -> None:
-        """Check one op after the other, until none is left."""
+        """Check one part after the other, until none is left."""
         worker: Worker | None = None
         try:
             while True:
@@ -217,9 +221,9 @@ class _Many:
                         worker.free = False
                         self.workers += [] if free else [worker]
                     budget = self._budget()
-                    op = self.left.pop()
-                options = dataclasses.replace(self.options, ops=(op,), budget=budget)
-                worker = self._check(worker, op, options)
+                    part = self.left.pop()
+                options = dataclasses.replace(self.options, budget=budget)
+                worker = self._check(worker, part, options)
         finally:
             if worker is not None:
                 worker.end()
@@ -232,57 +236,44 @@ class _Many:
                 worker.process.kill()
 
     def _budget(self) -> float | None:
-        """Return the seconds of the op that is taken next."""
+        """Return the seconds of the part that is taken next."""
         if self.end is None:
             return None
         return max(0.0, self.end - time.monotonic()) * self.jobs / len(self.left)
 
-    def _check(self, worker: "Worker", op: str, options: Options) -> "Worker | None":
-        """Check an op; return the worker, None when it ended on the way."""
-        done: list[OpReport] = []
-        now: Worker | None = worker
-        while True:
-            case: Case | None = None
-            calling, tried, planned = "", 0, 0
-            try:
-                now = now or self._another()
-                for kind, content in now.do(Job(options, done)):
-                    if kind == "case":
-                        case, calling = content, ""
-                    elif kind == "calling":
-                        calling = content
-                    elif kind == "tick":
-                        _, _, tried, planned = content
-                        self.progress(*content)
-                    elif kind == "op":
-                        done.append(content)
-                        self.progress(op, content.dtype, content.planned, content.planned)
-                    elif kind == "notes":
-                        with self.lock:
-                            self.notes |= content
-                            self.found[op] = done
-                return now
-            except Ended as end:
-                assert now is not None
-                now.end()
-                now = None
-                if self.stopped:
-                    return None
-                if case is None:
-                    raise SubjectError(f"{self.source.name}: importing it {end}") from None
-                if options.shrink and end.kind == "crash":
-                    case = _simplest(self.source, options, case, self.timeout)
-                failure = _failure(self.source, options, case, calling, end)
-                found = OpReport(case.op, case.dtype, tried + 1, planned, failures=[failure])
-                done.append(found)
-                self.progress(case.op, case.dtype, 1, 1)
-
-    def _another(self) -> "Worker":
-        worker = Worker(self.source, self.timeout)
-        worker.free = False
-        with self.lock:
-            self.workers.append(worker)
-        return worker
+    def _check(self, worker: "Worker", part: Part, options: Options) -> "Worker | None":
+        """Check a part; return the worker, None when it ended on the way."""
+        op, dtype, planned = part
+        case: Case | None = None
+        calling, tried = "", 0
+        try:
+            for kind, content in worker.do(Job(options, part)):
+                if kind == "case":
+                    case, calling = content, ""
+                elif kind == "calling":
+                    calling = content
+                elif kind == "tick":
+                    tried = content
+                    self.progress(op, dtype, tried, planned)
+                elif kind == "found":
+                    found, notes = content
+                    with self.lock:
+                        self.notes |= notes
+                        self.found[part] = found
+                    self.progress(op, dtype, planned, planned)
+            return worker
+        except Ended as end:
+            worker.end()
+            if self.stopped:
+                return None
+            if case is None:
+                raise SubjectError(f"{self.source.name}: importing it {end}") from None
+            if options.shrink and end.kind == "crash":
+                case = _simplest(self.source, options, case, self.timeout)
+            failure = _failure(self.source, options, case, calling, end)
+            self.found[part] = OpReport(op, dtype, tried + 1, planned, failures=[failure])
+            self.progress(op, dtype, planned, planned)
+            return None
 
 
 def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> list[Failure]:
@@ -453,16 +444,23 @@ def work(writing: int, trace: str) -> None:
 def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
     if job.case is not None:
         tell("failures", replay(subject, job.case))
-    elif job.earlier is None:
+    elif job.part is None:
         plan = planned(subject, job.options)
-        said = untried(subject, job.options, plan)
-        tell("plan", (subject.name, [(spec.name, dtype, n) for spec, dtype, n in plan], said))
+        report = Report(subject.name, job.options.seed, partial=job.options.partial)
+        report.untried = untried(subject, job.options, plan)
+        report.notes = sorted(subject.notes)
+        parts = [(spec.name, dtype, count) for spec, dtype, count in plan]
+        tell("plan", (report, parts, asked(subject, job.options)))
     else:
-        report = check_subject(
+        op, dtype, count = job.part
+        (spec,) = (spec for spec in subject.specs() if spec.name == op)
+        found = check_one(
             subject,
             job.options,
-            lambda *at: tell("tick", at),
-            earlier=job.earlier,
-            found=lambda op: tell("op", op),
+            spec,
+            dtype,
+            count,
+            lambda op, dtype, done, count: tell("tick", done),
+            seconds=job.options.budget,
         )
-        tell("notes", set(report.notes))
+        tell("found", (found, set(subject.notes)))

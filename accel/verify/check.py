@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,11 @@ from accel.verify.files import (
     search_command,
 )
 from accel.verify.like.case import OwnOp
+from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
 from accel.verify.search import Failure, OpReport, gather, search
-from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError, as_subject
+from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError
 from reference.contract import Op
 from reference.ops import OPS
 
@@ -262,57 +263,87 @@ def untried(subject: Subject, options: Options, plan: Iterable[tuple[Op, str, in
 
 
 def check_subject(
+    subject: Subject, options: Options, progress: Progress = lambda *_: None
+) -> Report:
+    """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
+    report = Report(subject.name, options.seed, partial=options.partial)
+    plan = planned(subject, options)
+    report.untried = untried(subject, options, plan)
+    end = None if options.budget is None else time.monotonic() + options.budget
+    for at, (spec, dtype, count) in enumerate(plan):
+        known = {
+            (failure.name, failure.kind)
+            for op in report.ops
+            if op.op == spec.name
+            for failure in op.failures
+        }
+        left = None if end is None else (end - time.monotonic()) / (len(plan) - at)
+        report.ops.append(
+            check_one(subject, options, spec, dtype, count, progress, known=known, seconds=left)
+        )
+    leave_out(report.ops, asked(subject, options))
+    report.notes = sorted(subject.notes)
+    return report
+
+
+def check_one(
     subject: Subject,
     options: Options,
-    progress: Progress = lambda *_: None,
+    spec: Op,
+    dtype: str,
+    count: int,
+    progress: Progress,
     *,
-    earlier: Iterable[OpReport] = (),
-    found: Callable[[OpReport], None] = lambda op: None,
-) -> Report:
-    """Check what a subject offers, op by op; nothing that goes wrong in one stops the others.
+    known: Collection[tuple[str, str]] = (),
+    seconds: float | None = None,
+) -> OpReport:
+    """Check one op in one precision with so many cases, and explain what fails.
 
     Parameters
     ----------
-    earlier : iterable of OpReport
-        What is known of the first part of the plan, which is left out.
-    found : callable
-        Told of each op in each precision when it is through.
+    known : collection of (result, kind)
+        Failures seen in another precision already: reported again, but not shrunk again.
+    seconds : float, optional
+        After these no further case is tried.
     """
-    report = Report(subject.name, options.seed, list(earlier), partial=options.partial)
-    chosen = options.dtypes is not None or subject.declared_dtypes() is not None
-    plan = planned(subject, options)
-    report.untried = untried(subject, options, plan)
-    left = plan[len(report.ops) :]
-    end = None if options.budget is None else time.monotonic() + options.budget
-    for at, (spec, dtype, count) in enumerate(left):
-        before = [op for op in report.ops if op.op == spec.name]
-        known = {(failure.name, failure.kind) for op in before for failure in op.failures}
-        done = 0
+    done = 0
 
-        def tick(op: str = spec.name, dtype: str = dtype, count: int = count) -> None:
-            nonlocal done
-            done += 1
-            progress(op, dtype, min(done, count), count)
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(spec.name, dtype, min(done, count), count)
 
-        op = search(
-            subject,
-            spec,
-            dtype,
-            seed=options.seed,
-            examples=count,
-            shrink=options.shrink,
-            known=frozenset(known),
-            tick=tick,
-            seconds=None if end is None else (end - time.monotonic()) / (len(left) - at),
-        )
-        if not chosen and any(b.dtype == "float32" and b.ok for b in before):
-            _leave_out(op)
-        for failure in op.failures:
-            _explain(subject, failure, options)
-        report.ops.append(op)
-        found(op)
-    report.notes = sorted(subject.notes)
-    return report
+    found = search(
+        subject,
+        spec,
+        dtype,
+        seed=options.seed,
+        examples=count,
+        shrink=options.shrink,
+        known=known,
+        tick=tick,
+        seconds=seconds,
+    )
+    for failure in found.failures:
+        _explain(subject, failure, options)
+    return found
+
+
+def asked(subject: Subject, options: Options) -> bool:
+    """Return whether somebody said which precisions there are to check in."""
+    return options.dtypes is not None or subject.declared_dtypes() is not None
+
+
+def leave_out(found: list[OpReport], asked: bool) -> None:
+    """Take a precision that nobody asked for, and that an op never manages, as not offered.
+
+    A float32 kernel behind ctypes is right in float32 and gives float32, or raises, for float64.
+    """
+    right = {op.op for op in found if op.dtype == "float32" and op.ok}
+    for op in found:
+        if not asked and op.op in right and op.cases and op.refused == op.cases:
+            op.not_offered = op.failures[0].judged.problem if op.failures else ""
+            op.failures.clear()
 
 
 def cases_of(spec: Op, options: Options) -> int:
@@ -322,17 +353,6 @@ def cases_of(spec: Op, options: Options) -> int:
     if options.examples is not None:
         return max(1, options.examples)
     return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
-
-
-def _leave_out(found: OpReport) -> None:
-    """Take a precision that nobody asked for, and that the op never manages, as not offered.
-
-    A float32 kernel behind ctypes is right in float32 and gives float32, or raises, for float64.
-    """
-    if found.cases and found.refused == found.cases:
-        worst = found.failures[0].judged.problem if found.failures else ""
-        found.not_offered = worst
-        found.failures.clear()
 
 
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:

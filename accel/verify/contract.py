@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping
@@ -378,6 +379,7 @@ def expected(case: Case) -> Expected:
     return Expected(exact, plain, found, {})
 
 
+@functools.cache
 def contract_parameters(function: str) -> list[inspect.Parameter]:
     """Return the parameters that the contract gives a function."""
     return list(inspect.signature(getattr(reference, function)).parameters.values())

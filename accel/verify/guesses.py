@@ -25,9 +25,9 @@ from accel.tolerance import round_bf16
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, accumulated_onto, reference_results
 from accel.verify.evidence import Wrong
+from accel.verify.load import functions_of
 from accel.verify.ops import Mistakes, room
 from accel.verify.spoiled import by_rule, listed, spoiled
-from accel.verify.subject import functions_of
 from reference.types import Array
 
 MOST_MEMORY = 1 << 29  # bytes that trying one guess may take
@@ -193,7 +193,13 @@ def explains(wrong: Any, judged: Judged) -> bool:
     return off > 0 and left <= max(0.02 * off, min(noise_of(judged), 0.2 * off))
 
 
-def known(case: Case, dtype: Any, more: tuple[tuple[str, str], ...]) -> Iterator[Any]:
+def given(case: Case, dtype: Any, mistakes: tuple[tuple[str, str], ...]) -> Iterator[Any]:
+    """Yield mistakes that come with the source of an op that makes them."""
+    for text, source in mistakes:
+        yield text, partial(_results_of, source, case)
+
+
+def known(case: Case, dtype: Any) -> Iterator[Any]:
     """Yield the mistakes that are listed."""
     for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case)):
         if isinstance(wrong, Case):
@@ -205,8 +211,6 @@ def known(case: Case, dtype: Any, more: tuple[tuple[str, str], ...]) -> Iterator
         for kind in dict.fromkeys((dtype, working_dtype(case), np.dtype(np.float64))):
             make = partial(spoiled, case.op, mistake)
             yield mistake.says, partial(_spoiled_results, case, make, kind)
-    for text, source in more:
-        yield text, partial(_results_of, source, case)
     if dtype == np.float64:
         for text, rounded in _rounded(case):
             yield text, partial(reference_results, rounded, dtype)

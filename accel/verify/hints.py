@@ -18,7 +18,7 @@ import numpy as np
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, other_case, reference_results
 from accel.verify.evidence import Evidence, Wrong
-from accel.verify.guesses import any_place, explained, known, that_explain
+from accel.verify.guesses import any_place, explained, given, known, that_explain
 from accel.verify.observed import factor, of_parts, of_values
 from accel.verify.subject import Subject
 from accel.verify.trial import run_case
@@ -56,8 +56,9 @@ def hints_for(
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
             found += of_parts(both)
-            if not found:
-                found += explained(both, partial(known, more=tuple(more)))
+            for guesses in (partial(given, mistakes=tuple(more)), known):
+                if not found:
+                    found += explained(both, guesses)
             if not found:
                 found += factor(both)
             if not found:

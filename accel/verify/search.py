@@ -11,7 +11,7 @@ cases.
 import dataclasses
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ def search(
     seed: int,
     examples: int,
     shrink: bool = True,
-    known: frozenset[tuple[str, str]] = frozenset(),
+    known: Collection[tuple[str, str]] = (),
     tick: Callable[[], None] = lambda: None,
     seconds: float | None = None,
 ) -> OpReport:
@@ -119,7 +119,7 @@ def search(
 
     Parameters
     ----------
-    known : set of (result, kind)
+    known : collection of (result, kind)
         Failures seen in another precision already: reported again, but not shrunk again.
     tick : callable
         Called after every case: progress.

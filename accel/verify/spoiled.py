@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+from accel.verify.load import functions_of
 from accel.verify.ops import room
-from accel.verify.subject import functions_of
 from reference.ops import OPS
 
 HELPERS = ("softmax", "cross_entropy", "visibility")  # files of reference/ that ops lean on

@@ -19,8 +19,9 @@ from typing import Any
 from accel.verify.check import Options, VerificationError, check_subject
 from accel.verify.like.declared import DeclarationError
 from accel.verify.like.frameworks import Torch
+from accel.verify.like.run import Pair
 from accel.verify.like.source import make_reference
-from accel.verify.like.subject import LikeSubject, Pair
+from accel.verify.like.subject import LikeSubject
 from accel.verify.report import Report
 from accel.verify.subject import SubjectError
 

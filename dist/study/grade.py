@@ -20,8 +20,8 @@ import numpy as np
 from accel.verify import check
 from accel.verify.apart import Source, check_apart
 from accel.verify.calls import Call, Verdict, judge, outcome, short
+from accel.verify.load import import_file
 from accel.verify.report import failure_text
-from accel.verify.subject import import_file
 from dist.study.blank import MARK, parameters
 from dist.study.exercise import Exercise, Options, mistaken, module_of, source_of
 from dist.study.tracks import EXERCISES

@@ -187,7 +187,8 @@ class ShimDevice:
         key = (source, tuple(sorted(defines.items())))
         if key not in self._libraries:
             # a planted bug is to be found by what it does, not by a variable that it leaves unused
-            path = build(self._text(source), source, defines, strict=not self.edits)
+            ours = not self.edits and source not in self.extra
+            path = build(self._text(source), source, defines, strict=ours)
             self._libraries[key] = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         return self._libraries[key]
 

@@ -171,14 +171,14 @@ def test_bad_lines_are_reported_with_file_and_line(
     lines += ['{"messages": [{"role": ["user"], "content": "x"}]}', "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert run(tmp_path / "a.jsonl", tmp_path / "e", tokenizer_file, "--heldout", "0") == 1
-    assert "a.jsonl, line 2: Expecting value" in (said := capsys.readouterr().err)
+    assert "a.jsonl, line 2: no JSON: Expecting value" in (said := capsys.readouterr().err)
     assert "--skip-bad-lines leaves such lines out" in said
     more = ["--heldout", "0", "--skip-bad-lines"]
     assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *more) == 0
     said_all = capsys.readouterr()
     for line, why in {
         2: "Expecting value",
-        4: "a JSON object is wanted, not list",
+        4: "no JSON object but list",
         5: "no text field 'text'",
         6: "must both be strings",
         7: "must be one of system, user, assistant, got 'robot'",
@@ -364,3 +364,84 @@ def test_a_record_says_what_it_is() -> None:
     parts = list(chat([{"role": "system", "content": "s"}]))
     assert [p.control for p in parts] == [True, False, True]
     assert not any(p.predict for p in parts)
+
+
+def eos_behind(tokenizer_file: Path, texts: list[str]) -> list[int]:
+    t = Tokenizer.load(tokenizer_file)
+    return [i for text in texts for i in [*t.encode_ordinary(text), t.special_tokens["<|eos|>"]]]
+
+
+def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_file: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.csv").write_text('\ufeffid,text\n1,"one, two\nthree"\n2,four\n', "utf-8")
+    (tmp_path / "b.tsv").write_text("text\tid\nfive\t1\n", "utf-8")
+    (tmp_path / "c.json").write_text(json.dumps([{"text": "six"}, {"text": "seven"}]))
+    (tmp_path / "d.json").write_text('{"text": "no list"}')
+    (tmp_path / "e.json").write_text("[1, // no JSON\n")
+    said = {"role": ["user", "assistant"], "content": ["hi", "ho"]}
+    chat_of = [{k: said[k][i] for k in said} for i in range(2)]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"messages": [chat_of], "id": [1]}), tmp_path / "f.parquet"
+    )
+    out = tmp_path / "out"
+    assert run(tmp_path / "[a-e].*", out / "a", tokenizer_file, "--heldout", "0") == 0
+    texts = ["one, two\nthree", "four", "five", "six", "seven", '{"text": "no list"}']
+    expected = eos_behind(tokenizer_file, [*texts, "[1, // no JSON\n"])
+    assert tokens_of(out / "a" / "train").tolist() == expected
+    assert run(tmp_path / "f.parquet", out / "f", tokenizer_file, "--heldout", "0") == 0
+    (tmp_path / "f.jsonl").write_text(json.dumps({"messages": chat_of}))
+    assert run(tmp_path / "f.jsonl", out / "g", tokenizer_file, "--heldout", "0") == 0
+    assert contents(out / "f" / "train") == contents(out / "g" / "train")
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("id,body\n1,x\n", "no column 'text'; its columns: 'id', 'body' (--field names one)"),
+        ("id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
+        ("", "no column 'text'; its columns: none"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read_is_one_sentence(
+    content: str,
+    message: str,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    assert run(tmp_path / "a.csv", tmp_path / "d", tokenizer_file) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("hello")
+    (folder / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (folder / "c.zip").write_bytes(b"PK")
+    (folder / "d.html").write_text("<p>hi</p>")
+    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    said = capsys.readouterr().err
+    assert f"passed over, as no text: 2 files ({folder}/b.png, {folder}/c.zip)" in said
+    assert "unpacked first" in said and f"with its tags: 1 file ({folder}/d.html)" in said
+    expected = eos_behind(tokenizer_file, ["hello", "<p>hi</p>"])
+    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
+    for name, why in (("b.png", "is no text"), ("c.zip", "is an archive: unpack it")):
+        assert run(folder / name, tmp_path / "e", tokenizer_file) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_packing_ends_behind_so_many_characters(tmp_path: Path, tokenizer_file: Path) -> None:
+    texts = ["äöü" * 4, "x" * 10, "y" * 10, "z"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    words = ["--heldout", "0", "--max-chars", "22"]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
+    expected = eos_behind(tokenizer_file, texts[:2])
+    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
+    assert run(tmp_path / "a.jsonl", tmp_path / "e", tokenizer_file, "--max-chars", "0") == 1

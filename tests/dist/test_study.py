@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from accel.verify import check
-from accel.verify.subject import import_file, load_op
+from accel.verify.load import import_file, load_op
 from dist.cli import main
 from dist.study import blank
 from dist.study import cli as study

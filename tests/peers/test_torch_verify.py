@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel.verify import check_module
-from accel.verify.subject import load_file
+from accel.verify.load import load_file
 from tests.helpers import ROOT
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")

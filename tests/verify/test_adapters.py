@@ -8,7 +8,7 @@ import pytest
 
 from accel.verify.adapters import ADAPTERS, check_adapters
 from accel.verify.check import Options
-from accel.verify.subject import import_file
+from accel.verify.load import import_file
 from dist.cli import main
 from tests.helpers import ROOT
 

@@ -13,7 +13,7 @@ import pytest
 
 from accel.verify import VerificationError, check_module, golden
 from accel.verify.cli import UNTRIED
-from accel.verify.subject import as_subject
+from accel.verify.load import as_subject
 from dist.cli import main
 from reference import ops
 from reference.ops import OPS

@@ -16,9 +16,9 @@ from accel.verify import SubjectError, VerificationError, check_module, check_op
 from accel.verify.check import Options, cases_of, check_subject
 from accel.verify.contract import Case
 from accel.verify.cuts import cuts
+from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.search import search
-from accel.verify.subject import as_subject
 from reference import ops
 from reference.ops import OPS
 from reference.types import Array

@@ -10,9 +10,9 @@ import pytest
 from accel.verify import check_module, check_op
 from accel.verify.contract import Case, draw_case, expected
 from accel.verify.draw import Draw
+from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.search import search
-from accel.verify.subject import as_subject
 from accel.verify.travel import special_at
 from reference import ops
 from reference.ops import OPS

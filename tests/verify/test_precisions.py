@@ -19,8 +19,9 @@ from accel.tolerance import (
     scaled_fp8,
 )
 from accel.verify import VerificationError, check_module
-from accel.verify.contract import DTYPES, applies
-from accel.verify.subject import as_subject
+from accel.verify.contract import DTYPES, applies, plain_results, reference_results
+from accel.verify.load import as_subject
+from accel.verify.search import Dealer
 from reference.ops import OPS
 from reference.types import Array
 from tests.helpers.kernels.correct import kernels
@@ -58,6 +59,22 @@ def test_right_kernels_raise_no_alarm_in_fifty_seeds(dtype: str) -> None:
     for seed in range(50):
         for kernel in RIGHT[dtype]:
             check_module(kernel, dtypes=[dtype], seed=seed, shrink=False, partial=True)
+
+
+def test_plain_code_in_tf32_multiplies_rounded_operands() -> None:
+    subject, spec = as_subject(lowered(round_tf32)), OPS["linear"]
+    case = subject.draw(spec, "tf32", Dealer(0, [{"bias": True}]).picks([]))
+    x, weight, bias, dout = (
+        np.asarray(a, np.float32)
+        for a in (*(case.arrays[n] for n in ("x", "weight", "bias")), case.cotangent)
+    )
+    plain = plain_results(case)
+    x, weight, dout = round_tf32(x), round_tf32(weight), round_tf32(dout)
+    wide = [a.astype(np.float64) for a in (x, weight, dout)]
+    exact = {"out": wide[0] @ wide[1] + bias, "dx": wide[2] @ wide[1].T}
+    for name, value in exact.items():
+        np.testing.assert_allclose(plain[name], value, rtol=0, atol=2e-6 * np.abs(value).max())
+        assert np.abs(reference_results(case, np.float64)[name] - value).max() > 1e-5
 
 
 HALF_SUMS = "float16, sums too"

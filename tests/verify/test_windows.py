@@ -10,8 +10,8 @@ import pytest
 
 from accel.tolerance import round_bf16
 from accel.verify import check_module, check_op
+from accel.verify.load import as_subject
 from accel.verify.search import search
-from accel.verify.subject import as_subject
 from reference import ops
 from reference.types import Array
 

@@ -339,6 +339,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--op", action="append", choices=[*OPS], help="only this op; may be repeated")
     p.add_argument("--also", metavar="MODULE", help="more wrong kernels: corpus(op) of a module")
     p.add_argument("--seeds", type=int, default=0, help="judge the right kernels in so many seeds")
+    p.add_argument("--examples", type=int, help="with --seeds: cases of a kernel in one precision")
     p.add_argument("--processes", type=int, default=os.cpu_count(), help="as many at once")
     p.add_argument("--json", type=Path, help="a file for the counts")
     p.add_argument(
@@ -381,22 +382,24 @@ def _over_ops(function: Any, given: argparse.Namespace, *arguments: Any) -> Iter
             print(f"{op} judged", file=sys.stderr, flush=True)
 
 
-def seeds_of(op: str, seeds: int, every: int) -> tuple[int, int, list[str]]:
+def seeds_of(
+    op: str, seeds: int, every: int, examples: int | None = None
+) -> tuple[int, int, list[str]]:
     """Return (right kernels, cases, alarms) of an op over many seeds."""
     np.seterr(all="ignore")
     kernels = [*right_kernels(op), *framework_kernels(op)][::every]
     cases, alarms = 0, list[str]()
     for kernel in kernels:
         for seed in range(seeds):
-            why, tried = _whole(kernel, seed)
+            why, tried = _whole(kernel, seed, examples)
             cases += tried
             if why:
                 alarms.append(f"{op}: {kernel.name} ({kernel.corpus}), seed {seed}: {why}")
     return len(kernels), cases, alarms
 
 
-def _whole(kernel: Kernel, seed: int) -> tuple[str, int]:
-    report = _checked(kernel, seed)
+def _whole(kernel: Kernel, seed: int, examples: int | None) -> tuple[str, int]:
+    report = _checked(kernel, seed, examples)
     failures = [failure for found in report.ops for failure in found.failures]
     why = f"{failures[0].where} {failures[0].kind}" if failures else ""
     return why, sum(found.cases for found in report.ops)
@@ -404,7 +407,7 @@ def _whole(kernel: Kernel, seed: int) -> tuple[str, int]:
 
 def _seeds(given: argparse.Namespace) -> int:
     kernels, cases, alarms = 0, 0, list[str]()
-    for count, tried, found in _over_ops(seeds_of, given, given.seeds, given.every):
+    for count, tried, found in _over_ops(seeds_of, given, given.seeds, given.every, given.examples):
         kernels, cases, alarms = kernels + count, cases + tried, [*alarms, *found]
         for alarm in found:
             print(f"false alarm: {alarm}", flush=True)

@@ -23,7 +23,7 @@ from accel.verify.like.declared import ArrayOf, Declared, Sizes, floats
 from accel.verify.like.found import arguments_of, reduced, sizes_taken, together
 from accel.verify.like.frameworks import Torch, named_parts
 from accel.verify.like.reference import Reference
-from accel.verify.like.subject import Pair
+from accel.verify.like.run import Pair
 from accel.verify.subject import SubjectError
 from reference.types import Array
 

@@ -11,8 +11,10 @@ from accel.verify.like.declared import DeclarationError, Declared, read
 from accel.verify.like.found import declared_by
 from accel.verify.like.frameworks import Framework, Torch, framework_of
 from accel.verify.like.reference import Reference, parameters_of
-from accel.verify.like.subject import LikeSubject, Pair
-from accel.verify.subject import SubjectError, import_file
+from accel.verify.like.run import Pair
+from accel.verify.like.subject import LikeSubject
+from accel.verify.load import import_file
+from accel.verify.subject import SubjectError
 
 FORM = 'SHAPES = {"%s": {"x": "B T D", "gain": "D", "eps": 1e-5}}'
 

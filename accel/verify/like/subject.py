@@ -12,29 +12,19 @@ from accel.verify.calling import Judged
 from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
 from accel.verify.evidence import Evidence
-from accel.verify.like.bound import ROUNDINGS, Truth, close, expect, moved, rounded
+from accel.verify.like.bound import ROUNDINGS, Truth, expect, moved, rounded
 from accel.verify.like.case import LikeCase
-from accel.verify.like.frameworks import Framework, Jax, NoGradient, NumPy, Torch, named_parts
+from accel.verify.like.frameworks import NumPy
 from accel.verify.like.hints import hints_for
 from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
+from accel.verify.like.run import Pair, Run
 from accel.verify.like.slopes import Slopes
-from accel.verify.subject import KernelError, Placed, Subject, SubjectError
+from accel.verify.subject import KernelError, Subject, SubjectError
 from reference.contract import Op
 from reference.types import Array
 
 LIKE_DTYPES = ("float32", "float64", "bf16", "float16")
 TRIES = 20  # to draw sizes that the reference takes
-
-
-@dataclasses.dataclass
-class Pair:
-    """A function and what it should be like."""
-
-    reference: Reference
-    function: Any  # a function, or what makes a module
-    framework: Framework
-    backward: Any = None  # (dout, *inputs) -> gradients
-    untaken: str = ""  # why no gradients are checked
 
 
 class LikeSubject(Subject):
@@ -252,7 +242,7 @@ class LikeSubject(Subject):
         pair = self.pairs[case.op]
         truths, types = self.truths(case)
         self.watch("case", case)
-        return _Run(self, pair, case, truths, types).judged
+        return Run(self, pair, case, truths, types).judged
 
     def hints(
         self,
@@ -327,222 +317,3 @@ def _of_slopes(
             tried,
         )
     return found
-
-
-class _Run:
-    """The calls of one case, in order."""
-
-    def __init__(
-        self,
-        subject: LikeSubject,
-        pair: Pair,
-        case: LikeCase,
-        truths: dict[str, Truth],
-        types: dict[str, str],
-    ) -> None:
-        self.subject, self.pair, self.case = subject, pair, case
-        self.truths, self.types = truths, types
-        self.reference = pair.reference
-        self.options = self.reference.resolved(case)
-        self.judged: list[Judged] = []
-        subject.work_in(pair, case.dtype)
-        try:
-            self._perform()
-        except KernelError as error:
-            self.judged.append(Judged("", "raised", problem=str(error)))
-
-    def _perform(self) -> None:
-        placed = self._place(self.case)
-        views = {name: at.view for name, at in placed.items() if not name.startswith("dout")}
-        function = self._function(views)
-        outputs = [name for name in self.truths if not name.startswith("d")]
-        douts = {name: placed[f"d{name}"].view for name in cotangents_of(self.case.arrays)}
-        gradients: dict[str, Any] | None = None
-        out: Any = None
-        if douts and self.pair.backward is None:
-            out, gradients = self._automatic(function, views, douts)
-        if gradients is None:
-            out = self._call(function, views)
-        parts = self._parts(out, outputs)
-        taken = {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
-        self._judge(taken, parts)
-        if self.case.interleaved:
-            self._second(function)
-        if douts and self.pair.backward is not None:
-            gradients = self._by_hand(views, douts)
-        if gradients is not None:
-            self._judge({n: np.array(self.subject.to_numpy(g)) for n, g in gradients.items()})
-        for name, at in placed.items():
-            now = self.subject.to_numpy(at.base)
-            if not np.array_equal(now, at.before, equal_nan=now.dtype.kind == "f"):
-                self._problem(name, "written", f"{name}, an argument, was written into")
-        for name, part in parts.items():
-            now = self.subject.to_numpy(part)
-            if not np.array_equal(now, taken[name], equal_nan=now.dtype.kind == "f"):
-                text = f"{name} changed after it was returned, by a later call"
-                self._problem(name, "overwritten", text)
-
-    def _place(self, case: LikeCase) -> dict[str, Placed]:
-        return {
-            name: self.subject.place(a, case.layouts.get(name, "plain"), activation=True)
-            for name, a in case.arrays.items()
-        }
-
-    def _function(self, views: Mapping[str, Any]) -> Any:
-        """Return the function of the kernel's file; a module with the reference's weights."""
-        if self.reference.make is None:
-            return self.pair.function
-        assert isinstance(self.pair.framework, Torch)
-        torch = self.pair.framework.torch
-        init = self.reference.init(self.case.sizes)
-
-        def make() -> Any:
-            made = self.pair.function
-            if isinstance(made, torch.nn.Module):
-                return made
-            torch.manual_seed(0)
-            return made(*init)
-
-        module = self.subject.call(self.reference.name, make)
-        state = module.state_dict()
-        given = {n.removeprefix(STATE): a for n, a in views.items() if n.startswith(STATE)}
-        fits = {n: a for n, a in given.items() if n in state and state[n].shape == a.shape}
-        if len(fits) < len(given):
-            self.subject.notes.add(
-                f"{self.reference.name}: its parameters have other names or shapes than the "
-                "reference's: it is made after the same seed, and their gradients are not checked"
-            )
-            fits = {}
-        kind = self.pair.framework._types[self.case.dtype]
-        module = module.to(kind)
-        self._weights = sorted(fits)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            torch.manual_seed(0)
-            if not fits:
-                return module(*args, **kwargs)
-            return torch.func.functional_call(module, self._leaves or fits, args, kwargs)
-
-        self._leaves: dict[str, Any] = {}
-        return run
-
-    def _call(self, function: Any, views: Mapping[str, Any]) -> Any:
-        return self.subject.call(
-            self.reference.name, self.reference.call, function, views, self.options
-        )
-
-    def _automatic(
-        self, function: Any, views: dict[str, Any], douts: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any] | None]:
-        """Differentiate the kernel by its own framework."""
-        framework = self.pair.framework
-        assert isinstance(framework, (Torch, Jax))
-        wanted = [
-            name for name in self.reference.wanted(self.case.arrays) if f"d{name}" in self.truths
-        ]
-        if self.reference.make is not None:
-            wanted = [n for n in wanted if not n.startswith(STATE) or self._named(n)]
-
-        def of(given: Mapping[str, Any]) -> Any:
-            if self.reference.make is not None:
-                self._leaves = {n: given[f"{STATE}{n}"] for n in self._weights}
-            return self.reference.call(function, given, self.options)
-
-        def differentiate() -> Any:
-            try:
-                return framework.differentiate(of, views, wanted, douts)
-            except NoGradient as error:
-                return error, None
-
-        out, found = self.subject.call(f"{self.reference.name} or its backward", differentiate)
-        if found is None:
-            self.pair.untaken = str(out)
-            self.subject._differentiates(self.pair)  # says so
-            return None, None
-        return out, {f"d{name}": gradient for name, gradient in found.items()}
-
-    def _named(self, name: str) -> bool:
-        return name.removeprefix(STATE) in self._weights
-
-    def _by_hand(self, views: dict[str, Any], douts: dict[str, Any]) -> dict[str, Any]:
-        """Call the backward that stands beside the function."""
-        name = f"{self.reference.name}_backward"
-        args, kwargs = self.reference.arguments(views, self.options)
-        dout = next(iter(douts.values())) if len(douts) == 1 else tuple(douts.values())
-        found = self.subject.call(name, self.pair.backward, dout, *args, **kwargs)
-        found = list(found) if isinstance(found, (tuple, list)) else [found]
-        owed = [n for n in self.reference.wanted(self.case.arrays) if not n.startswith(STATE)]
-        if len(found) != len(owed):
-            found = [gradient for gradient in found if gradient is not None]
-        if len(found) != len(owed):
-            names = ", ".join(f"d{n}" for n in owed)
-            self._problem("", "count", f"{name} returned {len(found)} gradients; owed are {names}")
-            return {}
-        return {f"d{n}": gradient for n, gradient in zip(owed, found, strict=True)}
-
-    def _second(self, function: Any) -> None:
-        """Call again with other values of the same shapes, and judge that too."""
-        arrays = {
-            name: np.asarray(a[tuple(slice(None, None, -1) for _ in a.shape)] * np.float32(0.5))
-            if a.dtype.kind == "f" and not name.startswith(STATE)
-            else a
-            for name, a in self.case.arrays.items()
-            if not name.startswith("dout")
-        }
-        arrays = {
-            name: rounded(a, self.case.dtype) if a.dtype.kind == "f" else a
-            for name, a in arrays.items()
-        }
-        other = dataclasses.replace(self.case, arrays=arrays, layouts={}, interleaved=False)
-        truths, _ = self.subject.truths(other)
-        views = {name: at.view for name, at in self._place(other).items()}
-        parts = self._parts(self._call(function, views), list(truths))
-        taken = {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
-        self._judge(taken, truths=truths, note=" of a second call")
-
-    def _parts(self, out: Any, owed: list[str]) -> dict[str, Any]:
-        parts = named_parts(out)
-        if sorted(parts) != sorted(owed):
-            gives = ", ".join(parts) or f"a {type(out).__name__}"
-            self._problem(
-                "out", "missing", f"gives {gives}, but the reference gives {', '.join(owed)}"
-            )
-        return {name: parts[name] for name in owed if name in parts}
-
-    def _problem(self, name: str, kind: str, text: str) -> None:
-        self.judged.append(Judged(name, kind, problem=text))
-
-    def _judge(
-        self,
-        got: Mapping[str, Array],
-        parts: Mapping[str, Any] | None = None,
-        *,
-        truths: Mapping[str, Truth] | None = None,
-        note: str = "",
-    ) -> None:
-        for name, value in got.items():
-            truth = (truths or self.truths)[name]
-            exact = truth.exact
-            if value.shape != exact.shape:
-                text = f"{name}{note} has shape {shape_of(value)}, should have {shape_of(exact)}"
-                if sorted(value.shape) == sorted(exact.shape):
-                    text += "; are axes swapped?"
-                self.judged.append(Judged(name, "shape", None, value, exact, text))
-                continue
-            kind, problem = "second" if note else "value", ""
-            found = close(value, truth, self.case.dtype, gradient=name.startswith("d"))
-            broken = ~np.isfinite(value) & np.isfinite(exact) & truth.judged
-            if broken.any():
-                at = np.argwhere(broken)[0]
-                where = f"[{', '.join(map(str, at))}]" if len(at) else ""
-                kind, problem = "nonfinite", f"{name}{note}{where} is {value[tuple(at)]}"
-            elif parts is not None and name in self.types and not problem:
-                given, due = self.pair.framework.dtype_of(parts[name]), self.types[name]
-                same = type(self.pair.framework) is type(self.reference.framework)
-                if (
-                    same
-                    and given != due
-                    and not (isinstance(self.pair.framework, NumPy) and self.case.dtype == "bf16")
-                ):
-                    kind, problem = "dtype", f"{name} is {given}; the reference gives {due}"
-            self.judged.append(Judged(name, kind, found, value, exact, problem))

@@ -206,7 +206,7 @@ def cs336(op: str) -> list[Call]:
         "rope": [c.rope(T, 1, D, B), c.rope(T, 4, 16, B)],
         "softmax": [c.one("softmax", (3, 5)), c.one("softmax", (3, 5), shift=100.0)],
         "linear_cross_entropy": [
-            c.lce(16, 5, 5, mask=False, bias=False, size=size) for size in (1.0, 30.0)
+            c.lce(8, 5, 5, mask=False, bias=False, size=size) for size in (1.0, 30.0)
         ],
         "adamw": [c.adam(6, step=t, lr=1e-3, beta2=0.999, weight_decay=0.01) for t in (1, 5, 10)],
     }

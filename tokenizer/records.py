@@ -1,0 +1,136 @@
+"""Files that hold many texts, one a row: JSON lines, JSON lists, CSV and TSV, Parquet."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+Bad = Callable[[str], None]  # takes a sentence on a row that cannot be read; raises, or goes on
+Row = tuple[str, dict[str, Any]]  # where it stands, and its fields
+
+# what a row of Parquet may have beside its text: a conversation, or a task and what is wanted
+ASIDE = ("messages", "prompt", "completion")
+
+
+def is_rows(name: str) -> bool:
+    """Tell whether a file holds rows, packed or not."""
+    return _unpacked(name).endswith(tuple(READERS))
+
+
+def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+    """Yield the rows of a file, in order.
+
+    Parameters
+    ----------
+    name : str
+        The file; what it holds is told by how its name ends.
+    file : binary file
+        Its content, unpacked; Parquet is read by name.
+    field : str
+        Where the text of a row is. What is a JSON file but no list of objects is one text, as is.
+    bad : callable
+        Is given a sentence on each row that cannot be read.
+
+    Raises
+    ------
+    ValueError, OSError, ImportError
+        When the file as a whole cannot be read, or has no column for the text.
+    """
+    (reader,) = (read for ending, read in READERS.items() if _unpacked(name).endswith(ending))
+    return reader("standard input" if name == "-" else name, file, field, bad)
+
+
+def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+    for number, line in enumerate(file, 1):
+        where = f"{name}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also numbers too long, nesting too deep
+            bad(f"{where}: no JSON: {error}")
+            continue
+        if isinstance(row, dict):
+            yield where, row
+        else:
+            bad(f"{where}: no JSON object but {type(row).__name__}")
+
+
+def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+    text = file.read()
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
+        for number, row in enumerate(content, 1):
+            yield f"{name}, item {number}", row
+        return
+    try:
+        yield name, {field: text.decode()}
+    except UnicodeDecodeError as error:
+        bad(f"{name}: byte 0x{text[error.start]:02x} at {error.start} is no UTF-8")
+
+
+def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)
+    lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    table = csv.reader(lines, delimiter="\t" if _unpacked(name).endswith(".tsv") else ",")
+    try:
+        columns = next(table, [])
+        _check_columns(name, columns, field)
+        for values in table:
+            where = f"{name}, line {table.line_num}"
+            if len(values) == len(columns):
+                yield where, dict(zip(columns, values, strict=True))
+            elif values:
+                bad(f"{where}: {len(values)} values for {len(columns)} columns")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}, after line {table.line_num}: no UTF-8: {error}") from None
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {table.line_num}: {error}") from None
+    finally:
+        lines.detach()
+
+
+def _parquet(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ImportError(f"{name}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    import pyarrow
+
+    try:
+        table = parquet.ParquetFile(name)
+        columns = list(table.schema_arrow.names)
+        _check_columns(name, columns, field)
+        number = 0
+        for batch in table.iter_batches(columns=[c for c in columns if c in (field, *ASIDE)]):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{name}, row {number}", {k: v for k, v in row.items() if v is not None}
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
+        said = " ".join(str(error).split())  # of several lines
+        raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None
+
+
+def _check_columns(name: str, columns: list[str], field: str) -> None:
+    if not {field, *ASIDE} & set(columns):
+        have = ", ".join(map(repr, columns)) or "none"
+        raise ValueError(f"{name}: no column {field!r}; its columns: {have} (--field names one)")
+
+
+def _unpacked(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
+READERS: dict[str, Callable[[str, IO[bytes], str, Bad], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_list,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}
