@@ -164,7 +164,9 @@ def test_choices_differ_and_a_seed_repeats_them(server: Server) -> None:
 def test_an_answer_ends_for_a_reason(server: Server) -> None:
     (free,) = server.complete("the", temperature=0, max_tokens=20)["choices"]
     stop = free["text"][5:8]
-    (choice,) = server.complete("the", temperature=0, max_tokens=20, stop=stop)["choices"]
+    said = server.complete("the", temperature=0, max_tokens=20, stop=stop)
+    (choice,) = said["choices"]
+    assert said["usage"]["completion_tokens"] < 20  # nothing is written after it
     assert choice["text"] == free["text"][: free["text"].index(stop)]
     assert choice["finish_reason"] == "stop"
     # the context is full
