@@ -10,7 +10,7 @@ import numpy as np
 
 from dist.commands import parser
 from dist.documents import ASSISTANT, END
-from dist.generate import Writer, add_sampling, asked, load, repeat, sampling_of, show
+from dist.generate import Writer, add_sampling, asked, load, repeat, sampling_of, show, warn_of_chat
 from dist.pack import special_id
 from dist.use import add_model
 
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--tokens must be at least 1, got {given.tokens}")
     sampling = sampling_of(given)
     model, tokenizer = load(given)
+    warn_of_chat(model, tokenizer)
     end, assistant = (special_id(tokenizer, name) for name in (END, ASSISTANT))
 
     def begin() -> Writer:

@@ -57,6 +57,9 @@ class State(manifest.Record, kw_only=True, frozen=True):
     # keys the data order and dropout, with step and position: there is no other RNG
     seed: Annotated[int, msgspec.Meta(ge=0)]
     tokenizer_sha256: str | None
+    chats: bool | None = (
+        None  # whether it learned from any, from its first weights on; None: unknown
+    )
     config: dict[str, dict[str, Any]]  # the resolved run file
     monitor: Memory
 

@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("dist.commands:train", "train a model, on one rank or many, and resume it"),
     "generate": Command("dist.generate:main", "let a trained model write"),
     "chat": Command("dist.chat:main", "talk with a model that was trained on conversations"),
+    "serve": Command("dist.serve.cli:serve", "a model over HTTP: OpenAI's API, and a page"),
     "score": Command("dist.score:main", "how likely a model finds a text, token by token"),
     "eval": Command("dist.use:eval_", "measure a trained model on held-out text"),
     "inspect": Command("dist.inspect.cli:inspect", "what a model makes of a text, as a page"),
@@ -62,6 +63,7 @@ COMMANDS: dict[str, Command] = {
         "accel.verify.board.bench:main", "what verify and others' rules catch of wrong kernels"
     ),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
+    "bench serve": Command("dist.bench.serve:main", "tokens a second, one answer and several"),
     "bench tokenizer": Command(
         "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"
     ),

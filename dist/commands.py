@@ -153,6 +153,11 @@ def pack(argv: Sequence[str]) -> int:
         "tokens, padded (needs --window)",
     )
     args.add_argument("--window", type=int, default=0, help="tokens of a window, for truncate")
+    args.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows of prompt and completion become a user's turn and the assistant's answer",
+    )
     args.add_argument("--bos", action="store_true", help="begin each document with a bos")
     args.add_argument(
         "--heldout",
@@ -178,6 +183,7 @@ def pack(argv: Sequence[str]) -> int:
         field=given.field,
         window=given.window,
         bos=given.bos,
+        chat=given.chat,
         heldout=given.heldout,
         shard_tokens=given.shard_tokens,
         max_chars=given.max_chars,

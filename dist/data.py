@@ -1,6 +1,6 @@
 """From windows of token ids to what the model is fed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,12 @@ def make_batch(windows: Sequence[tuple[Array, Array]], eos: int | None = None) -
         ends = (ids == eos).astype(np.int32)
         documents = np.cumsum(ends, axis=1, dtype=np.int32) - ends
     return Batch(ids, targets, mask, documents)
+
+
+def any_known(facts: Iterable[bool | None]) -> bool | None:
+    """Return whether any holds; None where that is not known, since some are not."""
+    given = list(facts)
+    return True if True in given else None if None in given else False
 
 
 class Windows:
@@ -109,6 +115,13 @@ class TrainingData:
         if len(tokenizers) > 1:
             raise ValueError(f"{', '.join(names)} were not all packed with the same tokenizer")
         self.tokenizer_sha256: str | None = tokenizers.pop()
+
+    @property
+    def chats(self) -> bool | None:
+        """Whether there are chats among its documents; None: not known."""
+        manifests = [source.dataset.manifest for source in self.sources]
+        counts = [None if m is None else m.chats for m in manifests]
+        return any_known(None if n is None else n > 0 for n in counts)
 
     def batch(self, position: int, count: int) -> Batch:
         """Return ``count`` windows from ``position`` of the run on."""

@@ -2,7 +2,8 @@
 
 Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, or
 several where it is long (``pieces``); a file of rows has one a row: a text field, or ``prompt`` and
-``completion``, or chat ``messages``. A ``prompt`` with a text, not a completion, is left out.
+``completion``, which may become a chat, or chat ``messages``. A ``prompt`` with a text, not a
+completion, is left out.
 """
 
 import re
@@ -50,7 +51,10 @@ class Document(NamedTuple):
 
 
 def read_documents(
-    files: list[str], field: str, report_bad: Callable[[str], None] | None
+    files: list[str],
+    field: str,
+    report_bad: Callable[[str], None] | None,
+    as_chat: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of files, in order.
 
@@ -63,6 +67,8 @@ def read_documents(
     report_bad : callable, optional
         Takes a sentence on each line that is no document, which is left out. Without it the first
         is an error.
+    as_chat : bool
+        ``prompt`` and ``completion`` become the turns of a user and of the assistant.
 
     Raises
     ------
@@ -84,7 +90,7 @@ def read_documents(
         with opened(name) as (file, _):
             for where, row in rows(name, file, field, bad):
                 try:
-                    document = document_of(row, where, field)
+                    document = document_of(row, where, field, as_chat)
                 except ValueError as error:
                     bad(f"{where}: {error}")
                 else:
@@ -109,7 +115,9 @@ def pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def document_of(record: Mapping[str, Any], where: str, field: str) -> Document:
+def document_of(
+    record: Mapping[str, Any], where: str, field: str, as_chat: bool = False
+) -> Document:
     """Return the document in a row.
 
     Raises
@@ -123,6 +131,10 @@ def document_of(record: Mapping[str, Any], where: str, field: str) -> Document:
         prompt, completion = record.get("prompt"), record.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise ValueError('"prompt" and "completion" must both be strings')
+        if as_chat:
+            turns = zip(("user", "assistant"), (prompt, completion), strict=True)
+            messages = [{"role": role, "content": text} for role, text in turns]
+            return Document(where, tuple(chat(messages)), end=False)
         return Document(where, (Part(prompt, predict=False), Part(completion)))
     if not isinstance(record.get(field), str):
         known = ", ".join(map(repr, record)) or "none"

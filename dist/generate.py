@@ -6,7 +6,15 @@ A text that outgrows the model's context goes on from its last half (``reference
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +22,53 @@ import numpy as np
 from dist import checkpoint
 from dist.checkpoint import Model
 from dist.commands import parser
-from dist.documents import ASSISTANT, END, EOS_NAMES, chat
+from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
 from dist.evaluate import load_tokenizer
-from dist.pack import special_id
+from dist.pack import part_ids, special_id
 from dist.use import add_model
 from reference.session import Session
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
+
+
+def prompt_ids(tokenizer: "Tokenizer", text: str) -> list[int]:
+    """Return the ids of a text to continue, in which control tokens are letters like any others."""
+    # what stands before the first token of a text in training is the end of another
+    return tokenizer.encode_ordinary(text) or [special_id(tokenizer, *EOS_NAMES)]
+
+
+def chat_ids(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the ids of messages, whose text can never become a control id."""
+    return [i for part in chat(list(messages)) for i in part_ids(tokenizer, part)]
+
+
+def never_chatted(model: Model, tokenizer: "Tokenizer") -> str:
+    """Return a sentence where a model is known never to have seen a chat, else "".
+
+    Raises
+    ------
+    ValueError
+        When its tokenizer lacks what a chat is written with.
+    """
+    missing = sorted({*ROLES.values(), END} - tokenizer.special_tokens.keys())
+    if missing:
+        raise ValueError(
+            f"the tokenizer of {model.path} has no {', '.join(missing)}, which a chat needs: "
+            "`myllm tokenizer extend` adds them, and the model then has to learn from chats"
+        )
+    if model.state.chats is not False:
+        return ""
+    return (
+        f"{model.path} never saw a chat in training, so it does not know what to answer: fine-tune "
+        "it on chats (train.init), or let it continue a text"
+    )
+
+
+def warn_of_chat(model: Model, tokenizer: "Tokenizer") -> None:
+    """Say so on stderr where a model never saw a chat."""
+    if said := never_chatted(model, tokenizer):
+        print(f"myllm: {said}", file=sys.stderr)
 
 
 class Writer:
@@ -55,20 +102,12 @@ class Writer:
 
     def read(self, text: str) -> None:
         """Read a text, in which control tokens are letters like any others."""
-        ids = self.tokenizer.encode_ordinary(text)
-        if not ids and not self.session.ids:
-            # what stands before the first token of a text in training is the end of another
-            ids = [self.eos]
-        self.session.read(ids)
+        encode = self.tokenizer.encode_ordinary
+        self.session.read(encode(text) if self.session.ids else prompt_ids(self.tokenizer, text))
 
     def read_turn(self, role: str, text: str) -> None:
         """Read a message of a chat."""
-        for part in chat([{"role": role, "content": text}]):
-            said = str(part.text)
-            if part.control:
-                self.session.read([special_id(self.tokenizer, said)])
-            else:
-                self.session.read(self.tokenizer.encode_ordinary(said))
+        self.session.read(chat_ids(self.tokenizer, [{"role": role, "content": text}]))
 
     def write(
         self, max_new_tokens: int, rng: np.random.Generator, *, ends: Collection[int] = ()
@@ -80,25 +119,20 @@ class Writer:
         ends : collection of int
             Ids that end it, beside that of a text's end.
         """
-        from tokenizer import DecodeStream
-
-        decoder = DecodeStream(self.tokenizer)
+        shown = Shown(self.tokenizer, self.stop)
         ids = self.session.write(max_new_tokens, rng=rng, stop={self.eos, *ends}, **self.sampling)
-        self.tokens, began, found = 0, time.perf_counter(), Stops(self.stop)
+        self.tokens, began = 0, time.perf_counter()
         self.why = "interrupted"
         try:
             for token in ids:
                 self.tokens += 1
-                if token < self.tokenizer.n_vocab:  # a model may have more ids than its tokenizer
-                    yield found.step(decoder.step(token))
-                if found.stopped:
+                yield shown.step(token)
+                if shown.stopped:
                     break
-            else:
-                yield found.step(decoder.finish())
-            yield found.finish()
+            yield shown.finish()
             written = {"stop": "it wrote the end", "length": f"{max_new_tokens} tokens were asked"}
             self.why = (
-                f"stopped at {found.stopped!r}" if found.stopped else written[self.session.why]
+                f"stopped at {shown.stopped!r}" if shown.stopped else written[self.session.why]
             )
         finally:
             self.seconds = time.perf_counter() - began
@@ -113,6 +147,31 @@ class Writer:
                 "ones are forgotten"
             )
         return f"({'; '.join(parts)})"
+
+
+class Shown:
+    """The text of a stream of tokens: never half a character, nothing of a string to stop at."""
+
+    def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str]) -> None:
+        from tokenizer import DecodeStream
+
+        self._decoder, self._stops = DecodeStream(tokenizer), Stops(stop)
+        self._n_vocab = tokenizer.n_vocab
+
+    @property
+    def stopped(self) -> str:
+        """The string that ended the text; nothing follows then."""
+        return self._stops.stopped
+
+    def step(self, token: int) -> str:
+        """Return what can be shown with one token more."""
+        if token >= self._n_vocab:  # a model may have more ids than its tokenizer
+            return ""
+        return self._stops.step(self._decoder.step(token))
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._stops.step(self._decoder.finish()) + self._stops.finish()
 
 
 class Stops:
@@ -243,7 +302,10 @@ def main(argv: Sequence[str]) -> int:
             )
     sampling = sampling_of(given)
     model, tokenizer = load(given)
-    end = {special_id(tokenizer, END)} if given.chat else set()
+    end = set()
+    if given.chat:
+        warn_of_chat(model, tokenizer)
+        end = {special_id(tokenizer, END)}
 
     def answer(text: str, turn: int) -> None:
         for n in range(given.num_samples):

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from dist import manifest, shards
-from dist.documents import EOS_NAMES, PIECE_BYTES, Document, read_documents
+from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -59,6 +59,7 @@ class Settings(NamedTuple):
     bos: bool = False
     heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
+    chat: bool = False  # prompt and completion become turns of a chat
     max_chars: float | None = None  # of all texts, the held-out ones among them
 
 
@@ -69,6 +70,7 @@ class Encoded(NamedTuple):
     ids: Array  # (n,) of the type on disk
     predict: Array | None  # (n,) bool; None: all
     n_bytes: int
+    chat: bool
 
 
 class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +78,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     read: Count = 0
     packed: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    chats: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     empty: Count = 0
     n_bytes: Count = 0
     bad_lines: Count = 0
@@ -89,7 +92,8 @@ class Journal(manifest.Record, kw_only=True, frozen=True):
     writers: dict[Split, WriterState]
 
     def __post_init__(self) -> None:
-        if not set(self.counts.packed) == set(self.writers) == set(SPLITS):
+        told = (self.counts.packed, self.counts.chats, self.writers)
+        if any(set(of_splits) != set(SPLITS) for of_splits in told):
             raise ValueError(f"it does not tell of {' and '.join(SPLITS)}")
 
 
@@ -109,6 +113,15 @@ def special_id(tokenizer: "Tokenizer", *names: str) -> int:
         if name in tokenizer.special_tokens:
             return tokenizer.special_tokens[name]
     raise ValueError(f"the tokenizer has no special token {' or '.join(names)}")
+
+
+def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
+    """Return the ids of a stretch of a document; text can never become a control id."""
+    if part.control:
+        return [special_id(tokenizer, str(part.text))]
+    if isinstance(part.text, bytes):
+        return tokenizer.encode_bytes(part.text)
+    return tokenizer.encode_ordinary(part.text)
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -139,12 +152,7 @@ class Encoder:
             ids.append(self.bos)
             predict.append(plain)
         for part in document.parts:
-            if part.control:
-                new = [special_id(self.tokenizer, str(part.text))]
-            elif isinstance(part.text, bytes):
-                new = self.tokenizer.encode_bytes(part.text)
-            else:
-                new = self.tokenizer.encode_ordinary(part.text)
+            new = part_ids(self.tokenizer, part)
             ids += new
             predict += [part.predict] * len(new)
         ids.append(self.eos)
@@ -159,6 +167,7 @@ class Encoder:
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
             len(content),
+            any(part.control for part in document.parts),
         )
 
 
@@ -323,7 +332,9 @@ def _pack(
         if bad_lines > journal_bad_lines:  # else it was said the first time
             report(f"{said} (left out)")
 
-    found = read_documents(files, settings.field, bad_line if skip_bad_lines else None)
+    found = read_documents(
+        files, settings.field, bad_line if skip_bad_lines else None, settings.chat
+    )
     documents = itertools.islice(_first(found, settings.max_chars), counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
@@ -338,6 +349,7 @@ def _pack(
                 split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
+                counts.chats[split] += encoded.chat
                 counts.n_bytes += encoded.n_bytes
             progress(counts.n_bytes, sum(w.tokens for w in writers.values()))
             if time.monotonic() - saved > JOURNAL_SECONDS and "-" not in files:
@@ -372,7 +384,8 @@ def _pack(
         for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
             if counts.packed[split]:
                 replace_durably(out / split / shards.TOKENIZER, data)
-                writers[split].finish(documents=counts.packed[split], **facts)
+                told = {"documents": counts.packed[split], "chats": counts.chats[split]}
+                writers[split].finish(**told, **facts)
             else:
                 (out / split).rmdir()
     (out / JOURNAL).unlink(missing_ok=True)

@@ -66,6 +66,7 @@ class Manifest(manifest.Record, kw_only=True, frozen=True):
 
     tokens: Count
     documents: Count
+    chats: Count | None = None  # of the documents; None: packed by an older version
     vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     eos: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     window: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None

@@ -28,12 +28,12 @@ from dist import checkpoint, mode, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together, warn
 from dist.config import RunFile, from_tables
-from dist.data import TrainingData, Windows
+from dist.data import TrainingData, Windows, any_known
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.lock import locked
 from dist.step import Stepper
 from dist.warm import compile_kernels
-from dist.weights import first_weights
+from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
@@ -175,8 +175,13 @@ class Trainer:
         )
         self.step = 0
         memory = monitor.Memory()
+        self.chats = self.data.chats
         if newest is not None:
             memory = self._resume(newest, changed)
+        elif config.train.init:
+            init = config.train.init
+            chats = together(comm, lambda: Weights(init).manifest.chats, only=0)[0]
+            self.chats = any_known([self.chats, chats])
         self.guards = monitor.Guards(config.run.patience, memory)
         self.best = memory.best
         self.saved_step = self.step if newest is not None else -1
@@ -223,6 +228,7 @@ class Trainer:
                 "--changed to go on from it all the same, or choose another run.out"
             )
         state = checkpoint.load(newest, self.stepper, self.comm)
+        self.chats = any_known([self.chats, state.chats])
         self.step = state.step
         if not state.sealed:
             self.reservations.append(
@@ -467,6 +473,7 @@ class Trainer:
             position=self.step * self.config.train.global_batch,
             seed=self.config.train.seed,
             tokenizer_sha256=self.data.tokenizer_sha256,
+            chats=self.chats,
             config=self.config.to_dict(),
             monitor=self.guards.remember(self.best),
         )

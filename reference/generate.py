@@ -65,6 +65,8 @@ def filter_logits(
 
     Of equal logits lower ids are kept first.
     """
+    if top_k is None and top_p is None and min_p is None:
+        return logits  # nothing is left out, and nothing needs to be sorted
     order = np.argsort(-logits, kind="stable")
     if top_k is not None:
         order = order[:top_k]

@@ -19,7 +19,8 @@ from tests.helpers import ROOT
 PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts)
 # The example that verify's page takes a reader through is run by tests/verify/test_cli.py.
 BLOCK = re.compile(r"(?<!-->\n)```python\n(.*?)```", re.DOTALL)
-ELSEWHERE = ('load("cuda"', "import jax", "import tiktoken")  # need what is not always installed
+# need what is not always installed
+ELSEWHERE = ('load("cuda"', "import jax", "import tiktoken", "import OpenAI")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -36,3 +36,16 @@ def test_figures_are_medians_held_against_their_bars() -> None:
 def test_wrong_usage_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "train", *words])
+
+
+@pytest.mark.slow
+def test_serving_is_measured_one_by_one_and_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "demo", "--rounds", "1", "--tokens", "3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "| demo, " in line]
+    assert ["one answer at a time" in row for row in rows] == [True, False, False]
+    assert all("tokens/s" in row for row in rows)
+
+
+def test_a_measurement_of_nothing_is_refused() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "serve", "--tokens", "0"])

@@ -336,6 +336,24 @@ def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:
         assert tokens_of(out / name / "train").tolist() == expected
 
 
+def test_prompts_and_completions_may_be_turns_of_a_chat(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    rows = [{"prompt": "the fox", "completion": "jumps <|end|>"}]
+    turns = [{"role": "user", "content": "the fox"}]
+    turns += [{"role": "assistant", "content": "jumps <|end|>"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    for file, out, *words in (("rows", "rows", "--chat"), ("chats", "chats"), ("rows", "plain")):
+        where = tmp_path / f"{file}.jsonl", tmp_path / out, tokenizer_file
+        assert run(*where, "--heldout", "0", "--processes", "1", *words) == 0
+    for file in ("00000.bin", "00000.mask"):
+        same = {(tmp_path / name / "train" / file).read_bytes() for name in ("rows", "chats")}
+        assert len(same) == 1
+    names = ("rows", "chats", "plain")
+    assert [read_manifest(tmp_path / name / "train").chats for name in names] == [1, 1, 0]
+
+
 def test_a_record_says_what_it_is() -> None:
     assert document_of({"prompt": "a", "completion": "b"}, "x", "text").content == b"a\0b"
     # as in Cosmopedia: what a text was asked for with, and the text
