@@ -238,7 +238,8 @@ def test_a_client_that_leaves_frees_its_place(stream: bool, path: str, server: S
         assert client.sock is not None
         client.sock.shutdown(socket.SHUT_RDWR)
         client.close()
-    wait_for(lambda: len(server.engine._left) == 6)  # noticed, while the model stands still
+    # noticed, while the model stands still
+    wait_for(lambda: server.engine.busy() == len(server.engine._left))
     server.go.set()
     server.wait_until_idle()
     assert server.complete("a", max_tokens=1)["usage"]["completion_tokens"] == 1
