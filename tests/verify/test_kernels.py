@@ -115,7 +115,7 @@ def test_the_reference_is_as_the_reference(dtype: str) -> None:
     assert report.ok, report.text()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_correct_kernels_written_otherwise_raise_no_alarm(seed: int) -> None:
     check_module(CORRECT, dtypes=["float32", "float64"], seed=seed, examples=8)
     check_module(CORRECT_BF16, dtypes=["bf16"], seed=seed, examples=8)

@@ -108,7 +108,11 @@ COARSER = [
 @pytest.mark.parametrize(
     ("kernel", "dtype", "op"),
     [
-        pytest.param(kernel, dtype, op, id=f"{title}: {op}")
+        pytest.param(
+            *(kernel, dtype, op),
+            id=f"{title}: {op}",
+            marks=[pytest.mark.slow] if op == "attention" else [],  # 10 to 20 s each
+        )
         for title, dtype, kernel, ops in COARSER
         for op in ops
     ],
