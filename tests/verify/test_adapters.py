@@ -1,6 +1,7 @@
 """``myllm verify --adapters``: the course exercise's conventions, right and wrong files."""
 
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,6 +98,12 @@ WRONG = [
     Wrong("run_train_bpe", "if special_tokens:", "if False:", "are special tokens not cut out?"),
     Wrong("run_train_bpe", "regex.findall(PAT, part)", "[part]", "is the text not cut into words"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapters here take NumPy's arrays, also where an earlier test imported PyTorch."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
 def write(folder: Path, text: str) -> Path:
