@@ -103,7 +103,8 @@ def train(argv: Sequence[str]) -> int:
         words += [f"--set={override}" for override in given.overrides]
         return launch(given.ranks, ["train", *words], config.run.timeout)
 
-    from dist.train import StopRequest, Trainer
+    from dist.stopping import StopRequest
+    from dist.train import Trainer
 
     def work(comm: Comm) -> int:
         with StopRequest().listening() as stop:

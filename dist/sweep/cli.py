@@ -16,8 +16,9 @@ from dist.commands import add_set, parser
 from dist.config import RunFile
 from dist.launch import cores
 from dist.lock import locked
+from dist.stopping import StopRequest
 from dist.sweep import results
-from dist.sweep.pool import Stop, finished, last_words, progress, train_all
+from dist.sweep.pool import finished, last_words, progress, train_all
 from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
 from tokenizer.files import replace_durably
 
@@ -73,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
     overrides = [*given.overrides, *_settled(given.config, given.overrides)]
     trials = trials_of(given.config, overrides, axes, given.seeds, limit, given.out)
     _prepare(trials)
-    with locked(given.out / "lock", "sweep"), Stop().listening() as stop:
+    stop = StopRequest()
+    stop.learned = True  # it waits until each run has saved what there is
+    with locked(given.out / "lock", "sweep"), stop.listening():
         return Sweep(trials, given.jobs, limit, given.out).run(stop)
 
 
@@ -103,7 +106,7 @@ class Sweep:
         self.ended = 0
         self.columns = monitor.terminal_columns(monitor.Output(sys.stdout))
 
-    def run(self, stop: Stop) -> int:
+    def run(self, stop: StopRequest) -> int:
         """Do what is left to do, and show what came of all."""
         if self.limit.kind == "minutes":
             self._measure(stop)
@@ -118,7 +121,7 @@ class Sweep:
             train_all(left, self.jobs, stop, self._tell)
         return self._report(stop)
 
-    def _measure(self, stop: Stop) -> None:
+    def _measure(self, stop: StopRequest) -> None:
         """Let each setting take a few steps, and give its runs the steps of the minutes."""
         probes: dict[str, RunFile] = {}
         for trial in self.trials:
@@ -158,7 +161,7 @@ class Sweep:
         if self.columns:
             print(f"\r\x1b[K{line[: self.columns - 1]}", end="", flush=True)
 
-    def _report(self, stop: Stop) -> int:
+    def _report(self, stop: StopRequest) -> int:
         outcomes = [results.outcome(trial) for trial in self.trials]
         score, found = results.cells(outcomes)
         report = {

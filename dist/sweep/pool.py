@@ -5,41 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from dist.config import RunFile
 from dist.launch import end_with_parent, environment
 from dist.monitor import METRICS, read_metrics
+from dist.stopping import StopRequest
 from tokenizer.files import replace_durably
 
 LOG = "log.txt"  # what a run said
 EVERY = 0.2  # seconds between two looks at the processes
-
-
-class Stop:
-    """Whether a signal has asked for an end; every run then saves a checkpoint first."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-
-    @contextmanager
-    def listening(self) -> Iterator["Stop"]:
-        """Catch the signals inside this block; what the caller ignores stays ignored (nohup)."""
-        heard = [n for n in self.SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._note) for number in heard}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def finished(run: RunFile) -> bool:
@@ -58,7 +34,7 @@ def last_words(run: RunFile) -> str:
 def train_all(
     runs: Sequence[RunFile],
     at_once: int,
-    stop: Stop,
+    stop: StopRequest,
     tell: Callable[[RunFile | None, list[RunFile]], None],
 ) -> None:
     """Train runs, so many at once, until all have ended or a signal came.

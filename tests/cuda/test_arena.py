@@ -16,7 +16,8 @@ from accel.cuda import device as devices
 from accel.cuda import ops, ops_bf16
 from accel.cuda.arena import ALIGNMENT, Arena, Intervals
 from dist.comm import Solo
-from dist.train import StopRequest, Trainer
+from dist.stopping import StopRequest
+from dist.train import Trainer
 from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
 from reference.types import Array

@@ -11,6 +11,7 @@ import accel.verify
 from accel.verify import check_module
 from accel.verify.load import load_file
 from tests.cuda_shim import cupy, require
+from tests.cuda_shim.device import ShimError
 
 require.shim()
 
@@ -67,3 +68,5 @@ extern "C" __global__ void turned(const float* x, float* y) {
     y = cupy.empty(32, np.float32)
     kernel((1,), (32,), (cupy.asarray(x), y), shared_mem=128)
     assert cupy.asnumpy(y).tolist() == (x[::-1] + x.reshape(16, 2)[:, ::-1].ravel()).tolist()
+    with pytest.raises(ShimError, match=r"turned: blocks have one axis here, got \(8, 4\)"):
+        kernel((1,), (8, 4), (cupy.asarray(x), y), shared_mem=128)

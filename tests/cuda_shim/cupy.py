@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.types import Array
-from tests.cuda_shim.device import ShimDevice
+from tests.cuda_shim.device import ShimDevice, ShimError
 
 WORDS = """
 #define __syncthreads() sync_block()
@@ -58,7 +58,7 @@ class RawKernel:
         shared_mem: int = 0,
     ) -> None:
         if any(n != 1 for n in block[1:]):
-            raise NotImplementedError(f"the shim's blocks have one axis, got {tuple(block)}")
+            raise ShimError(f"{self.name}: blocks have one axis here, got {tuple(block)}")
         blocks = (*grid, 1, 1)[:3]
         device.launch(
             self.source, self.name, blocks, block[0], arguments, shared=shared_mem, defines={}

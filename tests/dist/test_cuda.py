@@ -19,7 +19,8 @@ from dist.carriers import Carried, Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo
 from dist.config import RunFile
 from dist.reduction import bounds_of_slices
-from dist.train import StopRequest, Trainer
+from dist.stopping import StopRequest
+from dist.train import Trainer
 from dist.watchdog import Watch
 from reference.params import Layout, decoder_layout
 from reference.types import Array

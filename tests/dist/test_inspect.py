@@ -6,7 +6,6 @@ import html
 import io
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from reference.params import decoder_layout
 from reference.presets import TINY
 from reference.softmax import softmax
 from reference.types import Array
+from tests.helpers import needs
 from tests.helpers.runs import prepare_texts, save_run_file, text
 from tokenizer import Tokenizer, train_from_iterator
 
@@ -221,9 +221,7 @@ CATCH = "<script>window.__errors = []; onerror = (m) => { __errors.push(String(m
     ("width", "dark"), [(1200, False), (1200, True), (500, False)], ids=["light", "dark", "phone"]
 )
 def test_the_page_works_in_a_browser(width: int, dark: bool, run: Path, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+    chromium = needs.chromium()
     given = "the quick brown fox </script> jumps\n\tover &amp; the lazy dog"
     page = inspected(run, tmp_path, given)
     page = page.replace("<title>", f"{CATCH}<title>", 1).replace("</html>", f"{ACT}</html>")

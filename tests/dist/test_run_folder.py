@@ -10,7 +10,8 @@ import pytest
 from dist import checkpoint
 from dist.comm import Solo
 from dist.config import RunFile
-from dist.train import StopRequest, Trainer
+from dist.stopping import StopRequest
+from dist.train import Trainer
 from tests.helpers.damage import flip
 from tests.helpers.runs import (
     digest,

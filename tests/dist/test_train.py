@@ -19,7 +19,8 @@ from dist import checkpoint, cli, launch, monitor
 from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
-from dist.train import StopRequest, Trainer, same_learning
+from dist.stopping import StopRequest
+from dist.train import Trainer, same_learning
 from reference.params import decoder_layout
 from reference.types import Array
 from tests.helpers.runs import (

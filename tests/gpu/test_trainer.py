@@ -11,7 +11,8 @@ import accel
 from accel.cuda import device as devices
 from dist.comm import Solo
 from dist.config import RunFile
-from dist.train import StopRequest, Trainer
+from dist.stopping import StopRequest
+from dist.train import Trainer
 from tests.helpers import ROOT
 from tests.helpers.runs import digest, losses, prepare, save_run_file, train, with_run
 

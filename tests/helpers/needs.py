@@ -1,9 +1,10 @@
-"""What a test needs of the processor, asked of Linux and not of the code under test.
+"""What a test needs of the machine, asked of Linux and not of the code under test.
 
 So code that wrongly refuses a processor fails its tests, where asking it would skip them.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def tiles() -> None:
     """Skip where the processor has no AMX."""
     if not HAS_TILES:
         pytest.skip("the processor has no AMX-BF16 (asked of /proc/cpuinfo)")
+
+
+def chromium() -> str:
+    """Return the browser; skip without it, which MYLLM_REQUIRE_CHROMIUM=1 makes a failure."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        why = "needs Chromium: apt-get install chromium"
+        if os.environ.get("MYLLM_REQUIRE_CHROMIUM"):
+            pytest.fail(f"{why} (MYLLM_REQUIRE_CHROMIUM is set)")
+        pytest.skip(why)
+    return path

@@ -1,9 +1,11 @@
 """What ``accel/verify/PUBLIC.md`` says of public kernels is so, in the versions that it names."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -19,14 +21,24 @@ PACKAGES = {"liger_kernel": "liger-kernel", "rotary_embedding_torch": "rotary-em
 
 
 def needs(*packages: str) -> None:
-    """Skip unless the text speaks of what is installed."""
+    """Skip unless the text speaks of what is installed; with MYLLM_REQUIRE_PEERS=1 fail."""
     for package in packages:
         try:
             installed = importlib.metadata.version(package).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"{package} is not installed")
+            installed = "not installed"
         if installed != VERSIONS[package]:
-            pytest.skip(f"{package} is {installed}; the text speaks of {VERSIONS[package]}")
+            why = f"{package} is {installed}; the text speaks of {VERSIONS[package]}"
+            if os.environ.get("MYLLM_REQUIRE_PEERS"):
+                pytest.fail(f"{why} (MYLLM_REQUIRE_PEERS is set)")
+            pytest.skip(why)
+
+
+def test_the_extras_install_the_versions_that_the_text_speaks_of() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*extras["optional-dependencies"]["peers"], *extras["optional-dependencies"]["public"]]
+    pinned = dict(w.partition(";")[0].split("==") for w in wanted if "==" in w.partition(";")[0])
+    assert pinned == VERSIONS
 
 
 def test_every_example_of_the_text_has_its_output() -> None:
