@@ -483,3 +483,16 @@ def test_a_c_program_reads_the_golden_vectors(tmp_path: Path) -> None:
         assert len(errors) == 3 and max(errors) < 1e-5
     report = golden.check_results(results)
     assert report.ok and len(report.rows) == 3 * golden.CASES
+
+
+def test_a_precision_that_a_file_never_manages_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "narrow.py").write_text(
+        "import numpy as np\n\n\ndef softmax(x):\n"
+        "    if x.dtype != np.float32:\n        raise TypeError('float32 only')\n"
+        "    e = np.exp(x - x.max(-1, keepdims=True))\n    return e / e.sum(-1, keepdims=True)\n"
+    )
+    assert main(["verify", "--module", str(tmp_path / "narrow.py"), "--examples", "6"]) == 0
+    said = capsys.readouterr().out
+    assert "softmax does not work in float64" in said and "float32 only" in said
