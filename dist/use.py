@@ -202,7 +202,11 @@ def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, 
         each = load(run / "config.toml").tokens_per_step
     places, minutes = {}, 0.0
     for r in records:
-        if "lr" in r:
+        if by == "time" and "lr" in r:
+            if "ms" not in r:
+                raise ValueError(
+                    f"step {r['step']} of {run / monitor.METRICS} has no time: its ms is missing"
+                )
             minutes += r["ms"] / 60e3
         places[r["step"]] = minutes if by == "time" else each * r["step"]
     return places

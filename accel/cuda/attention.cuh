@@ -56,10 +56,22 @@ struct Rules {
         return !documents || documents[u] == documents[t + S - T];
     }
 
-    // Whether all of n queries from t on may see all of m keys from u on, by position.
+    // Whether all of n queries from t on may see all of m keys from u on, as far as positions and the
+    // ranges of documents tell.
     DEVICE bool inside(int t, int n, int u, int m) const {
-        return t + n <= T && u + m <= S && t + n - 1 + S - T - u <= behind &&
-               u + m - 1 - (t + S - T) <= ahead;
+        if (t + n > T || u + m > S || t + n - 1 + S - T - u > behind ||
+            u + m - 1 - (t + S - T) > ahead)
+            return false;
+        return !MASKED || (!key_mask && (!documents || together(t + S - T, n, u, m)));
+    }
+
+    // Whether n positions from p on and m from u on are all of one document.
+    DEVICE bool together(int p, int n, int u, int m) const {
+        int least, greatest, low, high;
+        if (!ranges) return false;
+        span(p, p + n - 1, least, greatest);
+        span(u, u + m - 1, low, high);
+        return least == greatest && low == least && high == least;
     }
 
     // The range of keys that queries first … end - 1 can see, by position: keys_of in

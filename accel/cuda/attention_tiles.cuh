@@ -14,7 +14,7 @@ constexpr int CHUNKS = HEAD / 8;           // 16-byte chunks of a row
 constexpr int PITCH = HEAD * 2;            // bytes that a row takes
 constexpr int GROUPS = HEAD / 8;           // accumulators of a 16 × HEAD result
 template <int ROWS> constexpr u32 PANEL = ROWS * 128;  // bytes of 64 columns of a tile
-constexpr bool BARE = !MASKED && !ALIBI;  // scores are products alone, but for positions
+constexpr bool BARE = !ALIBI;  // scores are products alone
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.69314718055994531f;
 
 // The byte offset of chunk `chunk` of row `row` in a tile of ROWS rows.
@@ -78,23 +78,19 @@ DEVICE void store_floats(const float (&acc)[GROUPS][4], float* to, i64 stride, i
     }
 }
 
-// The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
-// forbid. INSIDE: positions forbid nothing in this tile.
-template <bool INSIDE> DEVICE float score(const Rules& rules, float s, float scale2, int t, int u) {
-    float x = s * scale2;
-    if (ALIBI) x += rules.bias(t, u) * LOG2E;
-    if (MASKED || !INSIDE) x = rules.allows(t, u) ? x : -INFINITY;
-    return x;
+// The score of query t and key u in units of log 2, s·scale2, and the bias. Where there is none
+// (BARE) it stays s: who takes its exponential multiplies by scale2 and subtracts in one rounding.
+DEVICE float score(const Rules& rules, float s, float scale2, int t, int u) {
+    return BARE ? s : s * scale2 + rules.bias(t, u) * LOG2E;
 }
 
 // The online softmax of two rows: the scores s of queries t0 and t0 + 8, and of the keys u0, u0 + 1,
 // u0 + 8, u0 + 9, …, become exp(s - m), dropped out, after m has taken their maximum in and l their
-// sum, this lane's part of it. `shrink` is what earlier sums are to be multiplied by. Where a score is
-// s·scale2 and nothing else, scale2 > 0 and the maximum is taken of s.
+// sum, this lane's part of it. `shrink` is what earlier sums are to be multiplied by. INSIDE: the rules
+// forbid nothing in this tile. BARE: scale2 > 0.
 template <bool INSIDE, int N>
 DEVICE void softmax_of(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&shrink)[2],
                        const Rules& rules, float scale2, int t0, int u0) {
-    constexpr bool PLAIN = INSIDE && BARE;
     float top[4], sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, base[2];  // two parts of each row, for speed
 #pragma unroll
     for (int i = 0; i < 4; ++i) top[i] = -INFINITY;
@@ -103,7 +99,8 @@ DEVICE void softmax_of(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&s
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int t = t0 + 8 * (i / 2), u = u0 + n * 8 + i % 2;
-            if (!PLAIN) s[n][i] = score<INSIDE>(rules, s[n][i], scale2, t, u);
+            s[n][i] = score(rules, s[n][i], scale2, t, u);
+            if (!INSIDE && !rules.allows(t, u)) s[n][i] = -INFINITY;
             top[i] = fmaxf(top[i], s[n][i]);
         }
 #pragma unroll
@@ -111,7 +108,7 @@ DEVICE void softmax_of(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&s
         float most = fmaxf(top[2 * half], top[2 * half + 1]);
         most = fmaxf(most, shuffle_xor(most, 1));  // the four lanes of a row
         most = fmaxf(most, shuffle_xor(most, 2));
-        most = fmaxf(m[half], PLAIN ? most * scale2 : most);
+        most = fmaxf(m[half], BARE ? most * scale2 : most);
         base[half] = most == -INFINITY ? 0.0f : most;
         shrink[half] = exp2_fast(m[half] - base[half]);
         m[half] = most;
@@ -121,7 +118,7 @@ DEVICE void softmax_of(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&s
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float& x = s[n][i];
-            x = exp2_fast(PLAIN ? fmaf(x, scale2, -base[i / 2]) : x - base[i / 2]);
+            x = exp2_fast(BARE ? fmaf(x, scale2, -base[i / 2]) : x - base[i / 2]);
             sum[i] += x;
             if (DROPOUT) x *= rules.kept(t0 + 8 * (i / 2), u0 + n * 8 + i % 2);
         }
@@ -133,10 +130,15 @@ DEVICE void softmax_of(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&s
 template <int N>
 DEVICE void softmax_tile(float (&s)[N][4], float (&m)[2], float (&l)[2], float (&shrink)[2],
                          const Rules& rules, float scale2, int t0, int u0, bool inside) {
-    if (inside && (!BARE || scale2 > 0.0f))
-        softmax_of<true>(s, m, l, shrink, rules, scale2, t0, u0);
-    else
-        softmax_of<false>(s, m, l, shrink, rules, scale2, t0, u0);
+    if (BARE && !(scale2 > 0.0f)) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[n][i] *= scale2;
+        scale2 = 1.0f;
+    }
+    if (inside) softmax_of<true>(s, m, l, shrink, rules, scale2, t0, u0);
+    else softmax_of<false>(s, m, l, shrink, rules, scale2, t0, u0);
 }
 
 struct Cell {
@@ -144,27 +146,24 @@ struct Cell {
     float lse2;  // of the query, in units of log 2
 };
 
+template <bool INSIDE, int N, class Where>
+DEVICE void probabilities_of(float (&s)[N][4], const Rules& rules, float scale2, Where where) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Cell at = where(n, i);
+            float x = score(rules, s[n][i], scale2, at.t, at.u);
+            x = BARE ? fmaf(x, scale2, -at.lse2) : x - at.lse2;
+            s[n][i] = exp2_fast(INSIDE || rules.allows(at.t, at.u) ? x : -INFINITY);
+        }
+}
+
 // Scores become probabilities, by lse: where(n, i) is the cell of s[n][i].
 template <int N, class Where>
 DEVICE void probabilities(float (&s)[N][4], const Rules& rules, float scale2, bool inside, Where where) {
-    if (inside) {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Cell at = where(n, i);
-                s[n][i] = exp2_fast(BARE ? fmaf(s[n][i], scale2, -at.lse2)
-                                         : score<true>(rules, s[n][i], scale2, at.t, at.u) - at.lse2);
-            }
-    } else {
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const Cell at = where(n, i);
-                s[n][i] = exp2_fast(score<false>(rules, s[n][i], scale2, at.t, at.u) - at.lse2);
-            }
-    }
+    if (inside) probabilities_of<true>(s, rules, scale2, where);
+    else probabilities_of<false>(s, rules, scale2, where);
 }
 
 DEVICE void rescale(float (&o)[GROUPS][4], const float (&factor)[2]) {

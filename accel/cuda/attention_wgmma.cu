@@ -242,14 +242,14 @@ KERNEL __launch_bounds__(THREADS, 1)
     const int begin = shared_rules.query_begin(first) / QUERIES * QUERIES;
     const int end = shared_rules.query_end(last + 1);
 
-    int least = 0, greatest = 0;  // documents of the block's keys
-    if (MASKED && ranges) shared_rules.span(first, last, least, greatest);
     // The queries of head h from t0 on; behind the last of them is h = h0 + heads.
     struct Tile {
         int h, t0;
     };
-    // The first tile from one on, or after it, that has one of those documents.
+    // The first tile from one on, or after it, that has one of the documents of the block's keys.
     auto next = [&](Tile at, bool after) {
+        int least = 0, greatest = 0;  // not kept, for want of registers
+        if (MASKED && ranges) shared_rules.span(first, last, least, greatest);
         for (;; after = true) {
             if (after) at.t0 += QUERIES;
             if (at.t0 >= end) at.h = begin < end ? at.h + 1 : h0 + heads, at.t0 = begin;
@@ -292,16 +292,16 @@ KERNEL __launch_bounds__(THREADS, 1)
         copy_commit();
         const u32 tq = stages + turn * stage_bytes, tdo = tq + QUERIES * PITCH;
         const float* row_lse = (const float*)(memory + rows) + turn * 2 * QUERIES;
+        const int t0 = tile.t0;
+        const Rules rules = ATTENTION_RULES(b, tile.h);
+        const bool inside = rules.inside(t0, QUERIES, first + row, 16);
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];  // transposed: rows are keys
         wgmma_fence();
         ask_rows(s, tk + own, tq);
         wgmma_commit();
         ask_rows(dp, tv + own, tdo);
         wgmma_commit();
-        const int t0 = tile.t0;
-        const Rules rules = ATTENTION_RULES(b, tile.h);
         wgmma_wait<1>();  // the scores, and what the tile before gave
-        const bool inside = rules.inside(t0, QUERIES, first + row, 16);
         probabilities(s, rules, scale2, inside, [&](int n, int i) {
             const int column = n * 8 + c + i % 2;
             return Cell{t0 + column, first + row + g + 8 * (i / 2), row_lse[column] * LOG2E};

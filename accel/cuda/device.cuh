@@ -63,6 +63,10 @@ DEVICE float exp2_fast(float x) {  // to 2 units in the last place; -inf gives 0
     return r;
 }
 
+DEVICE float divide_fast(float a, float b) {  // to 2 units in the last place, for b up to 2¹²⁶
+    return __fdividef(a, b);
+}
+
 // D (16×8) += A (16×16) B (16×8), of the whole warp. Lane 4g + t holds of A rows g, g + 8 and
 // columns 2t, 2t + 1, 2t + 8, 2t + 9; of B column g; of D rows g, g + 8 and columns 2t, 2t + 1.
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {

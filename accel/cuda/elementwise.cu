@@ -81,10 +81,17 @@ KERNEL gelu_tanh_backward(const elem* x, const elem* dy, elem* dx, i64 n) {
     });
 }
 
-// 1/(1 + exp(-x)) with neither overflow nor cancellation: no exponent is positive.
+// 1/(1 + exp(-x)) with neither overflow nor cancellation: no exponent is positive. For bf16 the GPU's
+// own exponential and quotient, to a few units of float's last place, are exact enough, and IEEE's
+// would take longer than the memory.
 DEVICE float sigmoid(float x) {
+#if BF16
+    const float e = exp2_fast(-1.4426950408889634f * fabsf(x));
+    return divide_fast(x < 0.0f ? e : 1.0f, 1.0f + e);
+#else
     const float e = expf(-fabsf(x));
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+#endif
 }
 
 // SwiGLU: row r of x is [gate (F), up (F)]. Blocks along x cover a row, along y the rows.

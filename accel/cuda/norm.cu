@@ -1,9 +1,11 @@
 // RMSNorm and LayerNorm. A block owns a row at a time, a thread PACK columns of it at a stride of
 // the block; sums are over the block in a fixed order, in float.
 //
-// Forward reads x twice, the second time from the L1 cache, and writes y: 2·D·sizeof(elem) bytes a
-// row from and to memory. Backward reads x and dy and writes dx. Its blocks stay for many rows and
-// keep Σ dy·n (and Σ dy) of their rows in shared memory; each column there belongs to one thread.
+// Forward reads x and writes y: 2·D·sizeof(elem) bytes a row from and to memory. Backward reads x and dy
+// and writes dx. Its blocks stay for many rows and sum up Σ dy·n (and Σ dy) of their rows; each column
+// belongs to one thread. Where a thread has no more than one pack of a row (`once`), what it has read
+// and its sums stay in registers; of wider rows it reads again, from the L1 cache, and its sums are in
+// shared memory.
 // Element k of pack j lies at k·packs + j, so that the lanes of a warp, on neighbouring packs, are on
 // neighbouring banks. The partial sums leave as one row per block, for reduce.cu. How rows are dealt
 // out depends on their number alone.
@@ -24,6 +26,8 @@ DEVICE void load_floats(const float* from, i64 i, i64 D, bool wide, float (&v)[P
         for (int k = 0; k < PACK; ++k) v[k] = i + k < D ? from[i + k] : 0.0f;
     }
 }
+
+DEVICE bool one_pack(i64 D) { return D <= (i64)blockDim.x * PACK; }
 
 // The block's sums of the columns of pack i / PACK: the element k of `sums`, laid out as said above.
 DEVICE float& sum_of(float* sums, i64 i, i64 D, int k) {
@@ -52,17 +56,19 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
     const i64 row = blockIdx.x;
     const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
     const bool floats = D % PACK == 0 && aligned(gain);
-    float squares = 0.0f;
+    const bool once = one_pack(D);
+    float squares = 0.0f, v[PACK], g[PACK];
     columns(D, [&](i64 i) {
-        float v[PACK];
         load_pack(x + row * D, i, D, wide, v);
+        if (once) load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) squares += v[k] * v[k];
     });
     const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
     columns(D, [&](i64 i) {
-        float v[PACK], g[PACK];
-        load_pack(x + row * D, i, D, wide, v);
-        load_floats(gain, i, D, floats, g);
+        if (!once) {
+            load_pack(x + row * D, i, D, wide, v);
+            load_floats(gain, i, D, floats, g);
+        }
         for (int k = 0; k < PACK; ++k) v[k] = v[k] * r * g[k];
         store_pack(y + row * D, i, D, wide, v);
     });
@@ -78,34 +84,41 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
     float* dgain = scratch + 32;
     const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
+    const bool once = one_pack(D);
+    float d[PACK], v[PACK], g[PACK], mine[PACK] = {};
     columns(D, [&](i64 i) {
+        load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
     });
     for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
         const float r = rstd[row];
         float along = 0.0f;
         columns(D, [&](i64 i) {
-            float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_floats(gain, i, D, floats, g);
+            if (!once) load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = v[k] * r;
                 along += d[k] * g[k] * n;
-                sum_of(dgain, i, D, k) += d[k] * n;
+                (once ? mine[k] : sum_of(dgain, i, D, k)) += d[k] * n;
             }
         });
         const float mean = block_sum(along, scratch) / (float)D;
         columns(D, [&](i64 i) {
-            float d[PACK], v[PACK], g[PACK];
-            load_pack(dy + row * D, i, D, wide, d);
-            load_pack(x + row * D, i, D, wide, v);
-            load_floats(gain, i, D, floats, g);
-            for (int k = 0; k < PACK; ++k) d[k] = r * (d[k] * g[k] - v[k] * r * mean);
-            store_pack(dx + row * D, i, D, wide, d);
+            if (!once) {
+                load_pack(dy + row * D, i, D, wide, d);
+                load_pack(x + row * D, i, D, wide, v);
+                load_floats(gain, i, D, floats, g);
+            }
+            float to[PACK];
+            for (int k = 0; k < PACK; ++k) to[k] = r * (d[k] * g[k] - v[k] * r * mean);
+            store_pack(dx + row * D, i, D, wide, to);
         });
     }
-    columns(D, [&](i64 i) { store_sums(partial + blockIdx.x * D, dgain, i, D, floats); });
+    columns(D, [&](i64 i) {
+        for (int k = 0; once && k < PACK; ++k) sum_of(dgain, i, D, k) = mine[k];
+        store_sums(partial + blockIdx.x * D, dgain, i, D, floats);
+    });
 }
 
 // Grid: one block a row. The variance is that of the centred row, so that a large mean costs no
@@ -117,23 +130,22 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     const i64 row = blockIdx.x;
     const bool wide = D % PACK == 0 && aligned(x) && aligned(y);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(bias);
-    float total = 0.0f, squares = 0.0f;
+    const bool once = one_pack(D);
+    float total = 0.0f, squares = 0.0f, v[PACK];
     columns(D, [&](i64 i) {
-        float v[PACK];
         load_pack(x + row * D, i, D, wide, v);
         for (int k = 0; k < PACK; ++k) total += v[k];
     });
     const float m = block_sum(total, scratch) / (float)D;
     columns(D, [&](i64 i) {
-        float v[PACK];
-        load_pack(x + row * D, i, D, wide, v);
+        if (!once) load_pack(x + row * D, i, D, wide, v);
         for (int k = 0; k < PACK; ++k)
             if (i + k < D) squares += (v[k] - m) * (v[k] - m);
     });
     const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
     columns(D, [&](i64 i) {
-        float v[PACK], g[PACK], b[PACK];
-        load_pack(x + row * D, i, D, wide, v);
+        float g[PACK], b[PACK];
+        if (!once) load_pack(x + row * D, i, D, wide, v);
         load_floats(gain, i, D, floats, g);
         load_floats(bias, i, D, floats, b);
         for (int k = 0; k < PACK; ++k) v[k] = (v[k] - m) * r * g[k] + b[k];
@@ -155,7 +167,10 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
     float* dbias = dgain + (D + PACK - 1) / PACK * PACK;
     const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
+    const bool once = one_pack(D);
+    float d[PACK], v[PACK], g[PACK], gains[PACK] = {}, shifts[PACK] = {};
     columns(D, [&](i64 i) {
+        load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k)
             sum_of(dgain, i, D, k) = sum_of(dbias, i, D, k) = 0.0f;
     });
@@ -163,31 +178,34 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
         const float m = mean[row], r = rstd[row];
         float along = 0.0f, sum = 0.0f;
         columns(D, [&](i64 i) {
-            float d[PACK], v[PACK], g[PACK];
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
-            load_floats(gain, i, D, floats, g);
+            if (!once) load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = (v[k] - m) * r;
                 along += d[k] * g[k] * n;
                 sum += d[k] * g[k];
-                sum_of(dgain, i, D, k) += d[k] * n;
-                sum_of(dbias, i, D, k) += d[k];
+                (once ? gains[k] : sum_of(dgain, i, D, k)) += d[k] * n;
+                (once ? shifts[k] : sum_of(dbias, i, D, k)) += d[k];
             }
         });
         const float mean_along = block_sum(along, scratch) / (float)D;
         const float mean_dn = block_sum(sum, scratch) / (float)D;
         columns(D, [&](i64 i) {
-            float d[PACK], v[PACK], g[PACK];
-            load_pack(dy + row * D, i, D, wide, d);
-            load_pack(x + row * D, i, D, wide, v);
-            load_floats(gain, i, D, floats, g);
+            if (!once) {
+                load_pack(dy + row * D, i, D, wide, d);
+                load_pack(x + row * D, i, D, wide, v);
+                load_floats(gain, i, D, floats, g);
+            }
+            float to[PACK];
             for (int k = 0; k < PACK; ++k)
-                d[k] = r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
-            store_pack(dx + row * D, i, D, wide, d);
+                to[k] = r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
+            store_pack(dx + row * D, i, D, wide, to);
         });
     }
     columns(D, [&](i64 i) {
+        for (int k = 0; once && k < PACK; ++k)
+            sum_of(dgain, i, D, k) = gains[k], sum_of(dbias, i, D, k) = shifts[k];
         store_sums(partial + blockIdx.x * 2 * D, dgain, i, D, floats);
         store_sums(partial + (blockIdx.x * 2 + 1) * D, dbias, i, D, floats);
     });

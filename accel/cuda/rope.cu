@@ -15,9 +15,9 @@ KERNEL rope(const elem* x, const float* table, elem* y, int T, int H, int d, int
         float v[PACK];
         load_pack(x + token * width, i, width, wide, v);
         // d is even, and so is PACK: a pair never straddles two threads or two heads
-        for (int k = 0; k < PACK; k += 2) {
+        int pair = (int)i % d;  // its first column within its head
+        for (int k = 0; k < PACK; k += 2, pair = pair + 2 == d ? 0 : pair + 2) {
             if (i + k >= turned) break;
-            const int pair = (int)((i + k) % d);
             const float c = row[pair], s = sign * row[pair + 1];
             const float even = v[k], odd = v[k + 1];
             v[k] = even * c - odd * s;

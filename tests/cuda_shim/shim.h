@@ -444,6 +444,7 @@ inline uint32_t pack_bf16(float low, float high) {
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float divide_fast(float a, float b) { return a / b; }
 
 inline float shuffle_xor(float x, int mask) {
     float out;

@@ -399,8 +399,10 @@ def prompts(rng: random.Random, world: World) -> Input:
         ("top-p", 0.3),
         ("seed", 0.3),
     ):
-        if rng.random() < likely:
-            words.append(f"--{option}={mutate.word(rng)}")
+        value = mutate.word(rng)
+        many = option == "tokens" and value.isdigit() and int(value) > 1000  # asked, and written
+        if rng.random() < likely and not many:
+            words.append(f"--{option}={value}")
     return Input("prompts", {}, [[*words, *rng.choice([[], ["--chat"]])]])
 
 
