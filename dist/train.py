@@ -28,7 +28,6 @@ from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.lock import locked
 from dist.step import Stepper
 from dist.stopping import StopRequest
-from dist.warm import compile_kernels
 from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
@@ -147,7 +146,10 @@ class Trainer:
                     f"run.sample_prompt has {length} tokens, which leaves no room to write in a "
                     f"context of {self.config.window}: shorten it"
                 )
-        compile_kernels(self.config)
+        if run.backend == "cpu":
+            from dist.warm import compile_kernels  # with Numba, as long to import as all else
+
+            compile_kernels(self.config)
 
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
         state: checkpoint.State = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]

@@ -51,6 +51,13 @@ def test_importing_the_reference_prints_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_training_imports_numba_for_the_cpu_backend_alone() -> None:
+    """It takes as long to import as all else, on every rank."""
+    code = "import sys, dist.commands, dist.train; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_no_test_imports_another() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         assert not [n for n in imports_of(path) if n.startswith("tests.") and ".test_" in n], path

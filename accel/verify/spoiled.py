@@ -66,6 +66,7 @@ def tree_of(file: str) -> ast.Module:
     return ast.parse(inspect.getsource(importlib.import_module(f"reference.{file}")))
 
 
+@functools.cache
 def spoiled(op: str, mistake: Mistake) -> Any:
     """Return the public functions of an op with a mistake in it.
 

@@ -5,6 +5,7 @@ kernels in a temporary folder and runs it in interpreters of its own.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -61,16 +62,34 @@ print(sum(sum(k.stats.cache_misses.values()) for k in (kernels.scaled, kernels.t
 """
 
 
+def write_pack(folder: Path) -> Path:
+    """Write a package of kernels whose sources are a minute old, and return the folder."""
+    (folder / "pack").mkdir()
+    (folder / "pack/__init__.py").write_text("COMPILE_SECONDS = 7\n")
+    (folder / "pack/helpers.py").write_text(HELPERS)
+    (folder / "pack/kernels.py").write_text(KERNELS)
+    past = time.time() - 60
+    for path in (folder / "pack").iterdir():
+        os.utime(path, (past, past))
+    return folder
+
+
 @pytest.fixture
 def pack(tmp_path: Path) -> Path:
-    folder = tmp_path / "pack"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("COMPILE_SECONDS = 7\n")
-    (folder / "helpers.py").write_text(HELPERS)
-    (folder / "kernels.py").write_text(KERNELS)
-    past = time.time() - 60
-    for path in folder.iterdir():
-        os.utime(path, (past, past))
+    return write_pack(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_pack(tmp_path_factory.mktemp("compiled"))
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def filled(compiled: Path, tmp_path: Path) -> Path:
+    """The same with a cache that holds its kernels: it is found by what the sources say."""
+    shutil.copytree(compiled, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -78,6 +97,7 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     drop = ("MYLLM_", "NUMBA_", "XDG_", "OMPI_", "MPI_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     env |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "MYLLM_CACHE_DIR": f"{tmp_path}/cache"}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python takes two edits within a second for one
     return {k: v for k, v in (env | extra).items() if v}
 
 
@@ -117,20 +137,18 @@ def test_import_compiles_nothing_and_creates_nothing(pack: Path) -> None:
     assert not (pack / "cache").exists()
 
 
-def test_an_edited_neighbour_recompiles_constant_and_intrinsic(pack: Path) -> None:
-    run(pack)
-    helpers = pack / "pack/helpers.py"
+def test_an_edited_neighbour_recompiles_constant_and_intrinsic(filled: Path) -> None:
+    helpers = filled / "pack/helpers.py"
     helpers.write_text(HELPERS.replace("2.0", "3.0"))
-    assert run(pack)[0] == ["13.0 58.0", "2"]
+    assert run(filled)[0] == ["13.0 58.0", "2"]
     helpers.write_text(HELPERS.replace("10.0", "20.0"))
-    assert run(pack)[0] == ["22.0 92.0", "2"]
+    assert run(filled)[0] == ["22.0 92.0", "2"]
     helpers.write_text(HELPERS)
-    assert run(pack)[0] == ["12.0 52.0", "0"]  # the first folder still serves the first text
+    assert run(filled)[0] == ["12.0 52.0", "0"]  # the first folder still serves the first text
 
 
-def test_another_processor_recompiles(pack: Path) -> None:
-    run(pack)
-    out, _ = run(pack, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
+def test_another_processor_recompiles(filled: Path) -> None:
+    out, _ = run(filled, NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="+sse2")
     assert out == ["12.0 52.0", "2"]
 
 
@@ -169,21 +187,19 @@ def test_a_chosen_folder_that_cannot_be_written_is_an_error_naming_it(pack: Path
     assert "/dev/null/cache" in err.splitlines()[-1] and "MYLLM_CACHE_DIR" in err.splitlines()[-1]
 
 
-def test_a_filled_cache_serves_where_nothing_can_be_locked_or_written(pack: Path) -> None:
-    run(pack)
-    for lock in (pack / "cache").rglob("*.lock"):
+def test_a_filled_cache_serves_where_nothing_can_be_locked_or_written(filled: Path) -> None:
+    for lock in (filled / "cache").rglob("*.lock"):
         lock.unlink()
         lock.mkdir()  # stands for a read-only disk, also for the superuser
-    assert run(pack) == (["12.0 52.0", "0"], "")
+    assert run(filled) == (["12.0 52.0", "0"], "")
 
 
-def test_a_damaged_file_is_compiled_again(pack: Path) -> None:
-    run(pack)
-    for path in (pack / "cache").rglob("*.nb?"):
+def test_a_damaged_file_is_compiled_again(filled: Path) -> None:
+    for path in (filled / "cache").rglob("*.nb?"):
         path.write_bytes(path.read_bytes()[:-20])
-    out, err = run(pack)
+    out, err = run(filled)
     assert out == ["12.0 52.0", "2"] and "damaged" in err
-    assert run(pack) == (["12.0 52.0", "0"], "")
+    assert run(filled) == (["12.0 52.0", "0"], "")
 
 
 def test_a_flipped_bit_anywhere_in_the_cache_is_noticed_and_mended(pack: Path) -> None:
@@ -238,28 +254,26 @@ files._save_index(dict(zip(overloads, reversed(overloads.values()), strict=True)
     assert index.exists()
 
 
-def test_a_cache_that_others_can_write_is_refused_with_a_sentence(pack: Path) -> None:
+def test_a_cache_that_others_can_write_is_refused_with_a_sentence(filled: Path) -> None:
     """What lies there is unpickled and run."""
-    run(pack)
-    (folder,) = (pack / "cache/kernels").glob("pack-*")
+    (folder,) = (filled / "cache/kernels").glob("pack-*")
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
     for open_to_others in (folder, folder.parent):
         open_to_others.chmod(0o720)
-        process = start(pack)
+        process = start(filled)
         _, err = process.communicate(timeout=120)
         last = err.splitlines()[-1]
         assert process.returncode != 0 and f"chmod go-w {open_to_others} if it is yours" in last
         assert "or point MYLLM_CACHE_DIR elsewhere" in last
         open_to_others.chmod(0o755)
-    assert run(pack) == (["12.0 52.0", "0"], "")
+    assert run(filled) == (["12.0 52.0", "0"], "")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the superuser can give a folder away")
-def test_a_cache_of_another_user_is_refused(pack: Path) -> None:
-    run(pack)
-    (folder,) = (pack / "cache/kernels").glob("pack-*")
+def test_a_cache_of_another_user_is_refused(filled: Path) -> None:
+    (folder,) = (filled / "cache/kernels").glob("pack-*")
     os.chown(folder, 12345, -1)
-    process = start(pack)
+    process = start(filled)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and "other users can write" in err.splitlines()[-1]
 
@@ -322,7 +336,7 @@ def test_a_function_without_a_file_compiles_without_a_cache(pack: Path) -> None:
     assert run(pack, code)[0] == ["2"]
 
 
-def test_one_number_governs_the_threads_of_parallel_kernels(pack: Path) -> None:
+def test_one_number_governs_the_threads_of_parallel_kernels(filled: Path) -> None:
     code = """
 import numba, numpy as np
 from accel import threads
@@ -332,7 +346,7 @@ print(threads.threads(), numba.get_num_threads())
 threads.set_threads(threads.available_cores())
 print(threads.threads() == numba.get_num_threads() == threads.available_cores())
 """
-    assert run(pack, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
+    assert run(filled, code, MYLLM_THREADS="1")[0] == ["1 1", "True"]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +354,7 @@ print(threads.threads() == numba.get_num_threads() == threads.available_cores())
     [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
 )
 def test_a_thread_that_waits_soon_leaves_its_core_to_others(
-    pack: Path, said: dict[str, str], spins: str, monkeypatch: pytest.MonkeyPatch
+    filled: Path, said: dict[str, str], spins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # this process may have set it for itself
     code = """
@@ -350,13 +364,13 @@ import numpy as np
 kernels.total(np.arange(4.0))
 print(numba.threading_layer())
 """
-    (pool,), heard = run(pack, code, OMP_DISPLAY_ENV="verbose", **said)
+    (pool,), heard = run(filled, code, OMP_DISPLAY_ENV="verbose", **said)
     if pool != "omp":
         pytest.skip(f"Numba's pool is {pool} here, not OpenMP")
     assert f"GOMP_SPINCOUNT = '{spins}'" in heard
 
 
-def test_numba_s_own_limit_is_kept_to(pack: Path) -> None:
+def test_numba_s_own_limit_is_kept_to(filled: Path) -> None:
     code = """
 from accel.threads import threads
 from pack import kernels
@@ -364,9 +378,9 @@ import numpy as np
 kernels.total(np.arange(4.0))
 print(threads())
 """
-    assert run(pack, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
-    everything = run(pack, code)[0]
-    assert run(pack, code, NUMBA_NUM_THREADS="one")[0] == everything  # Numba warns, and takes all
+    assert run(filled, code, NUMBA_NUM_THREADS="1")[0] == ["1"]
+    everything = run(filled, code)[0]
+    assert run(filled, code, NUMBA_NUM_THREADS="one")[0] == everything  # Numba warns, and takes all
 
 
 def test_ranks_on_one_machine_share_its_cores(pack: Path) -> None:

@@ -28,7 +28,8 @@ def train(config: RunFile, ranks: int, *arguments: str, **environment: str) -> t
 
 def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__eval_every=3, model__dropout_residual=0.2)
-    runs = {w: with_run(config, out=str(tmp_path / f"w{w}")) for w in (1, 2, 4, 8)}
+    # of four ranks the next tests learn the same
+    runs = {w: with_run(config, out=str(tmp_path / f"w{w}")) for w in (1, 2, 8)}
     for ranks, run in runs.items():
         status, _, err = train(run, ranks)
         assert status == 0, err
@@ -77,7 +78,7 @@ def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
         model__dropout_residual=0.2,
     )
     digests = set()
-    for ranks, threads in ((1, 1), (1, 2), (2, 1), (4, 1)):
+    for ranks, threads in ((1, 2), (2, 1), (4, 1)):
         run = with_run(config, out=str(tmp_path / f"w{ranks}t{threads}"))
         status, _, err = train(run, ranks, MYLLM_THREADS=str(threads))
         assert status == 0, err
@@ -115,10 +116,10 @@ def test_open_mpi_passes_these_tests_too(tmp_path: Path) -> None:
 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
-    assert train(config, 4)[0] == 0
+    assert train(config, 2)[0] == 0
     whole = digest(config)
     latest = Path(config.run.out) / "checkpoints" / "latest"
-    for ranks in (8, 2):
+    for ranks in (4, 1):
         latest.write_text("step-00000002\n")
         assert train(config, ranks)[0] == 0
         assert digest(config) == whole
@@ -150,12 +151,12 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     assert len(losses(config)) < 100_000
 
 
-@pytest.mark.parametrize("steps", [1, 1000])
+@pytest.mark.parametrize(("steps", "ranks"), [(1, 2), (1000, 4)])
 def test_a_disk_that_takes_no_metrics_ends_all_ranks_with_a_sentence(
-    tmp_path: Path, steps: int
+    tmp_path: Path, steps: int, ranks: int
 ) -> None:
     config = prepare(tmp_path, train__steps=steps)
-    status, out, err = train(config, 4, FAULT="0 metrics disk")
+    status, out, err = train(config, ranks, FAULT="0 metrics disk")
     assert status == 1
     assert err.count("metrics.jsonl: No space left on device") == 1
     assert "Traceback" not in err

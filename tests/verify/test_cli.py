@@ -493,6 +493,7 @@ def test_a_precision_that_a_file_never_manages_is_left_out(
         "    if x.dtype != np.float32:\n        raise TypeError('float32 only')\n"
         "    e = np.exp(x - x.max(-1, keepdims=True))\n    return e / e.sum(-1, keepdims=True)\n"
     )
-    assert main(["verify", "--module", str(tmp_path / "narrow.py"), "--examples", "6"]) == 0
+    words = ["--module", str(tmp_path / "narrow.py"), "--save", str(tmp_path / "saved")]
+    assert main(["verify", *words, "--examples", "6"]) == 0
     said = capsys.readouterr().out
     assert "softmax does not work in float64" in said and "float32 only" in said

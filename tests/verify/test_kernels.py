@@ -22,6 +22,7 @@ from accel.verify.search import search
 from reference import ops
 from reference.ops import OPS
 from reference.types import Array
+from tests.helpers.kernels.caught import wrong_results
 from tests.helpers.kernels.correct import kernels
 from tests.helpers.kernels.mutants import MUTATED, mutants
 from tests.helpers.kernels.patches import PATCHES, Patch
@@ -159,33 +160,16 @@ def test_the_same_seed_gives_the_same_cases() -> None:
 # ---- wrong kernels -------------------------------------------------------------------------------
 
 
-def caught(
-    op: str, kernel: Any, wrong: str | None = None, dtype: str = "float32"
-) -> tuple[set[str], Any]:
-    """Return what is named as wrong; few cases are often enough, the default number must be."""
-    for examples in (3, 15, None):
-        report = check_module(
-            kernel, ops=[op], examples=examples, dtypes=[dtype], shrink=False, raises=False
-        )
-        names = {n for op in report.ops for n, tally in op.results.items() if tally.failed}
-        names |= {f.name for f in report.failures}
-        if names if wrong is None else wrong in names:
-            break
-    return names, report
-
-
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.op}: {patch.title}")
 def test_a_planted_mistake_is_caught_and_named(patch: Patch) -> None:
-    names, report = caught(patch.op, patch.kernel, patch.wrong)
-    assert patch.wrong in names, report.text()
+    assert patch.wrong in wrong_results(patch.op, patch.kernel, patch.wrong)
 
 
 @pytest.mark.parametrize(
     "wrong", [*WRITTEN, *SUBTLE], ids=lambda wrong: f"{wrong.op}: {wrong.title}"
 )
 def test_a_mistake_of_manner_is_caught_and_named(wrong: Written) -> None:
-    names, report = caught(wrong.op, wrong.kernel, wrong.wrong, wrong.dtype)
-    assert wrong.wrong in names, report.text()
+    assert wrong.wrong in wrong_results(wrong.op, wrong.kernel, wrong.wrong, wrong.dtype)
 
 
 LONG = ("attention", "linear_cross_entropy")  # many mutants of slow kernels
@@ -194,7 +178,7 @@ MUTANTS = [pytest.param(op, marks=[pytest.mark.slow] if op in LONG else []) for 
 
 @pytest.mark.parametrize("op", MUTANTS)
 def test_mutants_made_by_rule_are_caught(op: str) -> None:
-    survivors = [mutant.title for mutant in mutants(op) if not caught(op, mutant.kernel)[0]]
+    survivors = [mutant.title for mutant in mutants(op) if not wrong_results(op, mutant.kernel)]
     assert survivors == []
 
 

@@ -7,30 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.verify import check_module, check_op
+from accel.verify import check_op
 from accel.verify.contract import Case, draw_case, expected
 from accel.verify.draw import Draw
-from accel.verify.load import as_subject
 from accel.verify.ops import room
-from accel.verify.search import search
 from accel.verify.travel import special_at
 from reference import ops
 from reference.ops import OPS
 from reference.types import Array
+from tests.helpers.kernels.caught import tried, wrong_results
 from tests.helpers.kernels.limits import LIMITS
 from tests.helpers.kernels.patches import PATCHES
 from tests.helpers.kernels.wrong import Written
 
 FIRST = 12  # cases that hold the hardest
-
-
-def tried(op: str, examples: int | None = None, seed: int = 0) -> list[Case]:
-    """Return the cases that are drawn of an op."""
-    subject, seen = as_subject(ops), []
-    subject.watch = lambda kind, case: seen.append(case) if kind == "case" else None
-    count = examples or int(100 * room(op).WEIGHT)
-    search(subject, OPS[op], "float32", seed=seed, examples=count, shrink=False)
-    return seen
 
 
 # by default one in six, and all with -m slow
@@ -39,29 +29,14 @@ SLOW = [pytest.param(w, marks=[pytest.mark.slow] if i % 6 else []) for i, w in e
 
 @pytest.mark.parametrize("wrong", SLOW, ids=lambda wrong: f"{wrong.op}: {wrong.title}")
 def test_what_is_wrong_beyond_a_limit_is_caught_and_named(wrong: Written) -> None:
-    for examples in (25, None):
-        report = check_module(
-            wrong.kernel,
-            ops=[wrong.op],
-            dtypes=["float32"],
-            examples=examples,
-            shrink=False,
-            raises=False,
-        )
-        found = {n for op in report.ops for n, tally in op.results.items() if tally.failed}
-        names = found | {failure.name for failure in report.failures}
-        if wrong.wrong in names:
-            break
-    assert wrong.wrong in names, report.text()
+    names = wrong_results(wrong.op, wrong.kernel, wrong.wrong, rounds=(25, None))
+    assert wrong.wrong in names
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_variance_that_cancels_is_caught_in_the_first_cases(seed: int) -> None:
     (patch,) = [p for p in PATCHES if p.title == "variance that cancels"]
-    report = check_module(
-        patch.kernel, dtypes=["float32"], seed=seed, examples=FIRST, shrink=False, raises=False
-    )
-    assert "out" in {failure.name for failure in report.failures}
+    assert "out" in wrong_results(patch.op, patch.kernel, rounds=(FIRST,), seed=seed)
 
 
 def named(op: str) -> set[str]:
