@@ -24,7 +24,17 @@ from reference.types import Array
 from tests.helpers.hard_texts import HARD
 from tests.helpers.rounding import excess
 from tests.helpers.tokenizer_texts import corpus, small
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, TOY, write_random
+from tests.helpers.weights import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    TOY,
+    write_random,
+)
 from tokenizer import GPT2 as GPT2_PATTERN
 from tokenizer import Tokenizer, from_huggingface, train_from_iterator
 
@@ -73,6 +83,16 @@ def test_narrow_weights_are_those_that_come_back(dtype: str, tmp_path: Path) -> 
     assert distance(LLAMA, params, model) <= 1
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def theirs(kind: str, **options: Any) -> Any:
     """Return a model of transformers with random weights, made from its own config."""
     sizes = {
@@ -103,7 +123,18 @@ def theirs(kind: str, **options: Any) -> Any:
         ("Llama", {"tie_word_embeddings": True}, {"tied": True}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, {"attn_bias": True, "tied": False}),
         ("Llama", {"head_dim": 6}, {"d_head": 6}),
+        (
+            "Llama",
+            {"head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+            {"rope_scaling": (8.0, 1.0, 4.0, 64.0), "rope_base": 1e4},
+        ),
         ("Mistral", {"sliding_window": 5}, {"window": 5}),
+        ("Qwen2", {}, {"qkv_bias": True, "attn_bias": False, "window": 0}),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            {"qkv_bias": True, "window": (0, 6)},
+        ),
         (
             "Qwen3",
             {
@@ -133,7 +164,7 @@ def test_models_of_transformers_are_imported_with_their_logits(
     assert distance(weights.config, params, model) <= 1
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_rope_with_other_pairs_would_be_noticed(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +175,19 @@ def test_rope_with_other_pairs_would_be_noticed(
     params, folder = exported(tmp_path, config)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert distance(config, params, model) > 1_000
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_read_at_each_of_its_places(place: str, tmp_path: Path) -> None:
+    """Transformers 4 knows one of the two, transformers 5 prefers it."""
+    params, folder = exported(tmp_path, LLAMA3)
+    written = json.loads((folder / "config.json").read_text())
+    del written["rope_parameters" if place == "rope_scaling" else "rope_scaling"]
+    (folder / "config.json").write_text(json.dumps(written))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert distance(LLAMA3, params, model) <= 1
+    for field, other in (("rope_factor", 7.0), ("rope_original_context", 63), ("rope_base", 9e3)):
+        assert distance(replace(LLAMA3, **{field: other}), params, model) > 100, field  # type: ignore[arg-type]
 
 
 def test_a_window_one_token_off_would_be_noticed(tmp_path: Path) -> None:

@@ -18,7 +18,17 @@ from dist.weights import Weights
 from reference.config import Config
 from tests.helpers.models import MODELS
 from tests.helpers.runs import text
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, check_refused, write_random
+from tests.helpers.weights import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    check_refused,
+    write_random,
+)
 from tokenizer import Tokenizer, train_from_iterator
 
 
@@ -78,6 +88,29 @@ def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: P
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+
+
+def test_a_scaled_rope_is_written_where_transformers_4_and_5_look(tmp_path: Path) -> None:
+    write_random(tmp_path / "mine", LLAMA3)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    scaling = {**SCALED, "original_max_position_embeddings": 64}
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": config["rope_theta"]}
+
+
+def test_biases_of_queries_and_keys_are_turned_with_their_columns(tmp_path: Path) -> None:
+    views = write_random(tmp_path / "mine", QWEN2)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    with safe_open(str(tmp_path / "hf" / "model.safetensors"), "np") as file:
+        names = set(file.keys())
+        theirs = [file.get_tensor(f"model.layers.1.self_attn.{x}_proj.bias") for x in "qkv"]
+    assert not any(name.endswith("o_proj.bias") for name in names)
+    for found, start in zip(theirs, (0, 32, 48), strict=True):
+        ours = views["layers.1.attention.bqkv"][start + 8 : start + 16]  # the second head of each
+        if found is not theirs[2]:
+            ours = np.concatenate([ours[0::2], ours[1::2]])
+        np.testing.assert_array_equal(found[8:16], ours)
 
 
 # ---- what cannot be expressed --------------------------------------------------------------------
@@ -183,6 +216,14 @@ SMOLLM2 = {
     "use_cache": True,
     "vocab_size": 61,
 }
+# as Llama 3.1's config.json has it
+SCALED = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 OPENAI_GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -224,11 +265,20 @@ def test_configurations_as_published_are_read() -> None:
     )
     theirs = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}
     assert described(SMOLLM2, **theirs).rope_base == 5e5  # as transformers 5 writes it
+    llama3 = described(SMOLLM2, rope_scaling=SCALED, rope_theta=500000.0)
+    assert llama3.rope_scaling == (8.0, 1.0, 4.0, 8192) and llama3.rope_base == 500_000
+    theirs = {"rope_parameters": {**SCALED, "rope_theta": 5e5}, "rope_theta": None}
+    assert described(SMOLLM2, **theirs) == llama3
+    plain = {"rope_scaling": {"type": "default"}}
+    assert described(SMOLLM2, **plain) == described(SMOLLM2)
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert described(SMOLLM2, **mistral, sliding_window=7).window == 7
     assert described(SMOLLM2, **mistral, sliding_window=None).window == 0
     qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": 7}
     assert described(SMOLLM2, **qwen, use_sliding_window=False).window == 0
+    two = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 7}
+    biased = described(SMOLLM2, **two, use_sliding_window=False)
+    assert biased.qkv_bias and not biased.attn_bias and not biased.qk_norm and not biased.window
     late = described(SMOLLM2, **qwen, use_sliding_window=True, max_window_layers=1)
     assert late.window == (0, 7)
 
@@ -236,10 +286,20 @@ def test_configurations_as_published_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM.* is not known here"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.* is not known here"),
         ({"architectures": [], "model_type": "bert"}, "'bert' is not known here"),
         ({"architectures": 5}, "5 is not known"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling .*'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        ({"rope_scaling": {**SCALED, "factor": "8"}}, "rope_factor must be a number >= 1"),
+        ({"rope_scaling": {**SCALED, "factor": 0.5}}, "rope_factor must be a number >= 1"),
+        ({"rope_scaling": {**SCALED, "low_freq_factor": 4}}, "rope_low_freq_factor .* below"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling .*'dynamic'"),
+        (
+            {"rope_scaling": SCALED, "rope_parameters": {**SCALED, "factor": 4.0}},
+            "rope_parameters and rope_scaling say different things",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": {}}}, "differs from layer to layer"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear'"),
         ({"rope_scaling": 3}, "rope_scaling must be a table"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*'yarn'"),
