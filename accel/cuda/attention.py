@@ -23,14 +23,36 @@ from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
-OWN = 128  # rows of a block of attention_mma.cu
-MMA_KEYS, MMA_QUERIES = (64, 32), 32  # of its tiles; KEYS is the first that fits
+OWN = 128  # rows of a block on tensor cores
 
 # As many blocks of keys share out well, a whole group of query heads each: over 132 multiprocessors
 # to 97 % or better. The triangle's shortest blocks fill gaps; those of a window are all equal.
 ENOUGH, ENOUGH_EQUAL = 256, 1025
 
 RANGE = 32  # positions whose documents are summed up: RANGE in attention.cuh
+
+
+class Tiles(NamedTuple):
+    """What a block on tensor cores keeps in shared memory."""
+
+    own: int  # tiles of OWN rows
+    walked: int  # tiles of those that it walks over, all stages together
+    rows: tuple[int, ...]  # of such a tile: the first that is possible is taken
+    floats: int = 0  # of each row of one, all stages together
+
+
+# attention_mma.cu, whose tiles are smaller where a block has little shared memory
+MMA = {
+    "attention_forward": Tiles(1, 4, (64, 32)),
+    "attention_dq": Tiles(2, 4, (64, 32)),
+    "attention_dkv": Tiles(2, 4, (32,), 4),
+}
+# attention_wgmma.cu, whose tiles are smaller where ALiBi or dropout take registers
+WGMMA = {
+    "attention_forward": Tiles(1, 4, (128, 64)),
+    "attention_dq": Tiles(2, 5, (64,)),
+    "attention_dkv": Tiles(2, 6, (64, 32), 6),
+}
 
 
 class AttentionCache(NamedTuple):
@@ -56,7 +78,7 @@ def attention_forward(
     out, lse = empty((B, T, Hq, dv), q.dtype), empty((B, Hq, T), F32)
     given = _strided(q=q, k=k, v=v) | rules | {"out": out, "lse": lse}
     if fast:
-        _launch_fast("attention_forward", T, Hq, given, own=1)
+        _launch_fast("attention_forward", T, Hq, given)
     else:
         floats = QUERIES * (d + dv + KEYS + 1) + KEYS * (d + 1 + dv)
         _launch("attention_forward", Hq, ceil_div(T, QUERIES), floats, given)
@@ -88,7 +110,7 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     common |= _strided(q=q, k=k, v=v) | rules | {"lse": lse}
     for_queries, for_keys = common | _strided(dq=dq), common | _strided(dk=dk, dvalue=dvalue)
     if _tensor_cores(q, k, v, dout):
-        _launch_fast("attention_dq", T, Hq, for_queries, own=2)
+        _launch_fast("attention_dq", T, Hq, for_queries)
         _launch_dkv(dk, dvalue, for_keys)
     else:
         floats = QUERIES * (2 * d + dv + KEYS + 1) + KEYS * (d + 1 + dv + 1)
@@ -118,7 +140,7 @@ def _launch_dkv(dk: Array, dvalue: Array, given: dict[str, Any]) -> None:
     split = group > 1 and ceil_div(S, OWN) * Hkv * B < (ENOUGH_EQUAL if equal else ENOUGH)
     parts = [empty((B, S, Hq, x.shape[3]), F32) if split else None for x in (dk, dvalue)]
     given |= {"heads": 1 if split else group, "dk_parts": parts[0], "dv_parts": parts[1]}
-    _launch_fast("attention_dkv", S, Hq if split else Hkv, given, own=2, tiles=(MMA_QUERIES,))
+    _launch_fast("attention_dkv", S, Hq if split else Hkv, given)
     for part, to, factor in zip(parts, (dk, dvalue), (given["scale"], 1.0), strict=True):
         if part is not None:
             sizes = {"rows": B * S * Hkv, "S": S, "Hkv": Hkv, "group": group, "factor": factor}
@@ -132,33 +154,32 @@ def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, A
     launch("attention", kernel, (heads, len(given["q"]), tiles), 128, 4 * floats, **given)
 
 
-def _launch_fast(
-    kernel: str,
-    n: int,
-    heads: int,
-    given: dict[str, Any],
-    *,
-    own: int,
-    tiles: tuple[int, ...] = MMA_KEYS,
-) -> None:
-    """Run a kernel of attention_mma.cu, whose blocks hold OWN rows of ``own`` of the n-row arrays.
-
-    Of two arrays they walk over tiles of as many rows as the first of ``tiles`` that fits the
-    device's shared memory, two tiles of each at a time; dk/dv also keeps two floats of each row.
-    """
+def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
+    """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own OWN of n rows."""
+    device = current()
+    source, table = ("attention_wgmma", WGMMA) if device.warpgroups else ("attention_mma", MMA)
     head = 64 if max(given["d"], given["dv"]) <= 64 else 128
-    floats = 4 * 4 * MMA_QUERIES if kernel == "attention_dkv" else 0
-    needs = {rows: 2 * head * (own * OWN + 4 * rows) + floats for rows in tiles}
-    rows = next((r for r in tiles if needs[r] <= current().shared_limit), tiles[-1])
-    macros = {
-        "HEAD": head,
-        "KEYS": rows if tiles is MMA_KEYS else MMA_KEYS[0],
+    options = {
         "ALIBI": int(given["alibi"] is not None),
         "MASKED": int(given["key_mask"] is not None or given["documents"] is not None),
         "DROPOUT": int(given["dropping"]),
     }
+
+    def shared(tiles: Tiles, rows: int) -> int:
+        return 2 * head * (tiles.own * OWN + tiles.walked * rows) + 4 * tiles.floats * rows
+
+    def rows_of(tiles: Tiles) -> int:
+        fitting = [r for r in tiles.rows if shared(tiles, r) <= device.shared_limit]
+        crowded = device.warpgroups and (options["ALIBI"] or options["DROPOUT"])
+        return tiles.rows[-1] if crowded or not fitting else fitting[0]
+
+    tiles = table[kernel]
+    rows = rows_of(tiles)
+    chooses = kernel == "attention_dq" and len(tiles.rows) > 1  # its KEYS apart from the forward's
+    keys = rows if chooses else rows_of(table["attention_forward"])
+    macros = {"HEAD": head, "KEYS": keys, **options}
     grid = heads, len(given["q"]), ceil_div(n, OWN)
-    launch("attention_mma", kernel, grid, 256, needs[rows], **given, **macros)
+    launch(source, kernel, grid, 256, shared(tiles, rows), **given, **macros)
 
 
 def _tensor_cores(*arrays: Array) -> bool:

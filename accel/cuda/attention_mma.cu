@@ -21,34 +21,11 @@
 // What bounds it is shared memory: a warp of 16 rows uses each fragment of the right operand once. A
 // product of 16 × 64 by HEAD takes HEAD/16 · 8 mma and HEAD/16 · (1 + 4) ldmatrix.x4 of 512 bytes. The
 // README counts the cycles.
-#ifndef HEAD
-#define HEAD 128
-#endif
 #ifndef KEYS
 #define KEYS 64  // rows of a tile that forward and dq walk over
 #endif
 
-constexpr int THREADS = 256, OWN = 128;    // rows of a block, 16 a warp
-constexpr int QUERIES = 32;                // rows of a tile that dk, dv walk over
-constexpr int CHUNKS = HEAD / 8;           // 16-byte chunks of a row
-constexpr int PITCH = HEAD * 2;            // bytes of a row
-constexpr int GROUPS = HEAD / 8;           // accumulators of a 16 × HEAD result
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.69314718055994531f;
-
-// The byte offset of chunk `chunk` of row `row` in a tile.
-DEVICE u32 place(int row, int chunk) { return row * PITCH + ((chunk ^ (row & 7)) << 4); }
-
-// Start copying rows first … first + ROWS - 1 of a strided array; zeros beyond n rows and `width`.
-template <int ROWS>
-DEVICE void fetch(u32 tile, const elem* from, i64 stride, int first, int n, int width) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / THREADS; ++i) {
-        const int at = threadIdx.x + i * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
-        const bool valid = first + row < n && chunk * 8 < width;
-        copy_async(tile + place(row, chunk),
-                   valid ? from + (i64)(first + row) * stride + chunk * 8 : from, valid);
-    }
-}
+constexpr int QUERIES = 32;  // rows of a tile that dk, dv walk over
 
 // acc (16 × 8N) += a bᵀ: rows `row` … of tile a, and the 8N rows of tile b.
 template <int N> DEVICE void multiply_rows(float (&acc)[N][4], u32 a, int row, u32 b) {
@@ -56,12 +33,12 @@ template <int N> DEVICE void multiply_rows(float (&acc)[N][4], u32 a, int row, u
 #pragma unroll
     for (int k = 0; k < HEAD / 16; ++k) {
         u32 left[4];
-        ldmatrix<false>(left, a + place(row + lane % 16, 2 * k + lane / 16));
+        ldmatrix<false>(left, a + place<OWN>(row + lane % 16, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < N / 2; ++n) {
             u32 right[4];
             ldmatrix<false>(right,
-                            b + place(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+                            b + place<8 * N>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
             const u32 low[2] = {right[0], right[1]}, high[2] = {right[2], right[3]};
             mma_bf16(acc[2 * n], left, low);
             mma_bf16(acc[2 * n + 1], left, high);
@@ -81,64 +58,12 @@ DEVICE void multiply_columns(float (&acc)[GROUPS][4], const float (&p)[N][4], u3
 #pragma unroll
         for (int n = 0; n < GROUPS / 2; ++n) {
             u32 right[4];
-            ldmatrix<true>(right, b + place(k * 16 + lane % 16, 2 * n + lane / 16));
+            ldmatrix<true>(right, b + place<8 * N>(k * 16 + lane % 16, 2 * n + lane / 16));
             const u32 low[2] = {right[0], right[1]}, high[2] = {right[2], right[3]};
             mma_bf16(acc[2 * n], left, low);
             mma_bf16(acc[2 * n + 1], left, high);
         }
     }
-}
-
-template <int N> DEVICE void clear(float (&acc)[N][4]) {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
-}
-
-// Write a warp's 16 rows, rows g and g + 8 multiplied by factor[0] and factor[1], to a strided
-// array, 16 bytes at a time by way of shared memory: rows row … row + 15 of `tile`, which nobody
-// reads any more.
-DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], unsigned char* tile,
-                       int row, elem* to, i64 stride, int first, int n, int width) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int c = 0; c < GROUPS; ++c)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            *(u32*)(tile + place(row + g + 8 * half, c) + 4 * t) =
-                pack_bf16(acc[c][2 * half] * factor[half], acc[c][2 * half + 1] * factor[half]);
-    sync_warp();
-    for (int i = lane; i < 16 * CHUNKS; i += 32) {
-        const int r = i / CHUNKS, chunk = i % CHUNKS;
-        if (first + row + r < n && chunk * 8 < width)
-            store16(to + (i64)(first + row + r) * stride + chunk * 8,
-                    load16(tile + place(row + r, chunk)));
-    }
-}
-
-// Write a warp's 16 rows from `first` on as they are, to rows of floats: 32 bytes of each of eight
-// rows at a time.
-DEVICE void store_floats(const float (&acc)[GROUPS][4], float* to, i64 stride, int first, int n,
-                         int width) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first + g + 8 * half;
-        if (row >= n) continue;
-#pragma unroll
-        for (int c = 0; c < GROUPS; ++c)
-            if (c * 8 < width) store8(to + row * stride + c * 8 + 2 * t, acc[c] + 2 * half);
-    }
-}
-
-// The scores of queries t and keys u in units of log 2: s·scale, with the bias, -inf where the rules
-// forbid. `inside`: positions forbid nothing in this tile.
-DEVICE float score(const Rules& rules, float s, float scale2, int t, int u, bool inside) {
-    float x = s * scale2;
-    if (ALIBI) x += rules.bias(t, u) * LOG2E;
-    if (MASKED || !inside) x = rules.allows(t, u) ? x : -INFINITY;
-    return x;
 }
 
 // Grid: (Hq, B, query tiles).
@@ -183,56 +108,15 @@ KERNEL __launch_bounds__(THREADS) attention_forward(ATTENTION_PARAMETERS, elem* 
         multiply_rows(s, tq, row, tk);
         const int u0 = j * KEYS;
         const bool inside = rules.inside(first + row, 16, u0, KEYS);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int t = first + row + g + 8 * half;
-            float top = m[half];
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = s[n][2 * half + e];
-                    x = score(rules, x, scale2, t, u0 + n * 8 + c + e, inside);
-                    top = fmaxf(top, x);
-                }
-            top = fmaxf(top, shuffle_xor(top, 1));  // the four lanes of a row
-            top = fmaxf(top, shuffle_xor(top, 2));
-            const float base = top == -INFINITY ? 0.0f : top;
-            const float shrink = exp2_fast(m[half] - base);
-            m[half] = top;
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& x = s[n][2 * half + e];
-                    x = exp2_fast(x - base);
-                    sum += x;
-                    if (DROPOUT) x *= rules.kept(t, u0 + n * 8 + c + e);
-                }
-            l[half] = l[half] * shrink + sum;
-#pragma unroll
-            for (int n = 0; n < GROUPS; ++n) {
-                o[n][2 * half] *= shrink;
-                o[n][2 * half + 1] *= shrink;
-            }
-        }
+float shrink[2];
+        softmax_tile(s, m, l, shrink, rules, scale2, first + row + g, u0 + c, inside);
+        rescale(o, shrink);
         multiply_columns(o, s, tv);
         sync_block();  // tile j has been read
     }
     copy_wait<0>();
     float share[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = l[half];
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
-        share[half] = sum > 0.0f ? 1.0f / sum : sum;  // a row of NaN stays NaN
-        const int t = first + row + g + 8 * half;
-        if (c == 0 && t < T)
-            lse[((i64)b * Hq + h) * T + t] =
-                m[half] == -INFINITY ? INFINITY : m[half] * LN2 + logf(sum);
-    }
+    finish_rows(m, l, share, lse + ((i64)b * Hq + h) * T, first + row + g, T);
     sync_block();  // with no tiles: all of the queries have landed
     store_rows(o, share, memory, row, out + ((i64)b * T * Hq + h) * dv, (i64)Hq * dv, first, T, dv);
 }
@@ -292,15 +176,16 @@ KERNEL __launch_bounds__(THREADS)
         multiply_rows(dp, tdo, row, tv);
         const int u0 = j * KEYS;
         const bool inside = rules.inside(first + row, 16, u0, KEYS);
+        probabilities(s, rules, scale2, inside, [&](int n, int i) {
+            return Cell{first + row + g + 8 * (i / 2), u0 + n * 8 + c + i % 2, row_lse[i / 2]};
+        });
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int half = i / 2, t = first + row + g + 8 * half, u = u0 + n * 8 + c + i % 2;
-                const float x = score(rules, s[n][i], scale2, t, u, inside);
-                const float p = exp2_fast(x - row_lse[half]);
+                const int t = first + row + g + 8 * (i / 2), u = u0 + n * 8 + c + i % 2;
                 const float kept = DROPOUT ? rules.kept(t, u) : 1.0f;
-                s[n][i] = p * (kept * dp[n][i] - row_delta[half]);
+                s[n][i] *= kept * dp[n][i] - row_delta[i / 2];
             }
         multiply_columns(acc, s, tk);
         sync_block();  // tile j has been read
@@ -385,15 +270,16 @@ KERNEL __launch_bounds__(THREADS)
         multiply_rows(s, tk, row, tq);
         multiply_rows(dp, tv, row, tdo);
         const bool inside = rules.inside(t0, QUERIES, first + row, 16);
+        probabilities(s, rules, scale2, inside, [&](int n, int i) {
+            const int column = n * 8 + c + i % 2;
+            return Cell{t0 + column, first + row + g + 8 * (i / 2), row_lse[column] * LOG2E};
+        });
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = n * 8 + c + i % 2, t = t0 + column;
-                const int u = first + row + g + 8 * (i / 2);
-                const float x = score(rules, s[n][i], scale2, t, u, inside);
-                const float p = exp2_fast(x - row_lse[column] * LOG2E);
-                const float kept = DROPOUT ? rules.kept(t, u) : 1.0f;
+                const int column = n * 8 + c + i % 2, u = first + row + g + 8 * (i / 2);
+                const float p = s[n][i], kept = DROPOUT ? rules.kept(t0 + column, u) : 1.0f;
                 s[n][i] = p * kept;
                 dp[n][i] = p * (kept * dp[n][i] - row_lse[QUERIES + column]);
             }

@@ -28,6 +28,7 @@ class Usage(NamedTuple):
     stack: int  # bytes of local memory of a thread
     spills: int  # bytes stored to local memory for want of registers
     shared: int  # bytes of shared memory that the text declares; launchers ask for more
+    serial: bool  # the assembler makes each wgmma wait for the one before, for want of what it says
 
 
 class CompileError(Exception):
@@ -114,6 +115,7 @@ def options_of(architecture: str, defines: Mapping[str, int]) -> tuple[str, ...]
 def read_usage(log: str) -> list[Usage]:
     """Read what the assembler (ptxas -v) says about each kernel."""
     found = []
+    serial = set(re.findall(r"wgmma\S* instructions are serialized .*function '(\w+)'", log))
     for part in re.split(r"Compiling entry function '", log)[1:]:
         numbers = {}
         for key, pattern in (
@@ -127,7 +129,8 @@ def read_usage(log: str) -> list[Usage]:
             numbers[key] = int(match.group(1))
         declared = re.search(r"(\d+) bytes smem", part)  # left out where there is none
         numbers["shared"] = int(declared.group(1)) if declared else 0
-        found.append(Usage(part.split("'")[0], **numbers))
+        kernel = part.split("'")[0]
+        found.append(Usage(kernel, serial=kernel in serial, **numbers))
     return found
 
 

@@ -116,8 +116,9 @@ class CuPyDevice:
             runtime.deviceGetAttribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index)
         )
         capability = self._gpu.compute_capability  # "90", say
+        self.warpgroups = capability == "90"
         # sm_90a has Hopper's own instructions, which sm_90 lacks
-        self.architecture = f"sm_{capability}{'a' if capability == '90' else ''}"
+        self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
         self._kernels: dict[Any, Any] = {}
         self.arena = Arena(self)
         self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta

@@ -107,6 +107,9 @@ DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory");
 template <int STILL_FLYING> DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STILL_FLYING) : "memory");
 }
+
+// The value of the first lane, which the compiler then knows to be one for the warp.
+DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 #endif
 
 // ---- one body from here on ------------------------------------------------------------------

@@ -30,6 +30,7 @@ class Device(Protocol):
 
     arena: Arena  # of its steps
     shared_limit: int  # bytes of shared memory that a block can have
+    warpgroups: bool  # whether it multiplies by wgmma: Hopper alone
 
     def __hash__(self) -> int:
         """Tell one device from another."""

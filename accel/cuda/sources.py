@@ -13,7 +13,8 @@ FOLDER = Path(__file__).parent
 # Every kernel file, and what is put before it.
 SOURCES: dict[str, tuple[str, ...]] = {
     "attention": ("device.cuh", "attention.cuh"),
-    "attention_mma": ("device.cuh", "attention.cuh"),
+    "attention_mma": ("device.cuh", "attention.cuh", "attention_tiles.cuh"),
+    "attention_wgmma": ("device.cuh", "warpgroup.cuh", "attention.cuh", "attention_tiles.cuh"),
     "elementwise": ("device.cuh",),
     "embedding": ("device.cuh",),
     "layout": ("device.cuh",),

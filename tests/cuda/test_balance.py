@@ -44,8 +44,8 @@ T, HQ, HKV, D = 8192, 14, 2, 128  # of MyLLM-1B
 class Asked(ShimDevice):
     """A device that keeps what it is asked to launch, on memory that nobody touches."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, warpgroups: bool) -> None:
+        super().__init__(warpgroups=warpgroups)
         self.grids: dict[str, tuple[int, int, int]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -57,9 +57,9 @@ class Asked(ShimDevice):
         self.grids[kernel] = grid
 
 
-def grids(B: int, **options: Any) -> dict[str, tuple[int, int, int]]:
+def grids(B: int, warpgroups: bool, **options: Any) -> dict[str, tuple[int, int, int]]:
     """Return the grids of attention, forward and backward, on B sequences of the model."""
-    device = Asked()
+    device = Asked(warpgroups)
     before = devices.use(device)
     try:
         q, k, v = (np.empty((B, T, heads, D), np.uint16) for heads in (HQ, HKV, HKV))
@@ -70,12 +70,11 @@ def grids(B: int, **options: Any) -> dict[str, tuple[int, int, int]]:
     return device.grids
 
 
-def work_of_blocks(kernel: str, grid: tuple[int, int, int], window: int | None) -> Array:
+def work_of_blocks(kernel: str, tile: int, grid: tuple[int, int, int], window: int | None) -> Array:
     """Return the tiles of each block of a grid, in the order in which they are handed out."""
     probe = sources.text_of("attention.cuh") + PROBE
     device = ShimDevice(extra={"probe": probe})
     by_keys = kernel == "attention_dkv"
-    tile = attention.MMA_QUERIES if by_keys else attention.MMA_KEYS[0]
     work = device.upload(np.zeros(int(np.prod(grid)), np.int32))
     numbers = (attention.OWN, tile, T, T, window - 1 if window else 2 * T, 0, int(by_keys))
     arguments = (work, *(np.int32(n) for n in numbers))
@@ -98,25 +97,38 @@ def test_blocks_handed_out_one_by_one_are_counted_as_the_hardware_would() -> Non
     assert efficiency([SMS - 1] + [1] * (SMS - 1)) == pytest.approx(2 / SMS)
 
 
+PATHS = pytest.mark.parametrize("warpgroups", [False, True], ids=["mma", "wgmma"])
+
+
+def table(warpgroups: bool) -> dict[str, int]:
+    """Return the rows of a tile that the blocks of each kernel walk over."""
+    tiles = attention.WGMMA if warpgroups else attention.MMA
+    return {kernel: of.rows[0] for kernel, of in tiles.items()}
+
+
+@PATHS
 @pytest.mark.parametrize("B", [1, 2, 4, 8])
-def test_causal_attention_keeps_the_multiprocessors_busy(B: int) -> None:
-    for kernel in ("attention_forward", "attention_dq", "attention_dkv"):
-        work = work_of_blocks(kernel, grids(B)[kernel], None)
+def test_causal_attention_keeps_the_multiprocessors_busy(B: int, warpgroups: bool) -> None:
+    for kernel, tile in table(warpgroups).items():
+        work = work_of_blocks(kernel, tile, grids(B, warpgroups)[kernel], None)
         tiles = T // attention.OWN
-        each = attention.OWN // (32 if kernel == "attention_dkv" else 64)
+        each = attention.OWN // tile
         assert sum(work) == B * HQ * each * tiles * (tiles + 1) // 2  # all of the triangle, once
         assert efficiency(work) >= 0.97, kernel
 
 
+@PATHS
 @pytest.mark.parametrize(("B", "window"), [(2, 512), (2, 1024), (4, 2048), (8, 1024), (1, 4096)])
-def test_attention_in_a_window_keeps_the_multiprocessors_busy(B: int, window: int) -> None:
-    for kernel in ("attention_forward", "attention_dq", "attention_dkv"):
-        work = work_of_blocks(kernel, grids(B, window=window)[kernel], window)
+def test_attention_in_a_window_keeps_the_multiprocessors_busy(
+    B: int, window: int, warpgroups: bool
+) -> None:
+    for kernel, tile in table(warpgroups).items():
+        work = work_of_blocks(kernel, tile, grids(B, warpgroups, window=window)[kernel], window)
         assert efficiency(work) >= 0.97, kernel
 
 
 def test_kernels_learn_their_tile_from_where_it_is_counted_here() -> None:
-    for source in ("attention", "attention_mma"):
+    for source in ("attention", "attention_mma", "attention_wgmma"):
         text = sources.text_of(f"{source}.cu")
         assert "blockIdx.z" not in text and "gridDim" not in text
         assert text.count("query_tile()") == 2 and text.count("key_tile()") == 1

@@ -12,6 +12,7 @@ from accel.verify import check_module
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice
 from tests.helpers.cuda_cases import (
+    KEY,
     attention_by_the_rule,
     attention_cases,
     by_the_rule,
@@ -27,6 +28,13 @@ MMA_WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
 MMA_CASES = [*attention_cases(MMA_WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
 WHOLE_CASES = [*attention_cases(((128, 72),)), *long_attention_cases(((64, 64),))]
 SMALL_CASES = [*long_attention_cases(((128, 128),))]
+# Hopper's kernels: one case of each way to compile them, and pipelines; the rest with -m slow
+QUICK = ("128, dv = 72, everything", "128, long", "128, dv = 128, window", "64, long causal", "few")
+SLOW = pytest.mark.slow
+HOPPER_CASES = [
+    pytest.param(case, id=case[1], marks=[] if any(q in case[1] for q in QUICK) else [SLOW])
+    for case in MMA_CASES
+]
 CASES = [*cases(), *attention_cases(((5, 7),))]
 
 
@@ -34,6 +42,12 @@ CASES = [*cases(), *attention_cases(((5, 7),))]
 def shims() -> dict[str, ShimDevice]:
     """One device for each order: compiled kernels are kept."""
     return {order: ShimDevice(order, early=order == "reverse") for order in ORDERS}
+
+
+@pytest.fixture(scope="module")
+def hoppers() -> dict[str, ShimDevice]:
+    """The same, with wgmma."""
+    return {order: ShimDevice(order, early=order == "reverse", warpgroups=True) for order in ORDERS}
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +97,18 @@ def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_so_does_attention_by_warpgroups(case: Any, hoppers: dict[str, ShimDevice]) -> None:
+    test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(case, hoppers)
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES[4:5] + WHOLE_CASES[-7:-6], ids=lambda case: case[1])
+def test_so_do_warpgroups_that_walk_over_a_group_of_heads(
+    case: Any, hoppers: dict[str, ShimDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_so_do_blocks_that_walk_over_a_group_of_heads(case, hoppers, monkeypatch)
+
+
 @pytest.mark.parametrize("case", SMALL_CASES, ids=[what for _, what, _, _ in SMALL_CASES])
 def test_attention_keeps_to_the_rule_where_a_block_has_99_kib(case: Any) -> None:
     small = ShimDevice("shuffled", shared_limit=99 * 1024)
@@ -102,17 +128,33 @@ def test_tiles_are_as_large_as_the_device_s_shared_memory_allows(
     def record(source: str, kernel: str, grid: Any, threads: int, shared: int, **more: Any) -> None:
         launched[kernel] = (more.get("HEAD"), more.get("KEYS"), shared)
 
-    for kib, keys in ((99, 32), (163, 64), (227, 64)):
-        devices.use(ShimDevice(shared_limit=kib * 1024))
+    def sizes(**options: Any) -> dict[str, Any]:
         x = ops_bf16.from_numpy(np.zeros((1, 2, 1, 128), np.float32), activation=True)
         with monkeypatch.context() as patch:
             patch.setattr(attention, "launch", lambda *a, **k: record(*a, *[0] * (5 - len(a)), **k))
-            out, cache = ops_bf16.attention_forward(x, x, x)
+            out, cache = ops_bf16.attention_forward(x, x, x, **options)
             ops_bf16.attention_backward(out, cache)
-        assert launched["attention_forward"][:2] == (128, 64)
-        assert launched["attention_dq"] == (128, keys, 1024 * (96 if keys == 32 else 128))
-        assert launched["attention_dkv"] == (128, 64, 96 * 1024 + 512)
-        assert max(shared for _, _, shared in launched.values()) <= kib * 1024
+        assert launched.pop("attention_delta") == (None, None, 0)
+        return launched
+
+    for kib, keys in ((99, 32), (163, 64), (227, 64)):
+        devices.use(ShimDevice(shared_limit=kib * 1024))
+        assert sizes() == {
+            "attention_forward": (128, 64, 96 * 1024),
+            "attention_dq": (128, keys, 1024 * (96 if keys == 32 else 128)),
+            "attention_dkv": (128, 64, 96 * 1024 + 512),
+        }
+    devices.use(ShimDevice(warpgroups=True))
+    assert sizes() == {
+        "attention_forward": (128, 128, 160 * 1024),
+        "attention_dq": (128, 128, 144 * 1024),
+        "attention_dkv": (128, 128, 160 * 1024 + 1536),
+    }
+    assert sizes(dropout_p=0.5, dropout_key=KEY) == {  # registers for half as many rows
+        "attention_forward": (128, 64, 96 * 1024),
+        "attention_dq": (128, 64, 144 * 1024),
+        "attention_dkv": (128, 64, 112 * 1024 + 768),
+    }
 
 
 def test_heads_too_wide_for_the_device_are_refused_in_a_sentence() -> None:

@@ -23,7 +23,7 @@ SMALLER = ("sm_86", "sm_89", "sm_120")  # 99 KiB of shared memory, so attention 
 
 
 def attention_variant(head: int, keys: int, options: int) -> Defines:
-    """Return the macros of attention_mma.cu with all options on or off."""
+    """Return the macros of attention on tensor cores with all options on or off."""
     rules = dict.fromkeys(("MASKED", "ALIBI", "DROPOUT"), options)
     return {"BF16": 1, "HEAD": head, "KEYS": keys, **rules}
 
@@ -35,12 +35,15 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             if source == "attention_mma":
                 for head, options in product((64, 128), (0, 1)):
                     yield architecture, source, attention_variant(head, 64, options)
-            else:
+            elif source != "attention_wgmma":
                 yield from ((architecture, source, {"BF16": bf16}) for bf16 in (0, 1))
     for architecture in SMALLER:
         yield architecture, "attention_mma", attention_variant(128, 32, 1)
     yield "sm_86", "attention_mma", attention_variant(128, 32, 0)
     yield "sm_120", "norm", {"BF16": 1}
+    for head, (options, keys) in product((64, 128), ((0, 128), (1, 64))):
+        yield "sm_90a", "attention_wgmma", attention_variant(head, keys, options)
+    yield "sm_90a", "attention_wgmma", attention_variant(128, 128, 0) | {"MASKED": 1}
 
 
 VARIANTS = list(variants())
@@ -60,7 +63,7 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(
             f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt "
             f"{u.shared:6} B shared"
         )
-        assert (u.spills, u.stack) == (0, 0), u
+        assert (u.spills, u.stack, u.serial) == (0, 0, False), u
 
 
 def test_a_stack_is_seen() -> None:
@@ -77,6 +80,25 @@ KERNEL stacked(float* x, int n) {
     assert usage.stack >= 256
 
 
+def test_products_that_the_assembler_serializes_are_seen() -> None:
+    text = sources.text_of("device.cuh") + sources.text_of("warpgroup.cuh")
+    text += """
+KERNEL touched(float* y, u64 tile) {
+    float d[8][4] = {};
+    wgmma_fence();
+    wgmma_rows(d, tile, tile, true);
+    TOUCH
+    wgmma_rows(d, tile, tile, true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int n = 0; n < 8; ++n)
+        for (int i = 0; i < 4; ++i) y[n * 4 + i] = d[n][i];
+}"""
+    for touch, serial in (("", False), ("for (int i = 0; i < 4; ++i) d[0][i] += y[i];", True)):
+        (usage,) = compile_kernels(text.replace("TOUCH", touch), "touched", "sm_90a", {})[1]
+        assert usage.serial == serial
+
+
 def test_sources_and_files_agree() -> None:
     on_disk = {path.stem for path in sources.FOLDER.glob("*.cu")}
     assert on_disk == set(sources.SOURCES)
@@ -88,7 +110,8 @@ def test_no_kernel_includes_a_header_or_adds_floats_atomically() -> None:
     for source in sources.SOURCES:
         for name, text in sources.parts(source).items():
             includes = [line for line in text.splitlines() if line.startswith("#include")]
-            assert includes == (['#include "shim.h"'] if name == "device.cuh" else []), name
+            header = {"device.cuh": "shim", "warpgroup.cuh": "warpgroup"}.get(name)
+            assert includes == ([f'#include "{header}.h"'] if header else []), name
             assert "atomic" not in text.replace("no float atomics", "").replace(
                 "Without atomics", ""
             ).replace("no atomics", ""), name

@@ -46,7 +46,7 @@ OPS_OF = {
 
 def runs(source: str) -> Iterator[tuple[Any, str, Any]]:
     """Yield (module, dtype, case) of everything that runs a kernel file."""
-    if source == "attention_mma":
+    if source in ("attention_mma", "attention_wgmma"):
         for case in (*attention_cases(((64, 64),)), *long_attention_cases(((64, 64),))):
             yield ops_bf16, "bf16", case
     elif source == "attention":
@@ -68,7 +68,13 @@ def caught(
 ) -> str | None:
     """Return how a bug in ``file`` shows when the cases of ``source`` run, or None."""
     shims = [
-        ShimDevice(order, early=order == "reverse", edits={file: [(old, new)]}) for order in orders
+        ShimDevice(
+            order,
+            early=order == "reverse",
+            edits={file: [(old, new)]},
+            warpgroups=source == "attention_wgmma",
+        )
+        for order in orders
     ]
     for i, shim in enumerate(shims):
         shim.launches += [""] * i  # their number is the seed of "shuffled"
@@ -313,6 +319,83 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "",
         "",
     ),
+    "products that do not see what has landed": (
+        "attention_wgmma",
+        "    fence_async();\n",
+        "",
+        "long causal",
+    ),
+    "keys overwritten while dq reads them": (
+        "attention_wgmma:attention_dq",
+        "key == tk + 2 * stage ?",
+        "key == tk + stage ?",
+        "long causal",
+    ),
+}
+
+# More of them, of the kernels by warpgroups: with -m slow.
+ALSO: dict[str, tuple[str, str, str, str]] = {
+    "no rescaling of what a warpgroup has": (
+        "attention_wgmma:attention_forward",
+        "            rescale(o, shrink);\n",
+        "",
+        "long causal",
+    ),
+    "scores taken before they are there": (
+        "attention_wgmma:attention_forward",
+        "            wgmma_wait<1>();  // the next scores\n",
+        "",
+        "long causal",
+    ),
+    "scores of the tile before": (
+        "attention_wgmma:attention_forward",
+        "ask_rows(s, own, tk + (turn ^ 1) * stage)",
+        "ask_rows(s, own, tk + turn * stage)",
+        "long causal",
+    ),
+    "the last values forgotten": (
+        "attention_wgmma:attention_forward",
+        "        landed();  // the last values\n        wgmma_fence();\n"
+        "        ask_columns(o, p, tv + turn * stage);\n",
+        "        landed();\n        wgmma_fence();\n",
+        "long causal",
+    ),
+    "probabilities packed while the last ones are read": (
+        "attention_wgmma:attention_forward",
+        "            wgmma_wait<0>();\n            rescale(o, shrink);\n            pack(p, s);\n",
+        "            pack(p, s);\n            wgmma_wait<0>();\n            rescale(o, shrink);\n",
+        "long causal",
+    ),
+    "dp read before it is there": (
+        "attention_wgmma:attention_dkv",
+        "if (!DROPOUT) wgmma_wait<1>();  // dp",
+        "",
+        "long causal",
+    ),
+    "two stages where three are read": (
+        "attention_wgmma:attention_dkv",
+        "const int next_turn = turn == 2 ? 0 : turn + 1;",
+        "const int next_turn = turn == 1 ? 0 : turn + 1;",
+        "long causal",
+    ),
+    "both warpgroups on the same rows": (
+        "attention_wgmma:attention_dq",
+        "uniform(threadIdx.x / 128) * 64 * 128",
+        "0u",
+        "causal",
+    ),
+    "a left operand's registers in another order": (
+        "attention_wgmma",
+        "from[2 * k + i / 2][i % 2 * 2], from",
+        "from[2 * k + i % 2][i / 2 * 2], from",
+        "causal",
+    ),
+    "dropout of dv forgotten": (
+        "attention_wgmma:attention_dkv",
+        "s[n][i] = pi * kept;",
+        "s[n][i] = pi;",
+        "everything",
+    ),
 }
 
 
@@ -330,9 +413,11 @@ def planted(where: str, old: str, new: str) -> tuple[str, str, str, str]:
     return source, file, text if kernel else old, text.replace(old, new) if kernel else new
 
 
-@pytest.mark.parametrize("name", FEARED)
+@pytest.mark.parametrize(
+    "name", [*FEARED, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO)]
+)
 def test_a_feared_bug_is_caught(name: str) -> None:
-    where, old, new, only = FEARED[name]
+    where, old, new, only = (FEARED | ALSO)[name]
     how = caught_apart(*planted(where, old, new), only)
     assert how and "g++ refuses" not in how, f"{name}: {how or 'no test sees it'}"
 
@@ -340,10 +425,11 @@ def test_a_feared_bug_is_caught(name: str) -> None:
 def synchronizations() -> Iterator[tuple[str, str, int]]:
     """Yield (source, file, place) of every barrier and wait of the kernels."""
     for source in sources.SOURCES:
-        if source not in (*OPS_OF, "attention", "attention_mma"):
+        if source not in (*OPS_OF, "attention", "attention_mma", "attention_wgmma"):
             continue
         text = sources.text_of(f"{source}.cu")
-        for match in re.finditer(r"^ *(sync_block|sync_warp|copy_wait<\d>)\(\);.*\n", text, re.M):
+        waits = r"sync_block|sync_warp|copy_wait<\d>|landed|fence_async|wgmma_(fence|wait<\d>)"
+        for match in re.finditer(rf"^ *({waits})\(\);.*\n", text, re.M):
             yield source, f"{source}.cu", match.start()
 
 

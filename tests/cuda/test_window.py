@@ -83,8 +83,9 @@ def test_a_window_that_is_no_number_of_positions_is_refused(window: Any) -> None
     [
         (ops, 5, 160, (64, 80), (64, 96), (16, 32), 33),
         (ops_bf16, 64, 384, (128, 256), (128, 256), (32, 64), 65),
+        ("hopper", 64, 640, (256, 384), (256, 384), (64, 128), 65),
     ],
-    ids=["float32", "bf16"],
+    ids=["float32", "bf16", "bf16 by warpgroups"],
 )
 def test_what_lies_outside_the_window_is_not_read(
     module: Any,
@@ -101,6 +102,9 @@ def test_what_lies_outside_the_window_is_not_read(
     ``queries`` and ``keys`` are one block of the kernels that own them, ``steps`` the queries and
     keys of a tile that they walk over.
     """
+    if module == "hopper":
+        module = ops_bf16
+        devices.use(ShimDevice(warpgroups=True))
     q, k, v, dout = normal(*[(1, T, 1, d)] * 4)
     options = {"causal": causal, "window": window}
     clean = run(module, q, k, v, dout, **options)

@@ -63,6 +63,8 @@ class ShimDevice:
         More kernel sources, name -> text.
     shared_limit : int
         Bytes of shared memory that a block can have: 227 KiB on Hopper, 99 KiB on RTX 30, 40, 50.
+    warpgroups : bool
+        Whether there is wgmma, as on Hopper.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class ShimDevice:
         edits: Edits | None = None,
         extra: Mapping[str, str] | None = None,
         shared_limit: int = 227 * 1024,
+        warpgroups: bool = False,
     ):
         self.order = order
         self.shared_limit = shared_limit
+        self.warpgroups = warpgroups
         self.early = early
         self.edits = dict(edits or {})
         self.extra = dict(extra or {})
@@ -359,7 +363,8 @@ def build(text: str, name: str, defines: Mapping[str, int], *, strict: bool = Tr
         "-",
     ]
     hashed = hashlib.sha256("\0".join([*command, text]).encode())
-    hashed.update((HERE / "shim.h").read_bytes())
+    for header in sorted(HERE.glob("*.h")):
+        hashed.update(header.read_bytes())
     path = cache() / f"{name}-{hashed.hexdigest()[:20]}.so"
     if not path.exists():
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")

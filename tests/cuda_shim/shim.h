@@ -91,6 +91,12 @@ inline uint64_t barrier_generation;
 inline unsigned char* shared;
 inline size_t shared_bytes;
 inline bool early_copies;
+inline uint64_t blocks_run;
+// of each warp: groups of wgmma products that it has not waited for (warpgroup.h)
+inline std::vector<int> products_flying;
+// of each 16 bytes of shared memory: 1 + the thread whose cp.async has filled them, until it has passed
+// a fence for what products read
+inline std::vector<uint32_t> unfenced;
 inline std::string failure;
 
 // ---- switching ------------------------------------------------------------------------------
@@ -147,6 +153,8 @@ inline void entry() {
                               barrier_line);
     if (!current->open.empty() || !current->groups.empty())
         fail("a thread ends with asynchronous copies that nobody waited for");
+    if (products_flying[current->index / 32])
+        fail("a thread ends with products that its warp has not waited for");
     current->done = true;
     ++n_done;
     for (;;) to_scheduler();
@@ -205,6 +213,12 @@ inline void in_shared(uint32_t address, uint32_t bytes, const char* what) {
 inline void land(const Copy& copy) {
     if (copy.valid) memcpy(shared + copy.to, copy.from, copy.bytes);
     else memset(shared + copy.to, 0, copy.bytes);
+    unfenced[copy.to / 16] = current->index + 1;
+}
+
+inline void fence_own_copies() {
+    for (uint32_t& thread : unfenced)
+        if (thread == current->index + 1) thread = 0;
 }
 
 inline void land_groups(size_t still_flying) {
@@ -255,6 +269,9 @@ inline void run_block(int order, uint64_t& random) {
     warps.assign(block_size / 32, Warp());
     barrier_arrived = 0;
     n_done = 0;
+    products_flying.assign(block_size / 32, 0);
+    ++blocks_run;
+    unfenced.assign(shared_bytes / 16 + 1, 0);
     for (unsigned i = 0; i < block_size; ++i) start(fibers[i], i);
     std::vector<unsigned> warp_turn = arrange(block_size / 32, order, random);
     const std::vector<unsigned> lane_turn = arrange(32, order, random);
@@ -434,6 +451,14 @@ inline float shuffle_xor(float x, int mask) {
         float all[32];
         for (int i = 0; i < 32; ++i) all[i] = *(const float*)warp.in[i ^ mask];
         for (int i = 0; i < 32; ++i) *(float*)warp.out[i] = all[i];
+    });
+    return out;
+}
+
+inline uint32_t uniform(uint32_t x) {
+    uint32_t out;
+    shim::collective(200, &x, &out, [](shim::Warp& warp) {
+        for (int i = 0; i < 32; ++i) *(uint32_t*)warp.out[i] = *(const uint32_t*)warp.in[0];
     });
     return out;
 }
