@@ -66,15 +66,20 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         **({"general.quantization_version": 2} if kind == "Q8_0" else {}),
         **{name: value for name, value in family.describe(config).items() if "." in name},
     }
+    notes = []
     if weights.tokenizer is None:
         keys["tokenizer.ggml.model"] = "no_vocab"
     else:
         tokenizer = load_tokenizer(weights.tokenizer, weights.manifest.tokenizer_sha256)
         keys |= gguf_keys(tokenizer, config, str(weights.path))
+        if tokenizer.vocabulary.nfc:
+            notes.append(
+                "llama.cpp does not bring text to NFC, as this tokenizer does: text in another "
+                "form gets other ids there"
+            )
     tensors = family.tensors(config)
     scaled = rope.divisors(config)
     kinds = {tensor.name: _kind_of(tensor, kind) for tensor in tensors}
-    notes = []
     if kind == "Q8_0":
         kept = [name for name in kinds if kinds[name] == "F16"]
         if kept:

@@ -30,6 +30,7 @@ from tests.helpers.weights import (
     write_random,
 )
 from tokenizer import Tokenizer, train_from_iterator
+from tokenizer.patterns import QWEN2 as QWEN2_PATTERN
 
 
 def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, bytes]:
@@ -453,6 +454,25 @@ def test_the_tokenizer_and_its_special_ids_travel_along(
     words = ["eval", str(tmp_path / "back"), str(tmp_path / "data" / "train")]
     assert cli.main([*words, "--backend", "reference", "--windows", "4"]) == 0
     assert "perplexity" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_not_lossless_says_so_on_its_way(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nfc = Tokenizer(replace(tokenizer.vocabulary, nfc=True, pattern=QWEN2_PATTERN))
+    write_random(tmp_path / "mine", replace(QWEN2, vocab_size=330), nfc)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    assert "NFC" not in capsys.readouterr().out  # it goes along
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
+    assert "this tokenizer is not lossless: it brings text" in capsys.readouterr().out
+    back = checkpoint.load_model(tmp_path / "back", "reference")
+    assert back.tokenizer is not None and Tokenizer.load(back.tokenizer).sha256 == nfc.sha256
+    assert cli.main(["export", str(tmp_path / "back"), str(tmp_path / "m.gguf")]) == 0
+    assert "llama.cpp does not bring text to NFC" in capsys.readouterr().out
+    (tmp_path / "a.txt").write_text("cafe\u0301 " * 20)
+    words = ["--tokenizer", str(back.tokenizer), "-o", str(tmp_path / "data"), "--heldout", "0"]
+    assert cli.main(["pack", str(tmp_path / "a.txt"), *words, "--processes", "1"]) == 0
+    assert "this tokenizer is not lossless" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_cannot_come_along_may_be_left(
