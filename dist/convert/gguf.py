@@ -306,7 +306,7 @@ def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -
         "ffn_bias": "blk.0.ffn_up.bias" in stored,
     }
     divided, base = stored.get(rope.GGUF_TENSOR), keys.get(f"{arch}.rope.freq_base", 10_000.0)
-    if divided is not None and isinstance(base, float) and 0 < base < math.inf:
+    if divided is not None and isinstance(base, int | float) and 0 < base < math.inf:
         if len(divided.shape) != 1 or divided.shape[0] > 1 << 20:
             raise ValueError(f"{rope.GGUF_TENSOR} has shape {divided.shape[:8]}")
         said[rope.GGUF_SAID] = rope.scaling_of(divided.rows(0, divided.shape[0]), base)

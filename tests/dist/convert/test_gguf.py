@@ -364,6 +364,20 @@ def test_older_files_without_a_vocab_size_are_read(
     assert Weights(tmp_path / "back").config == LLAMA
 
 
+def test_a_base_written_as_a_whole_number_scales_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "mine", LLAMA3)
+    family = gguf.choose(gguf.GGUF, LLAMA3, "GGUF")
+    described = {**family.describe(LLAMA3), "llama.rope.freq_base": 10_000}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(family), "describe", lambda self, config: described)
+        patch.setattr(gguf, "choose", lambda *given: family)
+        assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
+    assert Weights(tmp_path / "back").config == LLAMA3
+
+
 def header_of(n_tensors: int, n_keys: int, rest: bytes = b"", version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, n_tensors, n_keys) + rest
 
