@@ -317,6 +317,8 @@ def _pack(
         report(remark)
     encoder = Encoder(settings)
     tokenizer = encoder.tokenizer
+    if tokenizer.loss:
+        report(tokenizer.loss)
     journal = _begin(out, fingerprint(files, settings, tokenizer.sha256), report)
     counts = journal.counts
     writers = {

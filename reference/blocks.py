@@ -140,7 +140,11 @@ def rope_forward(
     if run.config.position != "rope":
         return x, None
     return run.ops.rope_forward(
-        x, base=run.config.rope_base, start=start, rotate_heads=rotate_heads
+        x,
+        base=run.config.rope_base,
+        start=start,
+        rotate_heads=rotate_heads,
+        scaling=run.config.rope_scaling,
     )
 
 

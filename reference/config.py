@@ -7,6 +7,8 @@ import dataclasses
 import sys
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from reference.types import RopeScaling
+
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post"]
 Position = Literal["rope", "learned", "sinusoidal", "alibi", "none"]
@@ -25,6 +27,7 @@ Count = Annotated[int, Range(1, 2**31 - 1, "a positive integer below 2^31")]  # 
 Width = Annotated[int, Range(1, 1 << 20, "a positive integer up to 2^20")]
 Depth = Annotated[int, Range(1, 10_000, "a positive integer up to 10,000")]
 Rate = Annotated[float, Range(0, 1 - 2**-53, "a probability in [0, 1)")]
+Factor = Annotated[float, Range(1, sys.float_info.max, "a number >= 1")]
 Positive = Annotated[float, Range(sys.float_info.min, sys.float_info.max, "a positive number")]
 
 
@@ -47,12 +50,17 @@ class Config:
     d_ff: Width  # F, hidden width of the feed-forward
     context_length: Count  # the longest T
     rope_base: Positive = 500_000.0  # read when position is "rope"
+    rope_factor: Factor = 1.0  # Llama 3's scaling: slow pairs turn this much more slowly; 1: none
+    rope_low_freq_factor: Positive = 1.0  # turns in the original context up to which a pair is slow
+    rope_high_freq_factor: Positive = 4.0  # turns from which on a pair keeps its frequency
+    rope_original_context: Count = 8192  # tokens of the context before it was stretched
     norm_eps: Positive = 1e-5  # ε, inside the root
     norm: Norm = "rmsnorm"  # of the residual stream
     norm_placement: NormPlacement = "pre"  # post has no final norm: the last block ends in one
     position: Position = "rope"  # how a token's place is told
     ffn: FeedForward = "swiglu"  # its activation, which decides whether there is a gate
     attn_bias: bool = False  # on the projections into and out of attention
+    qkv_bias: bool = False  # on those into attention alone (Qwen2)
     ffn_bias: bool = False  # on the projections of the feed-forward
     head_bias: bool = False  # on the logits
     qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE (Qwen3)
@@ -82,6 +90,17 @@ class Config:
                 "position 'sinusoidal' pairs sines with cosines, so d_model must be even, "
                 f"got {self.d_model}"
             )
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"rope_low_freq_factor ({self.rope_low_freq_factor}) must be below "
+                f"rope_high_freq_factor ({self.rope_high_freq_factor}): between them the frequency "
+                "goes over from one that is divided by rope_factor to one that is kept"
+            )
+        if self.attn_bias and self.qkv_bias:
+            raise ValueError(
+                "attn_bias and qkv_bias are both true: attn_bias has a bias on q, k and v already, "
+                "so leave one of them out"
+            )
         windows = self.window if isinstance(self.window, tuple) else (self.window,)
         for w in windows:
             if not isinstance(w, int) or isinstance(w, bool) or not 0 <= w < 2**31:
@@ -98,6 +117,15 @@ class Config:
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: no limit."""
         return self.window[layer] if isinstance(self.window, tuple) else self.window
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """Llama 3's scaling of RoPE, if the model has it."""
+        if self.position != "rope" or self.rope_factor == 1:
+            return None
+        low, high = float(self.rope_low_freq_factor), float(self.rope_high_freq_factor)
+        original = float(self.rope_original_context)
+        return RopeScaling(float(self.rope_factor), low, high, original)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, in order: what a checkpoint or TOML table holds."""

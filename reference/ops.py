@@ -38,10 +38,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from reference.boundary import Rules, mathematics, offer
-from reference.contract import Dims, Op, Operand, flag, integer, number, passed, positions, table
+from reference.contract import (
+    Dims,
+    Op,
+    Operand,
+    Option,
+    flag,
+    integer,
+    number,
+    passed,
+    positions,
+    table,
+)
 from reference.memory import memory as memory
 from reference.philox import check_counters
-from reference.types import Array, Dropout, DropoutKey
+from reference.types import Array, Dropout, DropoutKey, RopeScaling
 from reference.visibility import Visibility
 
 EMBEDDING_SITE = 0
@@ -80,6 +91,23 @@ def _parts(op: str, dims: Dims, x: Array, *, heads: Any) -> Any:
             f"{op}: heads {heads} must add up to the head axis of x (B, T, H, d), got x {x.shape}"
         )
     return (x,), {"heads": tuple(int(n) for n in heads)}
+
+
+def _scaling(op: str, value: Any, dims: Dims) -> RopeScaling | None:
+    """Return RoPE's scaling as Python's numbers; they must make sense together."""
+    if value is None:
+        return None
+    try:
+        taken = RopeScaling(*map(float, value))
+    except (TypeError, ValueError):
+        taken = RopeScaling(*[math.nan] * 4)
+    factor, low, high, original = taken
+    if not (1 <= factor < math.inf and 0 < low < high < math.inf and 0 < original < math.inf):
+        raise ValueError(
+            f"{op} must be (factor >= 1, low_freq_factor > 0, high_freq_factor above that, "
+            f"original_context > 0), or None, got {value!r}"
+        )
+    return taken
 
 
 def _dropout(op: str, dims: Dims, x: Array, *, p: float, key: DropoutKey | None) -> Any:
@@ -214,6 +242,7 @@ OPS: dict[str, Op] = {
                 number("base", above=0),
                 positions("start", 0),
                 integer("rotate_heads", None, at_most="H"),
+                Option("scaling", _scaling, "a RopeScaling (Llama 3's) or None", None),
             ),
             "B T H 2j",
         ),

@@ -72,8 +72,10 @@ def attention_specs(config: Config, name: str, residual_std: float) -> list[Para
         weight(f"{name}.wqkv", (config.d_model, fused)),
         weight(f"{name}.wo", (out_of, config.d_model), residual_std),
     ]
+    if config.attn_bias or config.qkv_bias:
+        specs.append(bias(f"{name}.bqkv", fused))
     if config.attn_bias:
-        specs += [bias(f"{name}.bqkv", fused), bias(f"{name}.bo", config.d_model)]
+        specs.append(bias(f"{name}.bo", config.d_model))
     if config.qk_norm:
         specs += [ParamSpec(f"{name}.{norm}.gain", (d,), 0.0, 1.0) for norm in ("q_norm", "k_norm")]
     return specs
@@ -88,12 +90,10 @@ def cross_attention_specs(config: Config, name: str, residual_std: float) -> lis
         weight(f"{name}.wkv", (config.d_model, kv_width)),
         weight(f"{name}.wo", (q_width, config.d_model), residual_std),
     ]
+    if config.attn_bias or config.qkv_bias:
+        specs += [bias(f"{name}.bq", q_width), bias(f"{name}.bkv", kv_width)]
     if config.attn_bias:
-        specs += [
-            bias(f"{name}.bq", q_width),
-            bias(f"{name}.bkv", kv_width),
-            bias(f"{name}.bo", config.d_model),
-        ]
+        specs.append(bias(f"{name}.bo", config.d_model))
     return specs
 
 

@@ -38,6 +38,15 @@ class Dropout(NamedTuple):
     key: DropoutKey
 
 
+class RopeScaling(NamedTuple):
+    """How Llama 3 stretches RoPE to a context longer than it was trained with: see ``rope.py``."""
+
+    factor: float  # by which slow pairs turn more slowly, >= 1
+    low_freq_factor: float  # turns in the original context up to which a pair is slow, > 0
+    high_freq_factor: float  # turns from which on a pair keeps its frequency, > low_freq_factor
+    original_context: float  # tokens, > 0
+
+
 class KVCache(NamedTuple):
     """Keys and values of the tokens seen so far, layer by layer, written by ``write_kv``."""
 

@@ -195,6 +195,8 @@ def info(argv: Sequence[str]) -> int:
     print(f"ids             {tokenizer.n_vocab:,} ({tokenizer.dtype})")
     print(f"merges          {_n_merges(tokenizer):,}")
     print(f"pattern         {vocabulary.pattern}   (cut by {machine})")
+    if tokenizer.loss:
+        print(f"loss            {tokenizer.loss}")
     print("special tokens")
     for name, i in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1]):
         print(f"  {i:>8}  {name}")
@@ -240,6 +242,8 @@ def export(argv: Sequence[str]) -> int:
             f"pat_str={tokenizer.vocabulary.pattern!r}\n"
             f"special_tokens={tokenizer.special_tokens!r}"
         )
+        if tokenizer.vocabulary.nfc:
+            print("and bring every text to NFC first: unicodedata.normalize('NFC', text)")
     return 0
 
 
@@ -271,6 +275,8 @@ def import_(argv: Sequence[str]) -> int:
         parser.error("FILE must end in .json or .tiktoken, which says the format")
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
+    if tokenizer.loss:
+        print(tokenizer.loss)
     return 0
 
 

@@ -2,7 +2,7 @@ r"""The tokenizer file: one small file, no pickle, the same bytes on every machi
 
 ::
 
-    MyLLM tokenizer 1\n                     name and version of the format
+    MyLLM tokenizer 1\n                     name and version of the format; 2: text becomes NFC
     {"merges": ..., "pattern": ..., ...}\n   header: JSON on one line, keys sorted
     sections                                arrays, little-endian, as the header lists them
     SHA-256 of all bytes above              32 bytes
@@ -26,7 +26,7 @@ from tokenizer.files import read_json, replace_durably
 from tokenizer.vocabulary import Id, Vocabulary, check_size
 
 NAME = b"MyLLM tokenizer "
-VERSION = 1
+PLAIN, NFC = b"1", b"2"  # versions: of a tokenizer that takes text as it is, or in that form
 _DIGEST = 32
 
 
@@ -81,7 +81,7 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
         "special_tokens": dict(vocabulary.special_tokens),
         "whole_pieces": vocabulary.whole_pieces,
     }
-    data = NAME + str(VERSION).encode() + b"\n"
+    data = NAME + (NFC if vocabulary.nfc else PLAIN) + b"\n"
     data += json.dumps(header, sort_keys=True).encode() + b"\n"
     data += b"".join(array.tobytes() for array in sections)
     return data + hashlib.sha256(data).digest()
@@ -105,9 +105,9 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
         raise ValueError(f"{path} is no tokenizer file of MyLLM{_looks_like(data)}")
     end_of_name = data.find(b"\n", 0, 64)
     version = data[len(NAME) : end_of_name]
-    if version != str(VERSION).encode():
+    if version not in (PLAIN, NFC):
         shown = version[:20].decode("ascii", "replace")
-        raise ValueError(f"{path} has version {shown!r} of the format; known is {VERSION}")
+        raise ValueError(f"{path} has version {shown!r} of the format; known are 1 and 2")
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError(f"{path} is damaged: its bytes do not match the hash at its end")
@@ -118,7 +118,7 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
     except ValueError as error:
         raise ValueError(f"{path} has a header that cannot be read: {error}") from None
     try:
-        return _vocabulary_of(header, body[end + 1 :])
+        return _vocabulary_of(header, body[end + 1 :], version == NFC)
     except ValueError as error:
         raise ValueError(f"{path} holds no valid vocabulary: {error}") from None
 
@@ -139,7 +139,7 @@ def _sections_of(header: _Header, data: bytes) -> _Sections:
     return _Sections(*arrays)
 
 
-def _vocabulary_of(header: _Header, data: bytes) -> Vocabulary:
+def _vocabulary_of(header: _Header, data: bytes, nfc: bool) -> Vocabulary:
     sections = _sections_of(header, data)
     byte_ids = sections.byte_ids.tolist()
     if len(byte_ids) != 256:
@@ -175,6 +175,7 @@ def _vocabulary_of(header: _Header, data: bytes) -> Vocabulary:
         header.pattern,
         UnicodeClasses(sections.class_starts, sections.class_values),
         header.whole_pieces,
+        nfc,
     )
     if vocabulary.n_vocab != header.n_vocab:
         raise ValueError(f"it says n_vocab = {header.n_vocab}, but has {vocabulary.n_vocab}")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -78,6 +78,7 @@ def unspelled(
     special_tokens: Mapping[str, int],
     pattern: str,
     whole_pieces: bool,
+    nfc: bool = False,
 ) -> Vocabulary:
     """Return the vocabulary of tokens and merges in printable characters.
 
@@ -87,7 +88,7 @@ def unspelled(
         Token -> id, with or without the special ones.
     merges : sequence
         Pairs of tokens, or "a b".
-    special_tokens, pattern, whole_pieces
+    special_tokens, pattern, whole_pieces, nfc
         As in ``Vocabulary``.
 
     Raises
@@ -114,6 +115,7 @@ def unspelled(
         pattern,
         installed_classes(),
         whole_pieces,
+        nfc,
     )
 
 
@@ -167,7 +169,7 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
             }
             for name, i in sorted(vocabulary.special_tokens.items(), key=lambda item: item[1])
         ],
-        "normalizer": None,
+        "normalizer": {"type": "NFC"} if vocabulary.nfc else None,
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [split, {**level, "use_regex": False}],
@@ -245,6 +247,16 @@ class _AnyHuggingface(msgspec.Struct):
 class _Added(msgspec.Struct):
     content: str
     id: Id
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _Normalizer(msgspec.Struct):
+    """What is done to text before it is cut, or a sequence of that."""
+
+    type: str
+    normalizers: list["_Normalizer"] = []
 
 
 class _Huggingface(msgspec.Struct):
@@ -253,19 +265,20 @@ class _Huggingface(msgspec.Struct):
     model: _Model
     pre_tokenizer: _Cut
     added_tokens: list[_Added] = []
-    normalizer: Any = None
+    normalizer: _Normalizer | None = None
 
 
 def from_huggingface(path: str | os.PathLike[str]) -> Tokenizer:
     """Read a byte-level BPE ``tokenizer.json``; its added tokens become special tokens.
 
-    What it puts around a text (a post-processor) is left out: ``encode`` adds nothing.
+    What it puts around a text (a post-processor) is left out: ``encode`` adds nothing. A normalizer
+    that makes text NFC is taken along, although it is not lossless (``Tokenizer.loss``).
 
     Raises
     ------
     ValueError
-        If the file is no such tokenizer, or does something to text that loses it (a normalizer, a
-        prefix space).
+        If the file is no such tokenizer, or does something else to text that loses it (another
+        normalizer, a prefix space).
     """
     data = Path(path).read_bytes()
     try:
@@ -288,13 +301,32 @@ def _vocabulary_of(content: _Huggingface) -> Vocabulary:
     for field in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if getattr(model, field):
             raise ValueError(f"the model has {field} = {getattr(model, field)!r}")
-    if content.normalizer:
-        raise ValueError("its normalizer changes text; that is not lossless")
+    nfc = _makes_nfc(content.normalizer)
+    for added in content.added_tokens:
+        if added.lstrip or added.rstrip or added.single_word:
+            raise ValueError(
+                f"its added token {added.content!r} looks at what stands beside it (lstrip, rstrip "
+                "or single_word), which is not known here"
+            )
     specials = {token.content: token.id for token in content.added_tokens}
     if len(specials) < len(content.added_tokens):
         raise ValueError("two added tokens have the same content")
     pattern = _pattern_of(content.pre_tokenizer)
-    return unspelled(model.vocab, model.merges, specials, pattern, model.ignore_merges)
+    return unspelled(model.vocab, model.merges, specials, pattern, model.ignore_merges, nfc)
+
+
+def _makes_nfc(normalizer: _Normalizer | None) -> bool:
+    """Return whether text is made NFC; refuse whatever else may be done to it."""
+    if normalizer is None:
+        return False
+    steps = normalizer.normalizers if normalizer.type == "Sequence" else [normalizer]
+    kinds = [step.type for step in steps]
+    if any(kind != "NFC" for kind in kinds):
+        raise ValueError(
+            f"its normalizer changes text by {' + '.join(map(repr, kinds))}; of those that are not "
+            "lossless, NFC alone is known"
+        )
+    return bool(kinds)
 
 
 def _pattern_of(whole: _Cut) -> str:

@@ -19,6 +19,7 @@ Ten merges of a poem, one by one, and a word that it does not have::
 """
 
 import heapq
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -207,6 +208,22 @@ def encode_symbols(symbols: list[int], ranks: Mapping[Pair, tuple[int, int]]) ->
                 symbols[i : i + 2] = [new]
                 break
     return symbols
+
+
+def composed(data: bytes) -> bytes:
+    """Return bytes with what is text among them in Unicode's normal form C (UAX #15).
+
+    Characters that have several spellings get one: the composed one, and marks in one order. What
+    is assigned keeps its form in all later versions of Unicode.
+    """
+    if data.isascii():
+        return data
+    return CHARACTERS.sub(_composed_run, data)
+
+
+def _composed_run(run: "regex.Match[bytes]") -> bytes:
+    text = run[0].decode("utf-8", "surrogatepass")
+    return unicodedata.normalize("NFC", text).encode("utf-8", "surrogatepass")
 
 
 # --- seen one by one -----------------------------------------------------------------------------

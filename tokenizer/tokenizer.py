@@ -33,7 +33,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Tokenizer:
-    """Turns text into token ids and ids into text, without loss.
+    """Turns text into token ids and ids into text, without loss unless ``loss`` says otherwise.
 
     Make one by ``train_from_iterator``, ``Tokenizer.load``, ``from_huggingface`` or
     ``from_tiktoken``. Calls from several threads are safe, and run at the same time.
@@ -89,6 +89,16 @@ class Tokenizer:
     def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
         """The smaller of uint16 and uint32 that holds every id."""
         return np.dtype(np.uint16) if self.n_vocab <= 1 << 16 else np.dtype(np.uint32)
+
+    @property
+    def loss(self) -> str:
+        """What of a text does not come back, as a sentence; empty: all of it does."""
+        if not self.vocabulary.nfc:
+            return ""
+        return (
+            "this tokenizer is not lossless: it brings text to Unicode's form NFC, so that of two "
+            "spellings of one character (é, or e and an accent) the composed one comes back"
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one id; of a special token, its name."""
@@ -254,6 +264,8 @@ class Tokenizer:
 
     def _encode_parts(self, parts: list[bytes], checked: bool) -> list[Array]:
         """Encode byte strings, in one call of the kernel; ``checked`` ones are whole characters."""
+        if self.vocabulary.nfc:
+            parts = [reference.composed(part) for part in parts]
         if len(parts) == 1:  # a short text is encoded in less time than these arrays take
             starts, part_stops = _ZERO, np.array([len(parts[0])])
             buf = np.frombuffer(parts[0] + _GAP, np.uint8)

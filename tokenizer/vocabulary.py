@@ -60,6 +60,9 @@ class Vocabulary:
         What the pattern's letters, numbers and spaces are.
     whole_pieces : bool
         A piece that is a token becomes that token, whatever the merges say.
+    nfc : bool
+        Text is brought to Unicode's normal form C before it is cut, as Qwen2 has it. That is not
+        lossless: what comes back is composed, e and its accent one character.
 
     Raises
     ------
@@ -73,6 +76,7 @@ class Vocabulary:
     pattern: str
     classes: UnicodeClasses
     whole_pieces: bool = False
+    nfc: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", NAMED.get(self.pattern, self.pattern))
@@ -176,7 +180,7 @@ class Vocabulary:
             and dict(self.special_tokens) == dict(other.special_tokens)
             and self.pattern == other.pattern
             and self.classes == other.classes
-            and self.whole_pieces == other.whole_pieces
+            and (self.whole_pieces, self.nfc) == (other.whole_pieces, other.nfc)
             and (self.merges is None) == (other.merges is None)
             and (self.merges is None or np.array_equal(self.merges, other.merges))  # type: ignore[arg-type]
         )

@@ -29,6 +29,7 @@ from reference.checks import check_float, check_ids, check_shape, check_writable
 from reference.config import Config
 from reference.kv import check_decode
 from reference.params import check_names, decoder_layout
+from reference.rope import frequencies
 from reference.sinusoidal import sinusoidal_table
 from reference.types import KVCache
 
@@ -102,8 +103,8 @@ def decode(
     out = np.empty((batch, config.vocab_size), dtype)
     given = {"x": x, "out": out, "positions": positions}
     if config.position == "rope":
-        d = config.d_head
-        angle = positions[:, None] * config.rope_base ** (-np.arange(0, d, 2) / d)
+        omega = frequencies(config.rope_base, config.d_head, config.rope_scaling)
+        angle = positions[:, None] * omega
         given |= {"cos": np.cos(angle).astype(dtype), "sin": np.sin(angle).astype(dtype)}
     elif config.position == "alibi":
         given["slopes"] = alibi_slopes(config.n_heads, dtype)

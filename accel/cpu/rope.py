@@ -16,6 +16,8 @@ from accel.cpu.kernels import MAP, ROW_PIECE, address, contiguous
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from reference.rope import frequencies
+from reference.types import RopeScaling
 
 Array = npt.NDArray[Any]
 
@@ -57,27 +59,33 @@ def _rope(
 
 
 @functools.lru_cache(maxsize=16)
-def _table(base: float, d_head: int, start: int, length: int, dtype: Any) -> tuple[Array, Array]:
+def _table(
+    base: float, scaling: RopeScaling | None, d_head: int, start: int, length: int, dtype: Any
+) -> tuple[Array, Array]:
     """Return cos and sin (T, d/2) of t·ω_j for positions t = start, start + 1, …."""
-    return _tables(base, d_head, np.arange(start, start + length), dtype)
+    return _tables(frequencies(base, d_head, scaling), np.arange(start, start + length), dtype)
 
 
-def _tables(base: float, d_head: int, position: Array, dtype: Any) -> tuple[Array, Array]:
-    omega = base ** (-np.arange(0, d_head, 2) / d_head)
+def _tables(omega: Array, position: Array, dtype: Any) -> tuple[Array, Array]:
     angle = position[..., None] * omega  # in float64, as 8191·ω in float32 is off by 1e-4
     return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
 
 
 def rope_forward(
-    x: Array, *, base: float, start: int | Array, rotate_heads: int | None
+    x: Array,
+    *,
+    base: float,
+    start: int | Array,
+    rotate_heads: int | None,
+    scaling: RopeScaling | None,
 ) -> tuple[Array, RopeCache]:
     """Return x (B, T, H, d) with the coordinate pairs of its first heads rotated."""
     _, length, n_heads, d_head = x.shape
     if isinstance(start, int):
-        cos, sin = _table(base, d_head, start, length, x.dtype)
+        cos, sin = _table(base, scaling, d_head, start, length, x.dtype)
     else:
         position = np.expand_dims(start, -1) + np.arange(length)
-        cos, sin = _tables(base, d_head, position, x.dtype)
+        cos, sin = _tables(frequencies(base, d_head, scaling), position, x.dtype)
     cache = RopeCache(cos, sin, n_heads if rotate_heads is None else rotate_heads)
     return _rotate(x, cache, 1), cache
 

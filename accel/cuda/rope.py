@@ -11,7 +11,8 @@ import numpy as np
 
 from accel.cuda.arrays import contiguous
 from accel.cuda.device import Device, current, empty, launch
-from reference.types import Array
+from reference.rope import frequencies
+from reference.types import Array, RopeScaling
 
 
 class RopeCache(NamedTuple):
@@ -20,12 +21,17 @@ class RopeCache(NamedTuple):
 
 
 def rope_forward(
-    x: Array, *, base: float, start: int | Array, rotate_heads: int | None
+    x: Array,
+    *,
+    base: float,
+    start: int | Array,
+    rotate_heads: int | None,
+    scaling: RopeScaling | None,
 ) -> tuple[Array, RopeCache]:
     """Return x (B, T, H, d) with its coordinate pairs rotated by their positions."""
     _, length, n_heads, d_head = x.shape
     starts = tuple(int(s) for s in np.atleast_1d(start))
-    table = _table(current(), base, starts, length, d_head)
+    table = _table(current(), base, scaling, starts, length, d_head)
     cache = RopeCache(table, n_heads if rotate_heads is None else rotate_heads)
     return _rotate(x, cache, 1.0), cache
 
@@ -36,10 +42,16 @@ def rope_backward(dout: Array, cache: RopeCache) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(device: Device, base: float, starts: tuple[int, ...], length: int, d_head: int) -> Array:
-    omega = base ** (-np.arange(0, d_head, 2) / d_head)  # (d/2,)
+def _table(
+    device: Device,
+    base: float,
+    scaling: RopeScaling | None,
+    starts: tuple[int, ...],
+    length: int,
+    d_head: int,
+) -> Array:
     position = np.array(starts)[:, None] + np.arange(length)  # (1 or B, T)
-    angle = position[..., None] * omega
+    angle = position[..., None] * frequencies(base, d_head, scaling)
     return device.upload(np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32))
 
 

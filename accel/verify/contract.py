@@ -264,6 +264,8 @@ def other_case(case: Case) -> Case:
     for name, by in steps.items():
         if changed.get(name) is not None:
             changed[name] = changed[name] + by
+    if changed.get("scaling") is not None:
+        changed["scaling"] = changed["scaling"]._replace(factor=changed["scaling"].factor + 1)
     for name in ("key", "dropout_key"):
         if changed.get(name) is not None:
             changed[name] = changed[name]._replace(seed=changed[name].seed ^ 1)

@@ -15,7 +15,7 @@ from accel.verify.contract import Case, contract_parameters
 from accel.verify.like.case import LikeCase
 from reference.config import Config
 from reference.ops import OPS
-from reference.types import Array, DropoutKey
+from reference.types import Array, DropoutKey, RopeScaling
 
 # What NumPy raises for a file that is no .npz, or a damaged one; NotImplementedError is zipfile's
 # answer to a compression or a version of the format that it does not know.
@@ -78,6 +78,8 @@ def options_from_json(text: str) -> dict[str, Any]:
     for name in ("key", "dropout_key"):
         if options.get(name) is not None:
             options[name] = DropoutKey(*options[name])
+    if options.get("scaling") is not None:
+        options["scaling"] = RopeScaling(*options["scaling"])
     for name in ("start", "position"):
         if isinstance(options.get(name), list):
             options[name] = np.array(options[name], np.int64)

@@ -65,8 +65,8 @@ def import_(argv: Sequence[str]) -> int:
     args = parser(
         "import",
         "Make a checkpoint of a model of others: a Hugging Face folder with a Llama, Mistral, "
-        "Qwen3 or GPT-2 (and what is built like them, such as SmolLM), a GGUF file of one, or "
-        "llm.c's checkpoint of a GPT-2.",
+        "Qwen2, Qwen3 or GPT-2 (and what is built like them, such as SmolLM), a GGUF file of one, "
+        "or llm.c's checkpoint of a GPT-2.",
         "myllm import SmolLM2-135M -o smollm && myllm generate smollm --prompt Hello",
     )
     args.add_argument(
@@ -93,4 +93,6 @@ def import_(argv: Sequence[str]) -> int:
     )
     if found.tokenizer is None:
         print("without a tokenizer: the model can be trained, but reads and writes no text")
+    elif found.tokenizer.loss:
+        print(found.tokenizer.loss)
     return 0

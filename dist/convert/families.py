@@ -1,13 +1,16 @@
 """The families of models that others know, each declared once, for both directions.
 
 Hugging Face's names are those of ``transformers``: the classes in ``models/llama``, ``mistral``,
+``qwen2``,
 ``qwen3`` and ``gpt2``. GGUF's are those of llama.cpp: ``gguf-py/gguf/constants.py`` and
 ``src/llama-arch.cpp``. llm.c's arrays are in the order of its ``ParameterTensors``.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from dist.convert import rope
 from dist.convert.mapping import Family, Key, Row, shown
 from reference.config import Config
 
@@ -64,29 +67,6 @@ def _write_llama_heads(config: Config) -> dict[str, Any]:
     return {"num_attention_heads": config.n_heads}
 
 
-def _read_rope_base(found: Mapping[str, Any]) -> Any:
-    """Return RoPE's base: transformers 4 has it by itself, 5 among ``rope_parameters``."""
-    for name in ("rope_scaling", "rope_parameters"):
-        given = found.get(name)
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{name} must be a table, got {shown(given)}")
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{name} is of the kind {shown(kind)}, which is not known here")
-    inner = found.get("rope_parameters") or {}
-    return inner.get("rope_theta", found.get("rope_theta", 10_000.0))
-
-
-def _write_rope_base(config: Config) -> dict[str, Any]:
-    base = config.rope_base
-    return {
-        "rope_theta": base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
-    }
-
-
 def _no_window(config: Config, layer: int) -> bool:
     return config.window_of(layer) % config.context_length == 0
 
@@ -134,7 +114,7 @@ _LLAMA_KEYS = (
     key("d_ff", "intermediate_size"),
     key("context_length", "max_position_embeddings"),
     key("norm_eps", "rms_norm_eps"),
-    Key("rope_base", _read_rope_base, _write_rope_base),
+    *rope.HUGGING_FACE_KEYS,
     key("tied", "tie_word_embeddings", False),
     key("dropout_attention", "attention_dropout", 0.0),
 )
@@ -144,6 +124,7 @@ _LLAMA_ALWAYS = {
     "position": "rope",
     "ffn": "swiglu",
     "attn_bias": False,
+    "qkv_bias": False,
     "ffn_bias": False,
     "head_bias": False,
     "qk_norm": False,
@@ -223,6 +204,16 @@ MISTRAL = Family(
     writes={"hidden_act": "silu"},
     ignored=_LLAMA_IGNORED,
 )
+QWEN2 = Family(
+    name="Qwen2ForCausalLM",
+    says={"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    always={**_without("window"), "qkv_bias": True},
+    keys=(*_LLAMA_KEYS, Key("window", _read_qwen_windows, _write_qwen_windows)),
+    rows=_LLAMA_ROWS,
+    demands=_LLAMA_DEMANDS,
+    writes={"hidden_act": "silu"},
+    ignored=_LLAMA_IGNORED,
+)
 QWEN3 = Family(
     name="Qwen3ForCausalLM",
     says={"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
@@ -245,6 +236,7 @@ _GPT2_ALWAYS = {
     "norm_placement": "pre",
     "position": "learned",
     "attn_bias": True,
+    "qkv_bias": False,
     "ffn_bias": True,
     "head_bias": False,
     "qk_norm": False,
@@ -313,7 +305,7 @@ GPT2 = Family(
     prefix="transformer.",
 )
 
-HUGGING_FACE = (LLAMA, MISTRAL, QWEN3, GPT2)
+HUGGING_FACE = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
 
 # ---- GGUF ----------------------------------------------------------------------------------------
 
@@ -409,11 +401,27 @@ _GGUF_ROWS = (
 GGUF_LLAMA = Family(
     name="llama",
     says={"general.architecture": "llama"},
-    always=_without("attn_bias", "ffn_bias"),
-    keys=(*_gguf_rope_keys("llama"), key("attn_bias", "attn_bias"), key("ffn_bias", "ffn_bias")),
+    always=_without("attn_bias", "qkv_bias", "ffn_bias"),
+    keys=(
+        *_gguf_rope_keys("llama"),
+        *rope.GGUF_KEYS,
+        *(key(name, name) for name in ("attn_bias", "qkv_bias", "ffn_bias")),
+    ),
     rows=_GGUF_ROWS,
     half_split=False,  # llama.cpp turns adjacent coordinates in this architecture alone
     demands=_gguf_demands("llama"),
+    ignored=(re.escape(rope.GGUF_TENSOR),),  # its keys say it
+)
+GGUF_QWEN2 = Family(
+    name="qwen2",
+    says={"general.architecture": "qwen2"},
+    always={**_LLAMA_ALWAYS, "qkv_bias": True},
+    keys=(
+        *_gguf_rope_keys("qwen2"),  # llama.cpp wants the heads to add up to the width here
+        derived("d_head", lambda c: c["qwen2.embedding_length"] // c["qwen2.attention.head_count"]),
+    ),
+    rows=_GGUF_ROWS,
+    demands=_gguf_demands("qwen2"),
 )
 GGUF_QWEN3 = Family(
     name="qwen3",
@@ -454,7 +462,7 @@ GGUF_GPT2 = Family(
     demands=_gguf_demands("gpt2"),
 )
 
-GGUF = (GGUF_LLAMA, GGUF_QWEN3, GGUF_GPT2)
+GGUF = (GGUF_QWEN2, GGUF_LLAMA, GGUF_QWEN3, GGUF_GPT2)
 
 # ---- llm.c ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Family, Tensor, choose, named, shown
 from dist.convert.numbers import BLOCK, Stored, size_of, write_tensor
@@ -65,31 +66,43 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         **({"general.quantization_version": 2} if kind == "Q8_0" else {}),
         **{name: value for name, value in family.describe(config).items() if "." in name},
     }
+    notes = []
     if weights.tokenizer is None:
         keys["tokenizer.ggml.model"] = "no_vocab"
     else:
         tokenizer = load_tokenizer(weights.tokenizer, weights.manifest.tokenizer_sha256)
         keys |= gguf_keys(tokenizer, config, str(weights.path))
+        if tokenizer.vocabulary.nfc:
+            notes.append(
+                "llama.cpp does not bring text to NFC, as this tokenizer does: text in another "
+                "form gets other ids there"
+            )
     tensors = family.tensors(config)
+    scaled = rope.divisors(config)
     kinds = {tensor.name: _kind_of(tensor, kind) for tensor in tensors}
-    notes = []
     if kind == "Q8_0":
         kept = [name for name in kinds if kinds[name] == "F16"]
         if kept:
             notes.append(f"kept as F16, since {BLOCK} does not divide their width: {named(kept)}")
     with new_place(path) as part, part.open("wb") as file:
-        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(keys)))
+        count = len(tensors) + (scaled is not None)
+        file.write(MAGIC + struct.pack("<IQQ", VERSION, count, len(keys)))
         for name, value in keys.items():
             file.write(_string(name) + _value(value))
         at = 0
-        for tensor in tensors:
-            axes = tensor.shape[::-1]
-            file.write(_string(tensor.name))
-            file.write(struct.pack(f"<I{len(axes)}Q", len(axes), *axes))
-            file.write(struct.pack("<IQ", TYPES[kinds[tensor.name]][0], at))
-            size = size_of(math.prod(tensor.shape), kinds[tensor.name])
+        places = [(tensor.name, tensor.shape, kinds[tensor.name]) for tensor in tensors]
+        if scaled is not None:
+            places.insert(0, (rope.GGUF_TENSOR, scaled.shape, "F32"))
+        for name, shape, type_ in places:
+            axes = shape[::-1]
+            file.write(_string(name) + struct.pack(f"<I{len(axes)}Q", len(axes), *axes))
+            file.write(struct.pack("<IQ", TYPES[type_][0], at))
+            size = size_of(math.prod(shape), type_)
             at += size + -size % ALIGNMENT
         _pad(file)
+        if scaled is not None:
+            file.write(scaled.astype("<f4").tobytes())
+            _pad(file)
         ours, parameter = "", None
         for tensor in tensors:  # those of one parameter lie side by side
             if tensor.ours != ours:
@@ -261,7 +274,17 @@ def read(path: Path, *, with_tokenizer: bool) -> Found:
         )
     if keys.get("split.count", 1) not in (0, 1):
         raise ValueError(f"{path} is one of several parts: put them together (gguf-split --merge)")
-    config = family.read({**keys, **_said_by(stored, keys, family.name)}, str(path))
+    try:
+        said = _said_by(stored, keys, family.name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    config = family.read({**keys, **said}, str(path))
+    divided = stored.get(rope.GGUF_TENSOR)
+    if divided is not None and divided.shape != (config.d_head // 2,):
+        raise ValueError(
+            f"{path}: {rope.GGUF_TENSOR} has shape {divided.shape[:8]}, but a head has "
+            f"{config.d_head // 2} pairs"
+        )
     tokenizer = None
     if with_tokenizer and keys.get("tokenizer.ggml.model", "no_vocab") != "no_vocab":
         try:
@@ -278,9 +301,15 @@ def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -
     """Return what a file says by the tensors that it has."""
     said: dict[str, Any] = {
         "tied": "output.weight" not in stored,
-        "attn_bias": "blk.0.attn_q.bias" in stored,
+        "attn_bias": "blk.0.attn_output.bias" in stored,
+        "qkv_bias": "blk.0.attn_q.bias" in stored and "blk.0.attn_output.bias" not in stored,
         "ffn_bias": "blk.0.ffn_up.bias" in stored,
     }
+    divided, base = stored.get(rope.GGUF_TENSOR), keys.get(f"{arch}.rope.freq_base", 10_000.0)
+    if divided is not None and isinstance(base, int | float) and 0 < base < math.inf:
+        if len(divided.shape) != 1 or divided.shape[0] > 1 << 20:
+            raise ValueError(f"{rope.GGUF_TENSOR} has shape {divided.shape[:8]}")
+        said[rope.GGUF_SAID] = rope.scaling_of(divided.rows(0, divided.shape[0]), base)
     table = stored.get("token_embd.weight")
     if f"{arch}.vocab_size" not in keys and table is not None:  # older files leave it out
         said[f"{arch}.vocab_size"] = table.shape[0]

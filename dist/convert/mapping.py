@@ -227,8 +227,14 @@ def _meaning(config: Config) -> dict[str, Any]:
         if len(windows) == 1
         else tuple(config.window_of(i) % most for i in range(config.n_layers))
     )
-    if config.position != "rope":
-        del fields["rope_base"]
+    for name in [name for name in fields if name.startswith("rope_")]:
+        del fields[name]
+    if config.position == "rope":
+        fields["rope_base"] = config.rope_base
+    if config.rope_scaling is not None:  # the original context counts in proportion to the turns
+        factor, low, high, original = config.rope_scaling
+        fields |= {"rope_factor": factor, "rope_low_freq_factor": low / original}
+        fields["rope_high_freq_factor"] = high / original
     return fields
 
 

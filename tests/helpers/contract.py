@@ -44,7 +44,10 @@ def cases(dtype: Any) -> dict[str, tuple[tuple[Array | None, ...], dict[str, Any
         "merge_heads": ((normal(2, 3, 4, 2),), {}),
         "rmsnorm": ((x, normal(6)), {"eps": np.float64(1e-5)}),
         "layernorm": ((x, normal(6), normal(6)), {"eps": np.float64(1e-5)}),
-        "rope": ((normal(2, 3, 4, 2),), {"base": np.float64(1e4), "start": np.array([1, 5])}),
+        "rope": (
+            (normal(2, 3, 4, 2),),
+            {"base": np.float64(1e4), "start": np.array([1, 5]), "scaling": (8, 0.1, 4, 6)},
+        ),
         "attention": (
             (normal(2, 3, 4, 2), normal(2, 3, 2, 2), normal(2, 3, 2, 2), normal(4) ** 2, mask),
             {"scale": np.float64(0.4), "dropout_p": np.float64(0.2), "dropout_key": KEY},
@@ -206,6 +209,11 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         ),
         (lambda: ops.rmsnorm_forward(F, ones(6), eps=-1.0), "eps must be a finite number >= 0"),
         (lambda: ops.layernorm_forward(F, F[0, 0], F[0, 0], eps=np.inf), "eps must be a finite"),
+        (
+            lambda: ops.rope_forward(Q, base=1e4, scaling=(8.0, 4.0, 1.0, 64)),
+            r"rope: scaling must be \(factor >= 1, .* got \(8\.0, 4\.0, 1\.0, 64\)",
+        ),
+        (lambda: ops.rope_forward(Q, base=1e4, scaling=8.0), "scaling must be .* got 8.0"),  # type: ignore[arg-type]
         (lambda: ops.rope_forward(Q, base=0.0), "base must be a finite number > 0"),
         (lambda: ops.rope_forward(Q, base=1e4, start=1.5), "start must be an int"),  # type: ignore[arg-type]
         (lambda: ops.attention_forward(Q, Q, Q, scale=np.nan), "scale must be a finite number"),

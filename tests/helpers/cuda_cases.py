@@ -13,7 +13,7 @@ from accel.tolerance import Closeness, Magnitude, compare, round_bf16
 from accel.verify.contract import Case as VerifyCase
 from accel.verify.contract import expected
 from reference import ops as reference
-from reference.types import Array, DropoutKey
+from reference.types import Array, DropoutKey, RopeScaling
 
 KEY = DropoutKey(seed=2**63 + 5, step=3, sample=11, site=17)
 Case = tuple[str, str, tuple[Any, ...], dict[str, Any]]  # op, what is special, arrays, options
@@ -64,6 +64,8 @@ def cases() -> Iterator[Case]:
     yield "rope", "starts", (normal(2, 5, 3, 6),), {"base": 5e5, "start": starts}
     yield "rope", "two of four", (normal(2, 3, 4, 16),), {"base": 1e4, "rotate_heads": 2}
     yield "rope", "wide", (normal(1, 2, 5, 128),), {"base": 1e4, "start": 7, "rotate_heads": 4}
+    scaling = RopeScaling(8.0, 1.0, 4.0, 64.0)
+    yield "rope", "scaled", (normal(2, 5, 3, 16),), {"base": 1e4, "start": 9, "scaling": scaling}
     yield "linear", "odd", (normal(2, 3, 7), normal(7, 5), normal(5)), {}
     yield "linear", "no bias", (normal(67, 16), normal(16, 24)), {}
     yield "linear", "many rows", (normal(70, 8), normal(8, 9), normal(9)), {}

@@ -41,7 +41,14 @@ MODELS: dict[str, Config] = {
     "original_head_bias": toy(ORIGINAL_DECODER, head_bias=True),
     "alibi_mqa": toy(MYLLM_1B, position="alibi", n_kv_heads=1),
     "tied_head_bias": toy(GPT2_SMALL, head_bias=True, position="none"),
-    "untied_post_rmsnorm": toy(MYLLM_1B, tied=False, norm_placement="post"),
+    # one of its pairs keeps its frequency, one lies between, one is divided
+    "untied_post_rmsnorm": toy(
+        MYLLM_1B,
+        tied=False,
+        norm_placement="post",
+        qkv_bias=True,
+        **{"rope_base": 100.0, "rope_factor": 8.0, "rope_original_context": 64},
+    ),
     "qk_norm_windows": toy(MYLLM_1B, qk_norm=True, window=(3, 0)),
     "alibi_window_qk_norm": toy(GPT2_SMALL, position="alibi", window=4, qk_norm=True),
     "dropout": toy(MYLLM_1B, dropout_embedding=0.1, dropout_attention=0.2, dropout_residual=0.3),

@@ -17,10 +17,15 @@ torch = pytest.importorskip("torch", reason="needs the optional extra: pip insta
 nn, F = torch.nn, torch.nn.functional
 
 
-def turn(x: Any, base: float) -> Any:
+def turn(x: Any, config: Config) -> Any:
     """Apply RoPE to x (B, H, T, d): each pair of coordinates is a complex number."""
     T, d = x.shape[-2:]
-    frequencies = 1.0 / base ** (torch.arange(0, d, 2, dtype=x.dtype) / d)
+    frequencies = 1.0 / config.rope_base ** (torch.arange(0, d, 2, dtype=x.dtype) / d)
+    if config.rope_factor != 1:
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = config.rope_original_context * frequencies / (2 * math.pi)
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - blend) * frequencies / config.rope_factor + blend * frequencies
     angles = torch.outer(torch.arange(T, dtype=x.dtype), frequencies)
     z = torch.view_as_complex(x.unflatten(-1, (d // 2, 2)).contiguous())
     return torch.view_as_real(z * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -48,12 +53,12 @@ def sinusoids(length: int, width: int) -> Any:
 class SelfAttention(nn.Module):
     def __init__(self, config: Config, window: int = 0) -> None:
         super().__init__()
-        D, d, bias = config.d_model, config.d_head, config.attn_bias
+        D, d, bias = config.d_model, config.d_head, config.attn_bias or config.qkv_bias
         self.config, self.window = config, window
         self.q = nn.Linear(D, config.n_heads * d, bias=bias)
         self.k = nn.Linear(D, config.n_kv_heads * d, bias=bias)
         self.v = nn.Linear(D, config.n_kv_heads * d, bias=bias)
-        self.out = nn.Linear(config.n_heads * d, D, bias=bias)
+        self.out = nn.Linear(config.n_heads * d, D, bias=config.attn_bias)
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(d, eps=config.norm_eps) for _ in range(2))
 
@@ -68,7 +73,7 @@ class SelfAttention(nn.Module):
             T = x.shape[1]
             mask = mask.masked_fill(torch.ones(T, T).tril(-self.window).bool(), -torch.inf)
         if self.config.position == "rope":
-            q, k = turn(q, self.config.rope_base), turn(k, self.config.rope_base)
+            q, k = turn(q, self.config), turn(k, self.config)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(o.transpose(1, 2).flatten(-2))
 
@@ -158,8 +163,9 @@ class Decoder(nn.Module):
             slots |= norm_slots(f"{name}.ffn_norm", block.norm2)
             slots[f"{name}.attention.wqkv"] = linear_weight(a.q, a.k, a.v)
             slots[f"{name}.attention.wo"] = linear_weight(a.out)
-            if config.attn_bias:
+            if config.attn_bias or config.qkv_bias:
                 slots[f"{name}.attention.bqkv"] = linear_bias(a.q, a.k, a.v)
+            if config.attn_bias:
                 slots[f"{name}.attention.bo"] = linear_bias(a.out)
             if config.qk_norm:
                 slots |= norm_slots(f"{name}.attention.q_norm", a.q_norm)

@@ -31,6 +31,9 @@ TOY: dict[str, Any] = {
 LLAMA = replace(MYLLM_1B, **TOY, n_kv_heads=2, rope_base=10_000.0)
 MISTRAL = replace(LLAMA, window=5)
 QWEN3 = replace(LLAMA, qk_norm=True, window=(0, 6))
+QWEN2 = replace(LLAMA, qkv_bias=True)
+# of eight pairs two keep their frequency, two lie between, and four are divided
+LLAMA3 = replace(LLAMA, d_head=16, rope_factor=8.0, rope_original_context=64)
 GPT2 = replace(GPT2_SMALL, **TOY, n_kv_heads=4)
 FAMILIES = {
     "llama": LLAMA,
@@ -39,6 +42,12 @@ FAMILIES = {
     "three_heads": replace(LLAMA, n_heads=3, n_kv_heads=3),  # LlamaConfig refuses it, Mistral's not
     "smollm": replace(LLAMA, n_heads=3, n_kv_heads=1, d_model=24, rope_base=100_000.0),
     "mistral": MISTRAL,
+    "llama3": LLAMA3,
+    "llama3_otherwise": replace(
+        LLAMA3, rope_factor=2.5, rope_low_freq_factor=0.5, rope_high_freq_factor=3.0, tied=False
+    ),
+    "qwen2": QWEN2,
+    "qwen2_window": replace(QWEN2, window=(0, 6), tied=False, n_kv_heads=4),
     "qwen3": replace(QWEN3, d_head=10),
     "qwen3_bias": replace(QWEN3, attn_bias=True, tied=False, window=0),
     "gpt2": replace(GPT2, n_layers=3),

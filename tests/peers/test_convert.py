@@ -21,12 +21,25 @@ from reference import ops
 from reference.config import Config
 from reference.model import logits
 from reference.types import Array
-from tests.helpers.hard_texts import HARD
+from tests.helpers.hard_texts import HARD, SPELLINGS
 from tests.helpers.rounding import excess
 from tests.helpers.tokenizer_texts import corpus, small
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, TOY, write_random
+from tests.helpers.weights import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    TOY,
+    write_random,
+)
 from tokenizer import GPT2 as GPT2_PATTERN
 from tokenizer import Tokenizer, from_huggingface, train_from_iterator
+from tokenizer.interop import spelled
+from tokenizer.patterns import QWEN2 as QWEN2_PATTERN
+from tokenizer.patterns import machine_of
 
 REASON = "needs the optional extra: pip install -e '.[peers]'"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -73,6 +86,16 @@ def test_narrow_weights_are_those_that_come_back(dtype: str, tmp_path: Path) -> 
     assert distance(LLAMA, params, model) <= 1
 
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def theirs(kind: str, **options: Any) -> Any:
     """Return a model of transformers with random weights, made from its own config."""
     sizes = {
@@ -103,7 +126,18 @@ def theirs(kind: str, **options: Any) -> Any:
         ("Llama", {"tie_word_embeddings": True}, {"tied": True}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, {"attn_bias": True, "tied": False}),
         ("Llama", {"head_dim": 6}, {"d_head": 6}),
+        (
+            "Llama",
+            {"head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+            {"rope_scaling": (8.0, 1.0, 4.0, 64.0), "rope_base": 1e4},
+        ),
         ("Mistral", {"sliding_window": 5}, {"window": 5}),
+        ("Qwen2", {}, {"qkv_bias": True, "attn_bias": False, "window": 0}),
+        (
+            "Qwen2",
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            {"qkv_bias": True, "window": (0, 6)},
+        ),
         (
             "Qwen3",
             {
@@ -133,7 +167,7 @@ def test_models_of_transformers_are_imported_with_their_logits(
     assert distance(weights.config, params, model) <= 1
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_rope_with_other_pairs_would_be_noticed(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +180,19 @@ def test_rope_with_other_pairs_would_be_noticed(
     assert distance(config, params, model) > 1_000
 
 
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_read_at_each_of_its_places(place: str, tmp_path: Path) -> None:
+    """Transformers 4 knows one of the two, transformers 5 prefers it."""
+    params, folder = exported(tmp_path, LLAMA3)
+    written = json.loads((folder / "config.json").read_text())
+    del written["rope_parameters" if place == "rope_scaling" else "rope_scaling"]
+    (folder / "config.json").write_text(json.dumps(written))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert distance(LLAMA3, params, model) <= 1
+    for field, other in (("rope_factor", 7.0), ("rope_original_context", 63), ("rope_base", 9e3)):
+        assert distance(replace(LLAMA3, **{field: other}), params, model) > 100, field  # type: ignore[arg-type]
+
+
 def test_a_window_one_token_off_would_be_noticed(tmp_path: Path) -> None:
     params, folder = exported(tmp_path, MISTRAL)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -155,16 +202,19 @@ def test_a_window_one_token_off_would_be_noticed(tmp_path: Path) -> None:
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["gpt4", "gpt2"])
+@pytest.fixture(scope="module", params=["gpt4", "gpt2", "qwen2"])
 def spoken(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Tokenizer, Any]:
     """A tokenizer of ours, and what transformers makes of its export."""
     folder = tmp_path_factory.mktemp("spoken")
-    ours = (
-        small() if request.param == "gpt4" else train_from_iterator(corpus(), 2000, pattern="gpt2")
-    )
-    config = replace(LLAMA, vocab_size=ours.n_vocab + 3)
+    config, ours = LLAMA, small()
+    if request.param == "gpt2":
+        ours = train_from_iterator(corpus(), 2000, pattern="gpt2")
+    elif request.param == "qwen2":
+        config = QWEN2
+        ours = Tokenizer(replace(ours.vocabulary, pattern=QWEN2_PATTERN, nfc=True))
+    config = replace(config, vocab_size=ours.n_vocab + 3)
     write_random(folder / "mine", config, ours)
     assert cli.main(["export", str(folder / "mine"), str(folder / "hf")]) == 0
     return ours, transformers.AutoTokenizer.from_pretrained(folder / "hf")
@@ -172,7 +222,7 @@ def spoken(
 
 def test_ids_on_hard_text_are_ours(spoken: tuple[Tokenizer, Any]) -> None:
     ours, peer = spoken
-    for text in HARD:
+    for text in (*HARD, *SPELLINGS):
         expected = ours.encode(text, allowed_special="all")
         assert peer(text)["input_ids"] == peer.encode(text) == expected
         assert peer.decode(expected) == ours.decode(expected)
@@ -211,6 +261,24 @@ def test_greedy_continuations_are_ours(tmp_path: Path) -> None:
             torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
         )
         assert their[0, 5:].tolist() == own
+
+
+def test_qwen2_s_own_tokenizer_is_imported_with_its_ids(tmp_path: Path) -> None:
+    """The class of transformers, which makes text NFC, with a vocabulary of ours."""
+    names, merges = spelled(replace(small().vocabulary, special_tokens={}))
+    vocab = {name: i for i, name in enumerate(names.values())}
+    peer = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges)
+    peer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    peer.save_pretrained(tmp_path)
+    ours = from_huggingface(tmp_path / "tokenizer.json")
+    assert ours.vocabulary.nfc
+    assert machine_of(ours.vocabulary.pattern) == machine_of(QWEN2_PATTERN) is not None
+    assert {"<|endoftext|>", "<|im_start|>", "<|im_end|>"} <= set(ours.special_tokens)
+    chat = "<|im_start|>user\nCafe\u0301 1234?<|im_end|>\n<|endoftext|>"
+    for text in (*HARD, *SPELLINGS, chat):
+        assert peer.encode(text) == ours.encode(text, allowed_special="all"), ascii(text)
+        plain = peer.encode(text, split_special_tokens=True)
+        assert plain == ours.encode_ordinary(text), ascii(text)
 
 
 def test_single_digits_before_gpt2_s_pattern_are_imported_with_their_ids(tmp_path: Path) -> None:

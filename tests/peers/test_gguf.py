@@ -25,9 +25,10 @@ from reference.types import Array
 from tests.helpers.hard_texts import HARD
 from tests.helpers.rounding import excess
 from tests.helpers.tokenizer_texts import corpus, small
-from tests.helpers.weights import GPT2, LLAMA, QWEN3, write_random
+from tests.helpers.weights import GPT2, LLAMA, LLAMA3, QWEN2, QWEN3, write_random
 from tokenizer import Tokenizer, train_from_iterator
-from tokenizer.patterns import DIGITS_GPT2, QWEN2
+from tokenizer.patterns import DIGITS_GPT2
+from tokenizer.patterns import QWEN2 as QWEN2_PATTERN
 
 gguf = pytest.importorskip("gguf", reason="needs the optional extra: pip install -e '.[peers]'")
 
@@ -39,6 +40,10 @@ MODELS = {
     "llama_odd": replace(
         LLAMA, **{**SIZES, "d_head": 24}, attn_bias=True, ffn_bias=True, tied=False, n_kv_heads=1
     ),
+    # RoPE turns by other angles from the first pairs on, so that few tokens tell
+    "llama3": replace(LLAMA3, **SIZES, rope_base=100.0, rope_original_context=32),
+    "qwen2": replace(QWEN2, **SIZES),
+    "qwen2_as_llama": replace(QWEN2, **{**SIZES, "d_head": 24}),
     "qwen3": replace(QWEN3, **SIZES, window=0),
     "gpt2": replace(GPT2, **SIZES),
 }
@@ -59,7 +64,13 @@ def test_gguf_reads_what_is_written(config: Config, dtype: str, tmp_path: Path) 
     assert reader.fields[f"{arch}.block_count"].contents() == config.n_layers
     assert reader.fields[f"{arch}.attention.key_length"].contents() == config.d_head
     weights = Weights(tmp_path / "mine")
-    assert sum(t.n_elements for t in reader.tensors) == weights.layout.size
+    theirs = {t.name: t for t in reader.tensors}
+    scaled = theirs.pop("rope_freqs.weight", None)
+    assert sum(t.n_elements for t in theirs.values()) == weights.layout.size
+    assert (scaled is None) == (config.rope_scaling is None)
+    if scaled is not None:
+        assert scaled.data.dtype == np.float32 and scaled.data.shape == (config.d_head // 2,)
+        assert scaled.data[0] == 1 and scaled.data[-1] == config.rope_factor
     theirs = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     np.testing.assert_array_equal(theirs["output_norm.weight"], weights.read("final_norm.gain"))
     down = weights.read("layers.1.ffn.w_down").T
@@ -174,7 +185,7 @@ def test_a_permutation_of_llama_s_pairs_would_be_noticed(
 
     mixed = tuple(replace(family, half_split=not family.half_split) for family in ours.GGUF)
     monkeypatch.setattr(ours, "GGUF", mixed)
-    for name in ("llama", "qwen3"):
+    for name in ("llama", "qwen2", "qwen3"):
         config, tokenizer = spoken(MODELS[name])
         path = exported(tmp_path / name, config, tokenizer=tokenizer)
         params = parameters(tmp_path / name / "mine")
@@ -185,7 +196,23 @@ def test_a_permutation_of_llama_s_pairs_would_be_noticed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["gpt4", "gpt2", QWEN2, DIGITS_GPT2])
+def test_a_scaling_left_out_would_be_noticed(
+    llama_cpp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dist.convert import rope
+
+    config, tokenizer = spoken(MODELS["llama3"])
+    monkeypatch.setattr(rope, "divisors", lambda config: None)
+    path = exported(tmp_path, config, tokenizer=tokenizer)
+    params = parameters(tmp_path / "mine")
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (1, T)).astype(np.int32)
+    peer = theirs(loaded(llama_cpp, path), ids[0].tolist())
+    own = logits(ops, params, config, ids)[0]
+    assert np.linalg.norm(peer - own) > 0.01 * np.linalg.norm(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["gpt4", "gpt2", QWEN2_PATTERN, DIGITS_GPT2])
 def test_ids_and_chats_are_ours(pattern: str, llama_cpp: Any, tmp_path: Path) -> None:
     tokenizer = (
         small() if pattern == "gpt4" else train_from_iterator(corpus(), 2000, pattern=pattern)

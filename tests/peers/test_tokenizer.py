@@ -1,14 +1,17 @@
 """Exported vocabularies in the real packages: the same ids over the whole corpus, both ways."""
 
+import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
+from tests.helpers.hard_texts import HARD, SPELLINGS
 from tests.helpers.tokenizer_texts import corpus, small, texts
 from tokenizer import GPT2, Tokenizer, from_huggingface, to_huggingface, train_from_iterator
 from tokenizer.interop import from_tiktoken, to_tiktoken
+from tokenizer.reference import composed
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 tiktoken = pytest.importorskip("tiktoken")
@@ -112,6 +115,18 @@ def test_a_vocabulary_trained_by_hugging_face_is_imported_with_its_ids(
     for text in corpus():
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, allowed_special="all") == expected
+
+
+def test_text_is_made_nfc_as_hugging_face_makes_it(tmp_path: Path) -> None:
+    """Its normalizer alone, and ids through a whole tokenizer with special tokens."""
+    nfc = tokenizers.normalizers.NFC()
+    ours = Tokenizer(dataclasses.replace(small().vocabulary, nfc=True))
+    face = as_huggingface(ours, tmp_path)
+    for text in (*SPELLINGS, *HARD):
+        assert composed(text.encode()).decode() == nfc.normalize_str(text), ascii(text)
+        ids = ours.encode(text, allowed_special="all")
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+    assert sum(ours.encode_ordinary(t) != small().encode_ordinary(t) for t in SPELLINGS) > 4
 
 
 def test_a_vocabulary_trained_by_rustbpe_is_imported_with_its_ids(tmp_path: Path) -> None:

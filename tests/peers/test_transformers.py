@@ -1,4 +1,4 @@
-"""Hugging Face ``transformers``: Llama, Mistral, Qwen3, GPT-2, from a config with random weights.
+"""Hugging Face ``transformers``: Llama, Mistral, Qwen, GPT-2, from a config with random weights.
 
 ``transformers`` computes norms, RoPE's angles and softmax in float32 whatever it is told, so it is
 run in float32 and held to the rule for fast code: its distance from our float64 is at most twice
@@ -12,6 +12,7 @@ angles of up to T radians are rounded to float32 before their sine is taken.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,15 @@ from reference.params import decoder_layout
 from reference.types import Array
 from tests.helpers.rounding import excess
 from tests.helpers.torch_weights import ALL, Slot, copy_in, gradients, linear_weight, plain
-from tests.helpers.weights import GPT2, LLAMA, MISTRAL, QWEN3
+from tests.helpers.weights import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 
 REASON = "needs the optional extra: pip install -e '.[peers]'"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 B, T = 3, 19
+# of its four pairs one keeps its frequency, one lies between, two are divided
+SCALED = replace(LLAMA, rope_factor=8.0, rope_original_context=150)
 
 
 class Result(NamedTuple):
@@ -90,6 +93,11 @@ def llama(kind: str = "Llama", **options: Any) -> tuple[Any, dict[str, Slot]]:
             f"layers.{i}.ffn.w_gate_up": linear_weight(f.gate_proj, f.up_proj),
             f"layers.{i}.ffn.w_down": linear_weight(f.down_proj),
         }
+        if kind == "Qwen2":
+            q, k, v = a.q_proj.bias, a.k_proj.bias, a.v_proj.bias
+            slots[f"layers.{i}.attention.bqkv"] = Slot(
+                [(q, rope_rows(q)), (k, rope_rows(k)), (v, ALL)], transposed=False
+            )
         if kind == "Qwen3":
             for norm in ("q_norm", "k_norm"):
                 gain = getattr(a, norm).weight
@@ -99,8 +107,24 @@ def llama(kind: str = "Llama", **options: Any) -> tuple[Any, dict[str, Slot]]:
     return model, slots
 
 
+def llama3() -> tuple[Any, dict[str, Slot]]:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": LLAMA.rope_base,
+        "factor": SCALED.rope_factor,
+        "low_freq_factor": SCALED.rope_low_freq_factor,
+        "high_freq_factor": SCALED.rope_high_freq_factor,
+        "original_max_position_embeddings": SCALED.rope_original_context,
+    }
+    return llama(rope_parameters=scaling)
+
+
 def mistral() -> tuple[Any, dict[str, Slot]]:
     return llama("Mistral", sliding_window=MISTRAL.window)
+
+
+def qwen2() -> tuple[Any, dict[str, Slot]]:
+    return llama("Qwen2")
 
 
 def qwen3() -> tuple[Any, dict[str, Slot]]:
@@ -185,8 +209,11 @@ def compare(config: Config, model: Any, slots: dict[str, Slot], seed: int) -> di
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("config", "peer"),
-    [(LLAMA, llama), (MISTRAL, mistral), (QWEN3, qwen3), (GPT2, gpt2)],
-    ids=["Llama", "Mistral", "Qwen3", "GPT-2"],
+    [
+        *((LLAMA, llama), (SCALED, llama3), (MISTRAL, mistral), (QWEN2, qwen2)),
+        *((QWEN3, qwen3), (GPT2, gpt2)),
+    ],
+    ids=["Llama", "Llama 3", "Mistral", "Qwen2", "Qwen3", "GPT-2"],
 )
 def test_transformers_agrees_to_float32_rounding(config: Config, peer: Any, seed: int) -> None:
     model, slots = peer()

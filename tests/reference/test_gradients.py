@@ -85,6 +85,7 @@ def rope(draw: st.DrawFn, seed: int) -> Drawn:
         "base": 500_000.0,
         "start": draw(st.sampled_from([0, 3, 8_191, np.array([2, 77])])),
         "rotate_heads": draw(st.one_of(st.none(), st.integers(0, H))),
+        "scaling": draw(st.sampled_from([None, (8.0, 1.0, 4.0, 64)])),
     }
 
 

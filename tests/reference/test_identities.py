@@ -12,9 +12,10 @@ from reference import cross_entropy, ops
 from reference.alibi import alibi_slopes
 from reference.cross_entropy import perplexity
 from reference.philox import keep_mask, philox
+from reference.rope import frequencies
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
-from reference.types import Array, DropoutKey, Loss
+from reference.types import Array, DropoutKey, Loss, RopeScaling
 
 SEEDS = st.integers(0, 2**32 - 1)
 KEY = DropoutKey(seed=2**40 + 7, step=2, sample=3, site=4)
@@ -187,6 +188,39 @@ def test_rope_takes_a_start_for_each_row() -> None:
     for row, start in enumerate((4, 9)):
         alone, _ = ops.rope_forward(x[row : row + 1], base=1e4, start=start)
         np.testing.assert_array_equal(y[row : row + 1], alone)
+
+
+def test_llama_3_s_scaling_keeps_fast_pairs_and_slows_slow_ones_by_the_factor() -> None:
+    """As published, a wavelength at a time: Llama 3.1's numbers and heads."""
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192.0)
+    plain, scaled = (frequencies(500_000.0, 128, s) for s in (None, scaling))
+    kinds = set()
+    for before, after in zip(plain, scaled, strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            kinds.add("kept")
+            assert after == before
+        elif wavelength > 8192:
+            kinds.add("divided")
+            assert after == pytest.approx(before / 8, rel=1e-15)
+        else:
+            kinds.add("between")
+            blend = (8192 / wavelength - 1) / (4 - 1)
+            assert after == pytest.approx((1 - blend) * before / 8 + blend * before, rel=1e-14)
+    assert len(kinds) == 3
+    assert (np.diff(scaled) < 0).all()  # no pair overtakes its neighbour
+
+
+def test_rope_with_scaling_turns_by_the_scaled_frequencies() -> None:
+    x, scaling = normal(0, 1, 3, 1, 6), (8.0, 1.0, 4.0, 64)
+    omega = frequencies(100.0, 6, RopeScaling(*scaling))
+    assert omega[0] == 1 and 100.0 ** (-2 / 6) / 8 < omega[1] < 100.0 ** (-2 / 6)
+    y, cache = ops.rope_forward(x, base=100.0, start=5, scaling=scaling)
+    turned = (x[0, 2, 0, 0::2] + 1j * x[0, 2, 0, 1::2]) * np.exp(1j * 7 * omega)
+    np.testing.assert_allclose(y[0, 2, 0, 0::2] + 1j * y[0, 2, 0, 1::2], turned, atol=1e-14)
+    np.testing.assert_allclose(ops.rope_backward(y, cache), x, atol=1e-14)  # and turns back
+    same, _ = ops.rope_forward(x, base=100.0, start=5, scaling=(1.0, 1.0, 4.0, 64))
+    np.testing.assert_array_equal(same, ops.rope_forward(x, base=100.0, start=5)[0])
 
 
 def test_the_sinusoidal_table_is_the_paper_s() -> None:

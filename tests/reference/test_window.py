@@ -231,11 +231,31 @@ def test_a_config_of_before_has_no_window_and_no_qk_norm() -> None:
         ({"window": (4,)}, "window has 1 entries, but the model has n_layers = 2"),
         ({"window": []}, "window has 0 entries, but the model has n_layers = 2"),
         ({"qk_norm": 1}, "qk_norm must be true or false, got 1"),
+        ({"rope_factor": 0.5}, "rope_factor must be a number >= 1, got 0.5"),
+        ({"rope_low_freq_factor": 4.0}, r"rope_low_freq_factor \(4.0\) must be below"),
+        ({"rope_original_context": 0}, "rope_original_context must be a positive integer"),
+        ({"attn_bias": True, "qkv_bias": True}, "attn_bias and qkv_bias are both true"),
     ],
 )
 def test_contradictions_are_refused_in_a_sentence(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         toy(MYLLM_1B, **fields)
+
+
+def test_a_bias_on_q_k_and_v_alone_adds_one_vector_a_layer() -> None:
+    plain, biased = (decoder_layout(toy(MYLLM_1B, qkv_bias=on)) for on in (False, True))
+    added = [name for name in biased.offsets if name not in plain.offsets]
+    assert added == [f"layers.{n}.attention.bqkv" for n in range(2)]
+    assert biased.n_decayed == plain.n_decayed
+
+
+def test_a_config_has_a_scaling_of_rope_where_it_says_so() -> None:
+    assert MYLLM_1B.rope_scaling is None
+    config = toy(MYLLM_1B, rope_factor=8)
+    assert config.rope_scaling == (8.0, 1.0, 4.0, 8192.0)
+    assert all(type(number) is float for number in config.rope_scaling)
+    assert toy(MYLLM_1B, rope_factor=8, position="alibi").rope_scaling is None
+    assert Config.from_dict(config.to_dict()) == config and hash(config)
 
 
 def test_an_encoder_decoder_has_no_window() -> None:

@@ -313,7 +313,7 @@ def test_imported_tokens_are_bounded_too(tmp_path: Path, name: str) -> None:
     [
         (b"", "it is empty"),
         (b'{"model": {}}', "import it: myllm tokenizer import"),
-        (b"MyLLM tokenizer 9\nrest", "version '9' of the format; known is 1"),
+        (b"MyLLM tokenizer 9\nrest", "version '9' of the format; known are 1 and 2"),
         (b"\x80\x04pickle", "is no tokenizer file"),
     ],
 )
@@ -358,7 +358,15 @@ def test_the_letters_of_bytes_are_those_of_gpt2() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda j: j.update(normalizer={"type": "NFC"}), "normalizer changes text"),
+        (lambda j: j.update(normalizer={"type": "NFKC"}), "changes text by 'NFKC'"),
+        (
+            lambda j: j.update(
+                normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}
+            ),
+            r"changes text by 'NFC' \+ 'Strip'; .* NFC alone is known",
+        ),
+        (lambda j: j.update(normalizer=["NFC"]), r"can be read: .*`\$.normalizer`"),
+        (lambda j: j["added_tokens"][0].update(rstrip=True), "looks at what stands beside it"),
         (lambda j: j["model"].update(type="Unigram", vocab=[["a", 0.5]]), "SentencePiece"),
         (lambda j: j["model"].update(byte_fallback=True), "SentencePiece"),
         (lambda j: j["model"].update(type="WordPiece"), "a .WordPiece. model"),

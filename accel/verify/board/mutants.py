@@ -34,7 +34,7 @@ MUTATED: dict[str, tuple[str, ...]] = {
     "add": ("forward", "backward", "_sum_to"),
     "gelu": ("forward", "backward", "_normal_cdf"),
     "swiglu": ("forward", "backward", "_sigmoid"),
-    "rope": ("forward", "backward", "_rotate"),
+    "rope": ("forward", "backward", "_rotate", "frequencies"),
     "attention": (
         "forward",
         "backward",

@@ -69,6 +69,9 @@ def mistakes(case: Case) -> Mistakes:
     if config.qk_norm:
         left_out = dataclasses.replace(config, qk_norm=False)
         yield "is qk_norm left out?", case.but(config=left_out)
+    if config.rope_scaling:
+        left_out = dataclasses.replace(config, rope_factor=1.0)
+        yield "is the scaling of RoPE left out?", case.but(config=left_out)
     if config.window:
         yield "is window ignored?", case.but(config=dataclasses.replace(config, window=0))
     for op in ("attention", "rope", config.norm, config.ffn, "linear", "logits"):

@@ -22,6 +22,8 @@ def small_model(draw: Draw, length: int) -> Config:
     most = 34 if length <= LENGTHS[-1] else 4
     position: Any = draw.pick(("none", "rope", "learned", "alibi", "sinusoidal"), "positions")
     kv_heads, group = draw.pick((1, 2, 3), "Hkv"), draw.pick((1, 2, 3, 4), "G")
+    biases = draw.pick((None, "attn_bias", "qkv_bias"), "attn_bias")
+    scaled = draw.pick((False, True), "scaling")
     widths = [d for d in (1, 2, 4, 7, 16, 34) if d <= most and (position != "rope" or d % 2 == 0)]
     return Config(
         vocab_size=draw.pick((2, 3, 7, 31, 65), "V"),
@@ -33,12 +35,16 @@ def small_model(draw: Draw, length: int) -> Config:
         d_ff=draw.pick((1, 3, 8, 17, 65), "F"),
         context_length=length + draw.pick((0, 1, 7), "spare"),
         rope_base=draw.pick((10_000.0, 100.0), "base"),
+        # so that among few pairs one is kept, one divided, and one between
+        rope_factor=8.0 if scaled else 1.0,
+        rope_original_context=64,
         norm_eps=draw.pick((1e-5, 0.1), "eps"),
         norm=draw.pick(("rmsnorm", "layernorm"), "norm"),
         norm_placement=draw.pick(("pre", "post"), "norm_placement"),
         position=position,
         ffn=draw.pick(("relu", "gelu", "gelu_tanh", "swiglu"), "ffn"),
-        attn_bias=draw.pick((False, True), "attn_bias"),
+        attn_bias=biases == "attn_bias",
+        qkv_bias=biases == "qkv_bias",
         ffn_bias=draw.pick((False, True), "ffn_bias"),
         head_bias=draw.pick((False, True), "head_bias"),
         tied=draw.pick((True, False), "tied"),

@@ -142,8 +142,9 @@ by k is the same rotation of every pair, wherever it starts.""",
         """\
 Each pair of coordinates (x_2j, x_2j+1) of the token at position t turns by the angle t ω_j, ω_j =
 base^(-2j/d). A rotation's transpose is its inverse, so its gradient is turned back by the same
-angle. Only the first rotate_heads heads turn, all of them when that is None.""",
-        given=("_rotate",),
+angle. Only the first rotate_heads heads turn, all of them when that is None. Where a scaling is
+given, each ω_j is divided by what stretch says of it.""",
+        given=("_rotate", "stretch"),
     ),
     Exercise(
         "alibi",

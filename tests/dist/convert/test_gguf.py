@@ -1,5 +1,7 @@
 """Models out to GGUF and back."""
 
+import math
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -7,21 +9,43 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist import checkpoint, cli
-from dist.convert import gguf
+from dist.convert import gguf, rope
 from dist.weights import Weights
 from reference.config import Config
+from reference.rope import frequencies, stretch
+from reference.types import RopeScaling
 from tests.helpers.models import MODELS
 from tests.helpers.runs import text
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, check_refused, write_random
+from tests.helpers.weights import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    LLAMA3,
+    QWEN2,
+    QWEN3,
+    check_refused,
+    write_random,
+)
 from tokenizer import Tokenizer, train_from_iterator
-from tokenizer.patterns import DIGITS_GPT2, GPT4, QWEN2
+from tokenizer.patterns import DIGITS_GPT2, GPT4
+from tokenizer.patterns import QWEN2 as QWEN2_PATTERN
 from tokenizer.vocabulary import Vocabulary
 
 HELD = {
     **{name: FAMILIES[name] for name in ("llama", "llama_odd", "smollm", "three_heads", "gpt2")},
     "qwen3": replace(QWEN3, window=0, d_head=10),
+    "llama3": LLAMA3,
+    "llama3_wide": replace(
+        LLAMA3, d_head=128, rope_base=5e5, rope_factor=32.0, rope_original_context=8192
+    ),
+    "qwen2": QWEN2,
+    "qwen2_untied": replace(QWEN2, n_kv_heads=1, tied=False),
+    "llama_qkv_bias": replace(QWEN2, d_head=6),  # llama.cpp's qwen2 has no such heads
+    "llama3_qkv_bias": replace(LLAMA3, qkv_bias=True),  # nor a scaled RoPE
     "qwen3_untied": replace(QWEN3, window=0, tied=False),
     "gpt2_untied": replace(GPT2, tied=False, d_ff=40),
     "llama_long_window": replace(LLAMA, window=0, rope_base=123_456.7, norm_eps=3.3e-6),
@@ -41,7 +65,9 @@ def test_export_then_import_is_the_identity_bit_for_bit(config: Config, tmp_path
     assert mine == back and Weights(tmp_path / "back").config == config
 
 
-@pytest.mark.parametrize("config", [LLAMA, replace(QWEN3, window=0)], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN2, replace(QWEN3, window=0)], ids=["llama", "qwen2", "qwen3"]
+)
 def test_only_llama_s_heads_are_as_ours(config: Config, tmp_path: Path) -> None:
     """llama.cpp turns adjacent coordinates in the architecture llama, and halves in the others."""
     views = write_random(tmp_path / "mine", config)
@@ -50,13 +76,89 @@ def test_only_llama_s_heads_are_as_ours(config: Config, tmp_path: Path) -> None:
     for name, start in (("q", 0), ("k", 32), ("v", 48)):
         theirs = stored[f"blk.1.attn_{name}.weight"].rows(8, 16)  # the second head
         ours = views["layers.1.attention.wqkv"][:, start + 8 : start + 16]
-        if config.qk_norm and name != "v":
+        if config != LLAMA and name != "v":
             ours = np.concatenate([ours[:, 0::2], ours[:, 1::2]], axis=1)
         np.testing.assert_array_equal(theirs, ours.T)
+    if config.qkv_bias:
+        bias = views["layers.1.attention.bqkv"][40:48]
+        theirs = stored["blk.1.attn_k.bias"].rows(8, 16)
+        np.testing.assert_array_equal(theirs, np.concatenate([bias[0::2], bias[1::2]]))
     if config.qk_norm:
         gain = views["layers.1.attention.k_norm.gain"]
         theirs = stored["blk.1.attn_k_norm.weight"].rows(0, 8)
         np.testing.assert_array_equal(theirs, np.concatenate([gain[0::2], gain[1::2]]))
+
+
+def families_of(folder: Path, *configs: Config) -> list[str]:
+    found = []
+    for i, config in enumerate(configs):
+        write_random(folder / f"{i}", config)
+        assert cli.main(["export", str(folder / f"{i}"), str(folder / f"{i}.gguf")]) == 0
+        found.append(gguf.header(folder / f"{i}.gguf")[0]["general.architecture"])
+    return found
+
+
+def test_qwen2_is_that_of_heads_that_add_up_to_the_width(tmp_path: Path) -> None:
+    configs = (QWEN2, replace(QWEN2, d_head=6), replace(LLAMA3, qkv_bias=True))
+    assert families_of(tmp_path, *configs) == ["qwen2", "llama", "llama"]
+
+
+# ---- a scaled RoPE -------------------------------------------------------------------------------
+
+
+@given(
+    *(st.floats(1.1, 100.0), st.floats(0.1, 4.0), st.floats(1.01, 50.0), st.integers(1, 200_000)),
+    *(st.floats(5.0, 1e6), st.integers(1, 128)),
+)
+def test_a_scaling_is_found_again_from_what_it_divides_frequencies_by(
+    factor: float, low: float, ratio: float, original: int, base: float, pairs: int
+) -> None:
+    scaling = RopeScaling(factor, low, low * ratio, float(original))
+    omega = frequencies(base, 2 * pairs)
+    numbers = stretch(omega, scaling)
+    found = rope.scaling_of(numbers.astype(np.float32), base)
+    again = np.ones(pairs) if found is None else stretch(omega, found)
+    np.testing.assert_allclose(again, numbers, rtol=1.1e-5)
+
+
+def test_llama_s_own_numbers_are_found_though_others_make_them_in_float32() -> None:
+    """As llama.cpp's converter makes them, a frequency at a time."""
+    for base, d, factor in ((5e5, 128, 8.0), (5e5, 64, 32.0), (5e5, 128, 32.0)):
+        low, high, original = 1.0, 4.0, 8192
+        numbers = []
+        for freq in 1 / np.float32(base) ** (np.arange(0, d, 2, np.float32) / np.float32(d)):
+            wavelength = np.float32(2 * math.pi) / freq
+            smooth = (original / wavelength - np.float32(low)) / np.float32(high - low)
+            blended = 1 / ((1 - smooth) / np.float32(factor) + smooth)
+            short, long = wavelength < original / high, wavelength > original / low
+            numbers.append(1.0 if short else factor if long else blended)
+        found = rope.scaling_of(np.array(numbers, np.float32), base)
+        assert found == (factor, low, high, original)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1.0, 2.0, 1.5, 4.0, 8.0, 8.0, 8.0, 8.0], "otherwise than Llama 3's scaling does"),
+        ([8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0], "otherwise than Llama 3's scaling does"),
+        ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "must hold finite numbers >= 1"),
+        ([1.0, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], "must hold finite numbers >= 1"),
+        ([1.0, 8.0], r"has shape \(2,\), but a head has 8 pairs"),
+    ],
+)
+def test_other_divisors_are_refused(
+    numbers: list[float],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rope, "divisors", lambda config: np.array(numbers, np.float32))
+    write_random(tmp_path / "mine", LLAMA3)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said) and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("float16", 11)])
@@ -97,6 +199,7 @@ def test_q8_0_is_off_by_half_a_step_of_each_block_at_most(
         (replace(LLAMA, window=5), ["window = 5"]),
         (QWEN3, ["window = (0, 6)"]),
         (replace(QWEN3, window=0, ffn_bias=True), ["qk_norm = True"]),
+        (replace(QWEN3, window=0, rope_factor=4.0), ["qk_norm = True"]),
         (replace(GPT2, ffn="relu"), ["ffn = 'relu'"]),
         (replace(GPT2, ffn="gelu"), ["ffn = 'gelu'"]),
         (replace(GPT2, n_kv_heads=2), ["n_kv_heads = 2"]),
@@ -114,7 +217,7 @@ def test_what_no_architecture_can_express_is_refused_with_the_field(
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["gpt4", "gpt2", QWEN2, DIGITS_GPT2])
+@pytest.fixture(scope="module", params=["gpt4", "gpt2", QWEN2_PATTERN, DIGITS_GPT2])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return train_from_iterator([text(i) for i in range(100)], 320, pattern=request.param)
 
@@ -259,6 +362,20 @@ def test_older_files_without_a_vocab_size_are_read(
         assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
     assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
     assert Weights(tmp_path / "back").config == LLAMA
+
+
+def test_a_base_written_as_a_whole_number_scales_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "mine", LLAMA3)
+    family = gguf.choose(gguf.GGUF, LLAMA3, "GGUF")
+    described = {**family.describe(LLAMA3), "llama.rope.freq_base": 10_000}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(family), "describe", lambda self, config: described)
+        patch.setattr(gguf, "choose", lambda *given: family)
+        assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
+    assert Weights(tmp_path / "back").config == LLAMA3
 
 
 def header_of(n_tensors: int, n_keys: int, rest: bytes = b"", version: int = 3) -> bytes:

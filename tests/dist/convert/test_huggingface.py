@@ -11,15 +11,23 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from dist import checkpoint, cli
+from dist import cli
 from dist.convert import huggingface
 from dist.convert.families import HUGGING_FACE
 from dist.weights import Weights
 from reference.config import Config
 from tests.helpers.models import MODELS
-from tests.helpers.runs import text
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, MISTRAL, QWEN3, check_refused, write_random
-from tokenizer import Tokenizer, train_from_iterator
+from tests.helpers.weights import (
+    FAMILIES,
+    GPT2,
+    LLAMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    check_refused,
+    write_random,
+)
 
 
 def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, bytes]:
@@ -78,6 +86,29 @@ def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: P
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+
+
+def test_a_scaled_rope_is_written_where_transformers_4_and_5_look(tmp_path: Path) -> None:
+    write_random(tmp_path / "mine", LLAMA3)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    scaling = {**SCALED, "original_max_position_embeddings": 64}
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": config["rope_theta"]}
+
+
+def test_biases_of_queries_and_keys_are_turned_with_their_columns(tmp_path: Path) -> None:
+    views = write_random(tmp_path / "mine", QWEN2)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    with safe_open(str(tmp_path / "hf" / "model.safetensors"), "np") as file:
+        names = set(file.keys())
+        theirs = [file.get_tensor(f"model.layers.1.self_attn.{x}_proj.bias") for x in "qkv"]
+    assert not any(name.endswith("o_proj.bias") for name in names)
+    for found, start in zip(theirs, (0, 32, 48), strict=True):
+        ours = views["layers.1.attention.bqkv"][start + 8 : start + 16]  # the second head of each
+        if found is not theirs[2]:
+            ours = np.concatenate([ours[0::2], ours[1::2]])
+        np.testing.assert_array_equal(found[8:16], ours)
 
 
 # ---- what cannot be expressed --------------------------------------------------------------------
@@ -183,6 +214,14 @@ SMOLLM2 = {
     "use_cache": True,
     "vocab_size": 61,
 }
+# as Llama 3.1's config.json has it
+SCALED = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 OPENAI_GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -224,11 +263,20 @@ def test_configurations_as_published_are_read() -> None:
     )
     theirs = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}
     assert described(SMOLLM2, **theirs).rope_base == 5e5  # as transformers 5 writes it
+    llama3 = described(SMOLLM2, rope_scaling=SCALED, rope_theta=500000.0)
+    assert llama3.rope_scaling == (8.0, 1.0, 4.0, 8192) and llama3.rope_base == 500_000
+    theirs = {"rope_parameters": {**SCALED, "rope_theta": 5e5}, "rope_theta": None}
+    assert described(SMOLLM2, **theirs) == llama3
+    plain = {"rope_scaling": {"type": "default"}}
+    assert described(SMOLLM2, **plain) == described(SMOLLM2)
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert described(SMOLLM2, **mistral, sliding_window=7).window == 7
     assert described(SMOLLM2, **mistral, sliding_window=None).window == 0
     qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": 7}
     assert described(SMOLLM2, **qwen, use_sliding_window=False).window == 0
+    two = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 7}
+    biased = described(SMOLLM2, **two, use_sliding_window=False)
+    assert biased.qkv_bias and not biased.attn_bias and not biased.qk_norm and not biased.window
     late = described(SMOLLM2, **qwen, use_sliding_window=True, max_window_layers=1)
     assert late.window == (0, 7)
 
@@ -236,10 +284,20 @@ def test_configurations_as_published_are_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM.* is not known here"),
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.* is not known here"),
         ({"architectures": [], "model_type": "bert"}, "'bert' is not known here"),
         ({"architectures": 5}, "5 is not known"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling .*'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        ({"rope_scaling": {**SCALED, "factor": "8"}}, "rope_factor must be a number >= 1"),
+        ({"rope_scaling": {**SCALED, "factor": 0.5}}, "rope_factor must be a number >= 1"),
+        ({"rope_scaling": {**SCALED, "low_freq_factor": 4}}, "rope_low_freq_factor .* below"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling .*'dynamic'"),
+        (
+            {"rope_scaling": SCALED, "rope_parameters": {**SCALED, "factor": 4.0}},
+            "rope_parameters and rope_scaling say different things",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"full_attention": {}}}, "differs from layer to layer"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear'"),
         ({"rope_scaling": 3}, "rope_scaling must be a table"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*'yarn'"),
@@ -349,89 +407,6 @@ def test_tensors_must_be_those_that_the_configuration_asks_for(
     else:
         whole = [(tmp_path / name / "master.bin").read_bytes() for name in ("mine", "back")]
         assert status == 0 and whole[0] == whole[1]
-
-
-# ---- tokenizers ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_from_iterator([text(i) for i in range(100)], 320)
-
-
-def test_the_tokenizer_and_its_special_ids_travel_along(
-    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=330), tokenizer)
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
-    read = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "hf").glob("*.json")}
-    ids = tokenizer.special_tokens
-    assert read["generation_config"] == {
-        "bos_token_id": ids["<|bos|>"],
-        "pad_token_id": ids["<|pad|>"],
-        "eos_token_id": sorted([ids["<|eos|>"], ids["<|end|>"]]),
-    }
-    assert read["tokenizer_config"]["eos_token"] == "<|eos|>"
-    assert "<|assistant|>" in read["tokenizer_config"]["chat_template"]
-    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
-    back = checkpoint.load_model(tmp_path / "back", "reference")
-    assert back.tokenizer is not None
-    loaded = Tokenizer.load(back.tokenizer)
-    assert loaded.vocabulary == tokenizer.vocabulary
-    capsys.readouterr()
-    words = ["--prompt", "the quick", "--tokens", "3", "--backend", "reference"]
-    assert cli.main(["generate", str(tmp_path / "back"), *words]) == 0
-    assert capsys.readouterr().out.startswith("the quick")
-    assert cli.main(["eval", str(tmp_path / "back"), "--backend", "reference"]) == 1
-    assert "name a packed folder" in capsys.readouterr().err
-    (tmp_path / "a.txt").write_text("".join(text(i) for i in range(50)))
-    tokenizer.save(tmp_path / "t.tok")
-    packed = ["--tokenizer", str(tmp_path / "t.tok"), "-o", str(tmp_path / "data")]
-    packed += ["--heldout", "0", "--processes", "1"]
-    assert cli.main(["pack", str(tmp_path / "a.txt"), *packed]) == 0
-    capsys.readouterr()
-    words = ["eval", str(tmp_path / "back"), str(tmp_path / "data" / "train")]
-    assert cli.main([*words, "--backend", "reference", "--windows", "4"]) == 0
-    assert "perplexity" in capsys.readouterr().out
-
-
-def test_a_tokenizer_that_cannot_come_along_may_be_left(
-    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=330), tokenizer)
-    hf, back = tmp_path / "hf", tmp_path / "back"
-    assert cli.main(["export", str(tmp_path / "mine"), str(hf)]) == 0
-    content = json.loads((hf / "tokenizer.json").read_text())
-    content["model"]["byte_fallback"] = True
-    (hf / "tokenizer.json").write_text(json.dumps(content))
-    assert cli.main(["import", str(hf), "-o", str(back)]) == 1
-    said = capsys.readouterr().err
-    assert "SentencePiece" in said and "--without-tokenizer" in said
-    (hf / "tokenizer.json").rename(hf / "tokenizer.model")
-    assert cli.main(["import", str(hf), "-o", str(back)]) == 1
-    assert "tokenizer.model is a SentencePiece vocabulary" in capsys.readouterr().err
-    assert cli.main(["import", str(hf), "-o", str(back), "--without-tokenizer"]) == 0
-    assert checkpoint.load_model(back, "reference").tokenizer is None
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=300), tokenizer)
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 1
-    assert "320 ids" in capsys.readouterr().err
-
-
-def test_files_that_lie_in_a_folder_are_not_taken_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_random(tmp_path / "mine", LLAMA)
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.safetensors")]) == 1
-    assert "name the folder" in capsys.readouterr().err
-    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
-    for name, message in (("hf/model.safetensors", "give the folder"), ("no", "there is no")):
-        assert cli.main(["import", str(tmp_path / name), "-o", str(tmp_path / "back")]) == 1
-        assert message in capsys.readouterr().err
 
 
 # ---- damaged files -------------------------------------------------------------------------------

@@ -138,12 +138,25 @@ def _simple(store: Store) -> SimpleNamespace:
         return dout.reshape(shape)
 
     def rope_forward(
-        x: Array, *, base: float, start: Any = 0, rotate_heads: int | None = None
+        x: Array,
+        *,
+        base: float,
+        start: Any = 0,
+        rotate_heads: int | None = None,
+        scaling: Any = None,
     ) -> Any:
         # complex numbers, and the frequencies by way of exp and log
         d = x.shape[3]
         turning = x.shape[2] if rotate_heads is None else rotate_heads
         omega = np.exp(-math.log(base) * np.arange(0, d, 2) / d)
+        if scaling is not None:  # a pair at a time, as published code has it
+            for j, wavelength in enumerate((2 * np.pi / omega).tolist()):
+                factor, low, high, original = scaling
+                blend = (original / wavelength - low) / (high - low)
+                if wavelength > original / low:
+                    omega[j] /= factor
+                elif wavelength >= original / high:
+                    omega[j] = (1 - blend) * omega[j] / factor + blend * omega[j]
         angle = (np.reshape(start, (-1, 1)) + np.arange(x.shape[1]))[:, :, None, None] * omega
         turn = np.exp(1j * angle).astype(np.complex64 if x.dtype == np.float32 else np.complex128)
         return turned(x, turn, turning), (turn, turning)

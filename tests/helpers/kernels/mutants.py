@@ -30,7 +30,7 @@ MUTATED: dict[str, tuple[str, ...]] = {
     **{op: ("forward", "backward") for op in ("scale", "relu", "linear", "rmsnorm", "layernorm")},
     "add": ("forward", "backward", "_sum_to"),
     "swiglu": ("forward", "backward", "_sigmoid"),
-    "rope": ("forward", "backward", "_rotate"),
+    "rope": ("forward", "backward", "_rotate", "frequencies"),
     "attention": ("forward", "backward", "softmax_backward", "allowed", "distance"),
     "linear_cross_entropy": ("forward", "backward", "_chunks", "nll", "dlogits"),
     "softmax": ("softmax",),

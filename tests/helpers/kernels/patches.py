@@ -175,9 +175,25 @@ rope: the backward turns on | dx | backward
     -s_
     s_
 
-rope: frequencies by j/d | out | forward
+rope: frequencies by j/d | out | frequencies
     np.arange(0, d_, 2)
     np.arange(0, d_ // 2)
+
+rope: scaling ignored | out | forward
+    frequencies(b_, d_, s_)
+    frequencies(b_, d_)
+
+rope: scaling of every pair | out | stretch
+    np.clip(t_, 0, 1)
+    np.clip(t_, 0, 0)
+
+rope: scaling without a blend | out | stretch
+    np.clip(t_, 0, 1)
+    np.round(np.clip(t_, 0, 1))
+
+rope: 2π left out of the wavelength | out | stretch
+    o_ * w_ / (2 * np.pi)
+    o_ * w_
 
 rope: angles in float32 | out | forward
     p_[..., None, None] * w_

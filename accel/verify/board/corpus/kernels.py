@@ -227,11 +227,17 @@ def turned(x, cos, sin, heads):
     return y
 
 
-def rope_forward(x, *, base, start=0, rotate_heads=None):
+def rope_forward(x, *, base, start=0, rotate_heads=None, scaling=None):
     B, T, H, d = x.shape
     rotate_heads = H if rotate_heads is None else rotate_heads
     exponents = np.arange(0, d, 2) / d
     frequencies = np.power(float(base), -exponents)
+    if scaling is not None:
+        wavelengths = 2 * np.pi / frequencies
+        turns = scaling.original_context / wavelengths
+        band = scaling.high_freq_factor - scaling.low_freq_factor
+        blend = np.minimum(np.maximum((turns - scaling.low_freq_factor) / band, 0), 1)
+        frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     first = np.broadcast_to(np.asarray(start, np.int64), (B,))
     positions = first[:, None] + np.arange(T)[None, :]
     angles = positions[:, :, None, None] * frequencies
@@ -682,7 +688,9 @@ def rotated(config, x, positions):
     """x (B, H, d) turned by each row's position."""
     if config.position != "rope":
         return x
-    return rope_forward(x[:, None], base=config.rope_base, start=positions)[0][:, 0]
+    scaling = config.rope_scaling
+    turned = rope_forward(x[:, None], base=config.rope_base, start=positions, scaling=scaling)
+    return turned[0][:, 0]
 
 
 def slopes_of(n):
