@@ -93,6 +93,7 @@ _UNDERFLOW = {
     "float16": 2.0**-24,
 }
 _TINY = float(np.finfo(np.float32).tiny)
+_SMALL = 1e-60  # norms of numbers from here to 1/_SMALL need no scaling
 
 
 class Magnitude(NamedTuple):
@@ -194,15 +195,15 @@ class Allowed(NamedTuple):
         """Hold a result to it."""
         with np.errstate(invalid="ignore"):  # a NaN is found out by ``_ratio``
             err = _norms(np.asarray(got, np.float64) - self.exact)
-        by_row = _ratio(err, self.by_row)
         error = float(np.linalg.norm(err))
-        total = float(_ratio(np.array(error), np.array(self.total)))
+        over = _ratio(np.append(err, error), np.append(self.by_row, self.total))
+        by_row, ratio = over[:-1], float(np.max(over))
         rows = np.shape(self.exact)[:-1]
         worst = int(np.argmax(by_row)) if len(by_row) else 0
         return Closeness(
             error / self.size,
             self.total / self.size,
-            max(total, float(np.max(by_row, initial=0.0))),
+            ratio,
             tuple(int(i) for i in np.unravel_index(worst, rows)) if rows and len(by_row) else (),
         )
 
@@ -253,15 +254,15 @@ def _norms(x: Array) -> Array:
     """Return the norm of each row."""
     x = np.asarray(x, np.float64)
     x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    # scaled, so that squares of small numbers do not underflow
-    top = float(np.max(np.abs(x), initial=0.0))
-    scale = top if 0 < top < np.inf else 1.0
-    x = x / scale
+    # scaled where squares would underflow or overflow
+    top = max(float(x.max(initial=0.0)), -float(x.min(initial=0.0)))
+    scale = top if 0 < top < _SMALL or 1 / _SMALL < top < np.inf else 1.0
+    x = x if scale == 1.0 else x / scale
     return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", x, x)))
 
 
 def _ratio(err: Array, allowed: Array) -> Array:
     """Return err / allowed; nothing over nothing is 0, a NaN is infinitely wrong."""
-    over = np.divide(err, allowed, out=np.full(np.shape(err), np.inf), where=allowed > 0)
-    over = np.where(err == 0, 0.0, over)
-    return np.asarray(np.where(np.isnan(err), np.inf, over))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        over = np.where(err == 0, 0.0, err / allowed)
+    return np.asarray(np.where(np.isnan(over), np.inf, over))

@@ -55,6 +55,18 @@ TIMEOUT = 300.0  # seconds that a case may take, compilation included
 MOST_JOBS = 4  # processes at once, unless told: each may hold a GPU's context
 SHRINK_SECONDS = 15.0  # each try of a case that crashes costs a process
 
+# What stands in a worker's environment, where the user's has nothing of the name. Several run at
+# once, so a thread that waits should sleep rather than hold up others: products of the reference
+# are small enough for one thread, and OpenMP's pool spins otherwise (its kernels keep their
+# threads). And memory that was freed is used again, large arrays included: it costs less than
+# fresh pages of the system, and has in it what was left there (``poison``).
+WORKERS = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+}
+
 Part = tuple[str, str, int]  # (op, dtype, cases)
 Plan = list[Part]
 
@@ -141,21 +153,23 @@ def check_apart(
     ImportError, ValueError
         When the backend cannot run here; the message says why.
     """
-    first = Worker(source, timeout)
+    jobs = jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS)
+    # two start at once, since Python takes a while to; what they load is told with the first job
+    workers = [Worker(source, timeout) for _ in range(min(jobs, 2))]
     try:
-        plan, report, chosen = _plan(first, source, options)
+        plan, report, chosen = _plan(workers[0], source, options)
         many = _Many(source, options, timeout, begin(report.subject, plan), plan)
-        jobs = min(jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS), len(many.left))
-        many.jobs, many.workers = jobs, [first]
-        with ThreadPoolExecutor(jobs) as pool:
+        many.jobs, many.workers = min(jobs, len(many.left)), list(workers)
+        with ThreadPoolExecutor(many.jobs) as pool:
             try:
-                for line in [pool.submit(many.line) for _ in range(jobs)]:
+                for line in [pool.submit(many.line) for _ in range(many.jobs)]:
                     line.result()
             except BaseException:
                 many.stop()
                 raise
     finally:
-        first.end()
+        for worker in workers:
+            worker.end()
     report.ops = [many.found[part] for part in plan]
     leave_out(report.ops, chosen)
     report.notes = sorted(many.notes.union(report.notes))
@@ -354,8 +368,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=2,  # whatever a module prints must not stand between the lines of --json
             pass_fds=(writing,),
-            # products of the reference are small, and threads that wait for them hold up others
-            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
+            env={**WORKERS, **os.environ},
         )
         os.close(writing)
         self.told = Connection(reading, writable=False)

@@ -1,12 +1,11 @@
 """The calls of one case: how they are made, what came of them, and how that is judged."""
 
 import collections
-import pickle
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +55,7 @@ class Run:
         self.placed: dict[str, Placed] = {}
         # results as they were returned, and the kernel's own arrays, to see whether those change
         self.returned: dict[str, tuple[Any, Array]] = {}
+        self.saved: dict[str, Any] = {}  # states of the program's generators of random numbers
         self.options = {n: v.copy() for n, v in case.options.items() if isinstance(v, np.ndarray)}
 
     def place(self, case: Case, *, hold: bool) -> dict[str, Any]:
@@ -106,42 +106,77 @@ class Run:
         """Look after the generators of random numbers that a program shares.
 
         The first call of a function may compile and import whatever it likes; later ones may not
-        seed, or draw from, what the caller's program draws from.
+        seed, or draw from, what the caller's program draws from. So each stands in a state of ours
+        during the call, and must then give the number that follows it.
         """
-        generators = _generators()
-        saved = [get() for _, get, _, _ in generators]
-        for _, _, _, draw in generators:
-            draw()  # so that seeding anew with the same number shows as well
-        drawn = [_bits(get()) for _, get, _, _ in generators]
+        generators = list(_generators())
+        for each in generators:
+            if each.name not in self.saved:
+                self.saved[each.name] = each.get()
+            each.put(each.guard)
         try:
             yield
         finally:
-            for (name, get, put, _), before, state in zip(generators, saved, drawn, strict=True):
-                if _bits(get()) != state:
-                    text = f"{name}'s global generator was seeded or drawn from by a call"
+            for each in generators:
+                if each.draw() != each.follows:
+                    text = f"{each.name}'s global generator was seeded or drawn from by a call"
                     self.problem("", "seeded", f"{text}: that is for the program to do")
-                put(before)
+
+    def give_back(self) -> None:
+        """Put the shared generators into the states that the program left them in."""
+        for each in _generators():
+            if each.name in self.saved:
+                each.put(self.saved.pop(each.name))
 
     def problem(self, name: str, kind: str, text: str) -> None:
         self.judged.append(Judged(name, kind, problem=text))
 
 
-def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any], Callable[[], Any]]]:
-    """Return what belongs to the whole process: its name, how it is read, set and drawn from."""
-    legacy = np.random.mtrand._rand  # what np.random.seed and np.random.rand use
-    found: list[Any] = [
-        ("random", random.getstate, random.setstate, random.random),
-        ("np.random", legacy.get_state, legacy.set_state, legacy.random_sample),
-    ]
+class Generator(NamedTuple):
+    """A generator of random numbers that belongs to the whole process."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    draw: Callable[[], float]
+    guard: Any  # a state of ours
+    follows: float  # the first number drawn from there
+
+
+_SEED = 20_261_122  # that no kernel takes
+
+
+def _generators() -> Iterator[Generator]:
+    """Yield those of the modules that there are by now."""
+    yield _of_random()
+    yield _of_numpy()
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):
-        draw = partial(torch.rand, ())
-        found.append(("torch", torch.get_rng_state, torch.set_rng_state, draw))
-    return found
+        yield _of_torch(torch)
 
 
-def _bits(state: Any) -> bytes:
-    return bytes(state.numpy()) if hasattr(state, "numpy") else pickle.dumps(state)
+@functools.cache
+def _of_random() -> Generator:
+    own = random.Random(_SEED)
+    state = own.getstate()
+    return Generator("random", random.getstate, random.setstate, random.random, state, own.random())
+
+
+@functools.cache
+def _of_numpy() -> Generator:
+    legacy, own = np.random.mtrand._rand, np.random.RandomState(_SEED)  # what np.random.seed seeds
+    state = own.get_state()
+    get, put, draw = legacy.get_state, legacy.set_state, legacy.random_sample
+    return Generator("np.random", get, put, draw, state, own.random_sample())
+
+
+@functools.cache
+def _of_torch(torch: Any) -> Generator:
+    own = torch.Generator().manual_seed(_SEED)
+    state = own.get_state()
+    get, put = torch.get_rng_state, torch.set_rng_state
+    follows = float(torch.rand((), generator=own))
+    return Generator("torch", get, put, lambda: float(torch.rand(())), state, follows)
 
 
 def poison(want: Expected) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from accel.tolerance import round_float16
 from accel.verify.contract import DTYPES, Case, applies, contract_parameters, draw_case
 from accel.verify.cuts import cuts
-from accel.verify.draw import Draw, Pick
+from accel.verify.draw import MAX_ELEMENTS, Draw, Pick
 from accel.verify.ops import room
 from reference import ops as reference
 from reference.contract import Op
@@ -74,6 +74,7 @@ class Subject:
         self._to = getattr(module, "to_numpy", None)
         self._file = str(getattr(module, "__file__", "") or "")
         self._activation = self._from is not None and "activation" in (_signature(self._from) or ())
+        self._signatures: dict[str, Mapping[str, inspect.Parameter] | None] = {}
         self.notes: set[str] = set()
         # told ("case", Case) before a case is tried and ("calling", name) before a call
         self.watch: Callable[[str, Any], None] = lambda kind, content: None
@@ -122,7 +123,10 @@ class Subject:
 
     def signature(self, function: str) -> Mapping[str, inspect.Parameter] | None:
         """Return the parameters of a function of the module; None when they cannot be known."""
-        return _signature(getattr(self.module, function)) if self.has(function) else None
+        if function not in self._signatures:
+            found = _signature(getattr(self.module, function)) if self.has(function) else None
+            self._signatures[function] = found
+        return self._signatures[function]
 
     def parameter_offers(self, function: str) -> Callable[[str], bool | str]:
         """Return what tells whether a function takes an optional parameter of the contract."""
@@ -337,8 +341,10 @@ class Subject:
             base = np.full((*array.shape[:-1], 2 * array.shape[-1] + 1), poison, array.dtype)
             cut = (..., slice(1, None, 2))
         elif layout == "sliced":
-            base = np.full(tuple(n + 3 for n in array.shape), poison, array.dtype)
-            cut = tuple(slice(1, n + 1) for n in array.shape)
+            # of a long array axes of size one stay so: around each lies as much again
+            more = [3 * (n > 1 or array.size < MAX_ELEMENTS) for n in array.shape]
+            base = np.full(np.add(array.shape, more), poison, array.dtype)
+            cut = tuple(slice(m // 3, m // 3 + n) for n, m in zip(array.shape, more, strict=True))
         elif layout == "reversed":
             base, cut = array.copy(), tuple(slice(None, None, -1) for _ in array.shape)
         else:  # transposed: heads before tokens, as (B, H, T, d) is often kept; or the last two

@@ -58,6 +58,8 @@ def run_case(
             _perform(run, want, patience)
     except KernelError as error:
         run.problem("", "raised", str(error))
+    finally:
+        run.give_back()
     return run.judged
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from accel.verify import VerificationError, check_module, golden
+from accel.verify.apart import WORKERS
 from accel.verify.cli import UNTRIED
 from accel.verify.load import as_subject
 from dist.cli import main
@@ -51,6 +52,18 @@ def test_a_right_module_gives_status_0_and_a_table(
     assert re.search(r"softmax .*float32 .*10 .*out .*ok", said.out)
     assert "all as the reference" in said.out
     assert "4/4 " in said.err and "/4 softmax float64" in said.err  # progress
+
+
+def test_a_kernel_s_threads_sleep_unless_the_user_says_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in WORKERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
+    text = "import os\nraise ImportError('has ' + ' '.join(os.environ.get(n, '-') for n in NAMES))"
+    module = write(tmp_path / "k.py", text.replace("NAMES", repr(list(WORKERS))))
+    assert main(["verify", "--module", module]) == 1
+    assert f"has 2 passive {2**30} {2**30}" in capsys.readouterr().err
 
 
 def test_a_wrong_module_gives_status_1_a_file_and_a_command_that_runs_it_again(

@@ -12,6 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from accel.verify import Report, check_module
+from accel.verify.load import as_subject
 from accel.verify.subject import Subject
 from reference import ops
 from reference.types import Array
@@ -33,6 +34,18 @@ def said(report: Report) -> str:
 def gelu(x: Array) -> Array:
     out, _ = ops.gelu_forward(x)
     return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [((2, 3, 1, 5), 5 * 6 * 4 * 8), ((1, 65_537, 1, 8), 65_540 * 11)]
+)
+def test_a_slice_of_a_long_array_is_not_many_times_as_long(
+    shape: tuple[int, ...], most: int
+) -> None:
+    array = np.arange(float(np.prod(shape))).reshape(shape)
+    placed = as_subject(SimpleNamespace(gelu_forward=gelu)).place(array, "sliced", activation=True)
+    assert np.array_equal(placed.view, array) and not placed.view.flags.c_contiguous
+    assert placed.base.size == most and np.isnan(placed.base).sum() == most - array.size
 
 
 def beyond(a: Array, at: int) -> Array:
@@ -160,6 +173,14 @@ def test_a_global_generator_that_a_call_seeds_or_draws_from_is_found(
         return gelu(x)
 
     assert f"{name}'s global generator was seeded or drawn from" in said(check(seeds))
+
+
+def test_the_program_s_generators_stay_where_they_were() -> None:
+    np.random.seed(5), random.seed(5)  # noqa: NPY002
+    np.random.randn()  # noqa: NPY002 (of which NumPy keeps a second one)
+    wanted = random.getstate(), repr(np.random.get_state())  # noqa: NPY002
+    assert check(gelu).ok
+    assert (random.getstate(), repr(np.random.get_state())) == wanted  # noqa: NPY002
 
 
 def test_a_first_call_may_draw_random_numbers_as_compilers_do() -> None:

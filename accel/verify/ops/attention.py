@@ -214,30 +214,38 @@ def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
     p = (a.p + u.least * a.seen) * bend(top, unit)
     q, k, w, do = (_by_head(x, v["k"].shape[2]) for x in (v["q"], v["k"], v["v"], dout))
     sizes = [np.abs(x) for x in (q, k, w, do)]
-    dp = (sizes[3] @ sizes[2].swapaxes(-1, -2)) * a.kept
-    ds = p * (dp + np.sum(a.p * dp, axis=-1, keepdims=True))
+    ds = None
+    if backward := bool(np.any(dout)):  # as no call without a backward has it
+        dp = (sizes[3] @ sizes[2].swapaxes(-1, -2)) * a.kept
+        ds = p * (dp + np.sum(a.p * dp, axis=-1, keepdims=True))
     found = _products(a.scale, p * a.kept, ds, *sizes)
     d, dv, S, rows = k.shape[-1], w.shape[-1], k.shape[-2], q.shape[2] * q.shape[3]
     terms = {"out": d + 2 * S, "dq": d + dv + S, "dk": d + dv + S + rows, "dv": d + S + rows}
     roundings = {"out": 8, "dq": 12, "dk": 12, "dv": 8}
+    zero = {f"d{n}": Magnitude(np.zeros(v[n].shape), 0) for n in "qkv" if not backward}
     if not u.stored:
-        return {n: Magnitude(s, roundings[n], terms[n]) for n, s in found.items()}
+        return {n: Magnitude(s, roundings[n], terms[n]) for n, s in found.items()} | zero
     stored = _stored(a, q, k, w, do, u)
     sums = {n: roundings[n] + min(terms[n], 4 * math.sqrt(terms[n])) for n in found}
-    return {n: Magnitude(stored[n] + sums[n] * unit / u * s, 1) for n, s in found.items()}
+    return {n: Magnitude(stored[n] + sums[n] * unit / u * s, 1) for n, s in found.items()} | zero
 
 
 def _products(
-    scale: float, pk: Array, ds: Array, q: Array, k: Array, v: Array, do: Array
+    scale: float, pk: Array, ds: Array | None, q: Array, k: Array, v: Array, do: Array
 ) -> dict[str, Array]:
-    """Return the products that attention's results are, in the shapes of the results."""
+    """Return the products that attention's results are, in the shapes of the results.
+
+    Without ds they are those of the forward.
+    """
     B, Hkv, G, T, _ = q.shape
 
     def flat(x: Array) -> Array:
         return np.asarray(x.transpose(0, 3, 1, 2, 4).reshape(B, T, Hkv * G, -1))
 
-    return {
-        "out": flat(pk @ v),
+    found = {"out": flat(pk @ v)}
+    if ds is None:
+        return found
+    return found | {
         "dq": flat(scale * (ds @ k)),
         "dk": scale * np.sum(ds.swapaxes(-1, -2) @ q, axis=2).transpose(0, 2, 1, 3),
         "dv": np.sum(pk.swapaxes(-1, -2) @ do, axis=2).transpose(0, 2, 1, 3),
@@ -265,21 +273,25 @@ def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: Unit) -> dict
     more = p * grown  # what p may have become
     pk_err = dp_err * a.kept + more * a.kept  # the product with dropout is stored
 
+    pk, sizes = a.p * a.kept, [np.abs(x) for x in (q, k, v, do)]
+    if not np.any(do):
+        found = _products(a.scale, pk_err, None, *sizes)
+        return {"out": found["out"] + 2 * np.abs(_products(a.scale, pk, None, q, k, v, do)["out"])}
+
     dp = (do @ v.swapaxes(-1, -2)) * a.kept
-    out = (a.p * a.kept) @ v
     D = np.sum(a.p * dp, axis=-1, keepdims=True)
     D_err = np.sum(dp_err * np.abs(dp) + 3 * more * np.abs(dp), axis=-1, keepdims=True)
-    D_err = D_err + np.sum(np.abs(do * out), axis=-1, keepdims=True) + np.abs(D)
+    D_err = D_err + np.sum(np.abs(do * (pk @ v)), axis=-1, keepdims=True) + np.abs(D)
     off = np.abs(dp - D)
     ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off) + u.least * a.seen
-    s = _products(a.scale, pk_err, ds_err, *(np.abs(x) for x in (q, k, v, do)))
-    ds, pk = a.p * (dp - D), a.p * a.kept
+    ds = a.p * (dp - D)
     stored = _products(a.scale, pk, ds, q, k, v, do)
     for name, by_head in (
         ("dk", a.scale * ds.swapaxes(-1, -2) @ q),
         ("dv", pk.swapaxes(-1, -2) @ do),
     ):
         stored[name] = np.sum(np.abs(by_head), axis=2).transpose(0, 2, 1, 3)
+    s = _products(a.scale, pk_err, ds_err, *sizes)
     return {name: x + 2 * np.abs(stored[name]) for name, x in s.items()}
 
 
