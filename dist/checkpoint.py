@@ -3,14 +3,16 @@
 A checkpoint is a folder ``step-N``::
 
     master.bin, m.bin, v.bin   the flat float32 arrays, each rank writing its slice at its offset;
+                               v, of a run with Muon, has what AdamW steps alone, without a gap;
                                what was imported (``weights.py``) has master.bin alone
     tokenizer.myllm            so that the folder can be evaluated and generated from by itself
     manifest.json              written last: state, resolved run file, CRCs, checksum of itself
 
 It is written as ``step-N.tmp``: every file is fsynced, the manifest last, then the folder is
 renamed and the rename fsynced; only then does ``latest`` name it. A power cut at any moment leaves
-the checkpoint before it, or this one. CRCs are of blocks of 65,536 elements, the unit in which
-slices are assigned, so any number of ranks can check exactly what it reads.
+the checkpoint before it, or this one. CRCs are of blocks of 65,536 elements, of which slices are
+made (with Muon blocks begin anew with every matrix, see ``slices.py``), so any number of ranks can
+check exactly what it reads.
 """
 
 import os
@@ -30,9 +32,11 @@ import psutil
 
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
+from dist.config import OptimKind
 from dist.manifest import Count, Crc
 from dist.monitor import Memory
 from dist.shards import TOKENIZER
+from dist.slices import ARRAYS, Cutting, Range
 from dist.step import Stepper
 from reference.config import Config
 from reference.global_norm import SUM_BLOCK
@@ -43,7 +47,6 @@ from tokenizer.files import replace_durably, sync_folder
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
-ARRAYS = ("master", "m", "v")
 ADVICE = "go on from an older one: --from step-N"
 
 
@@ -120,7 +123,7 @@ class Saving:
         self.folder, self.state, self.comm = folder, state, comm
         self.path = folder / folder_name(state.step)
         self._part = folder / f"{self.path.name}.tmp"
-        self._size, self._offsets = stepper.layout.size, [low for low, _ in stepper.slices]
+        self._cutting, self._slices = stepper.cutting, stepper.slices
         self._crcs: dict[str, dict[int, int]] = {}
         self._failure: Exception | None = None
         self.seconds = 0.0  # that writing took
@@ -139,7 +142,7 @@ class Saving:
         master = [stepper.master[low:high] for low, high in stepper.slices]
         on_host = (
             [np.ascontiguousarray(stepper.ops.to_numpy(part), "<f4") for part in parts]
-            for parts in (master, stepper.by_slice(stepper.m), stepper.by_slice(stepper.v))
+            for parts in (master, stepper.by_slice("m"), stepper.by_slice("v"))
         )
         self._thread: threading.Thread | None = None
         if aside is not None:
@@ -156,7 +159,7 @@ class Saving:
         try:
             for name, parts in zip(ARRAYS, arrays, strict=True):
                 path = self._part / f"{name}.bin"
-                self._crcs[name] = _write_slices(path, self._offsets, parts)
+                self._crcs[name] = _write_slices(path, name, self._cutting, self._slices, parts)
         except Exception as error:  # raised where it is waited for, whatever it is
             self._failure = error
         self.seconds = time.perf_counter() - began
@@ -180,7 +183,7 @@ class Saving:
         crcs = {name: {k: crc for r in ranks for k, crc in r[name].items()} for name in ARRAYS}
         described = Manifest(
             **msgspec.structs.asdict(self.state),
-            parameters=self._size,
+            parameters=self._cutting.size,
             block=SUM_BLOCK,
             crc32={name: tuple(crc for _, crc in sorted(crcs[name].items())) for name in ARRAYS},
         )
@@ -217,12 +220,12 @@ def copies(stepper: Stepper) -> list[list[Array]]:
 
     A run keeps it: the system takes longer to find new memory than to copy to what is there.
     """
-    return [[np.empty(high - low, "<f4") for low, high in stepper.slices] for _ in ARRAYS]
+    return [[np.empty(high - low, "<f4") for low, high in stepper.held(name)] for name in ARRAYS]
 
 
 def room_for_copies(stepper: Stepper, comm: Comm) -> bool:
     """Tell whether all ranks of each machine have memory for a copy of what they save."""
-    needed = 4 * len(ARRAYS) * stepper.owned
+    needed = 4 * sum(stepper.owned(name) for name in ARRAYS)
     everyone = comm.all_gather((gethostname(), needed, psutil.virtual_memory().available))
     return all(
         sum(n for other, n, _ in everyone if other == host) < free / 2 for host, _, free in everyone
@@ -240,17 +243,22 @@ def _bytes_of(array: Array) -> memoryview:
     return array.view(np.uint8).data
 
 
-def _write_slices(path: Path, offsets: list[int], parts: list[Array]) -> dict[int, int]:
-    """Write slices at their element offsets, durably; return the CRC of each block, by number."""
+def _write_slices(
+    path: Path, name: str, cutting: Cutting, slices: Sequence[Range], parts: list[Array]
+) -> dict[int, int]:
+    """Write slices of an array where they belong, durably; return the CRC of each block.
+
+    Blocks are named by their first elements.
+    """
     crcs = {}
     with path.open("r+b", buffering=0) as file:
-        for offset, data in zip(offsets, parts, strict=True):
-            file.seek(4 * offset)
+        for (low, high), data in zip(cutting.held(name, slices), parts, strict=True):
+            file.seek(4 * cutting.offset(name, low))
             left = _bytes_of(data)
             while left:
                 left = left[file.write(left) :]
-            for i in range(0, len(data), SUM_BLOCK):
-                crcs[(offset + i) // SUM_BLOCK] = zlib.crc32(data[i : i + SUM_BLOCK].data)
+            for start, end in cutting.blocks(low, high):
+                crcs[start] = zlib.crc32(data[start - low : end - low].data)
         os.fsync(file.fileno())
     return crcs
 
@@ -366,10 +374,9 @@ def read_manifest(path: Path) -> Manifest:
             "'best' names it, write the name of another one there"
         )
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
-    blocks = -(-found.parameters // SUM_BLOCK)
     counts = {name: len(crcs) for name, crcs in found.crc32.items()}
-    whole = [dict.fromkeys(names, blocks) for names in (ARRAYS, ARRAYS[:1])]
-    if found.block != SUM_BLOCK or counts not in whole:
+    blocks = {name: len(cutting_of(found).numbers(name)) for name in counts}
+    if found.block != SUM_BLOCK or counts != blocks or set(counts) not in ({*ARRAYS}, {"master"}):
         raise ValueError(f"{path / MANIFEST} does not have a CRC for each block; {ADVICE}")
     if step_of(path) not in (None, found.step):
         raise ValueError(f"{path} holds the checkpoint of step {found.step}: it was renamed")
@@ -392,39 +399,50 @@ def model_of(state: State) -> Config:
     return Config.from_dict(state.config.get("model", {}))
 
 
-def read_slices(
-    path: Path, name: str, described: Manifest, slices: Sequence[tuple[int, int]]
-) -> Array:
+def kind_of(state: State) -> OptimKind:
+    """Return the kind of optimizer that a checkpoint's run has; it had one before it had a name."""
+    return "muon" if state.config.get("optim", {}).get("kind") == "muon" else "adamw"
+
+
+def cutting_of(described: Manifest) -> Cutting:
+    """Return how the arrays of a checkpoint are cut."""
+    if kind_of(described) == "muon":
+        return Cutting.of(decoder_layout(model_of(described)), "muon")
+    return Cutting(described.parameters)
+
+
+def read_slices(path: Path, name: str, described: Manifest, slices: Sequence[Range]) -> Array:
     """Return elements low .. high - 1 of an array for each slice, with their blocks' CRCs checked.
 
     Slices are whole blocks; what is returned holds one after the other.
     """
-    file_path = path / f"{name}.bin"
-    expected = 4 * described.parameters
+    cutting, file_path = cutting_of(described), path / f"{name}.bin"
+    expected = 4 * cutting.count(name)
     size = file_path.stat().st_size
     if size != expected:
         raise ValueError(
             f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
+    slices, numbers = cutting.held(name, slices), cutting.numbers(name)
     data = np.empty(sum(high - low for low, high in slices), "<f4")
     done = 0
     with file_path.open("rb", buffering=0) as file:
         for low, high in slices:
             part = data[done : done + high - low]
             done += high - low
-            file.seek(4 * low)
+            file.seek(4 * cutting.offset(name, low))
             left = _bytes_of(part)
             while left:
                 read = file.readinto(left)
                 if not read:
                     raise ValueError(f"{file_path} was cut short while it was being read")
                 left = left[read:]
-            crcs = described.crc32[name][low // SUM_BLOCK :]
-            for i, crc in zip(range(0, len(part), SUM_BLOCK), crcs, strict=False):
-                if zlib.crc32(part[i : i + SUM_BLOCK].data) != crc:
+            for start, end in cutting.blocks(low, high):
+                crc = zlib.crc32(part[start - low : end - low].data)
+                if crc != described.crc32[name][numbers[start]]:
                     raise ValueError(
-                        f"{file_path} is damaged: elements {low + i} to {low + i + SUM_BLOCK} do "
-                        f"not have the CRC they were written with; {ADVICE}"
+                        f"{file_path} is damaged: elements {start} to {end} do not have the CRC "
+                        f"they were written with; {ADVICE}"
                     )
     return data.astype(np.float32, copy=False)
 
@@ -450,6 +468,12 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
             raise ValueError(
                 f"{path} holds {described.parameters:,} parameters, the model has "
                 f"{stepper.layout.size:,}"
+            )
+        kind, wanted = kind_of(described), stepper.optim.kind
+        if kind != wanted:
+            raise ValueError(
+                f"{path} has the moments of optim.kind {kind!r}, of which {wanted!r} can make "
+                f"nothing: keep {kind!r}, or begin another run with its weights, by train.init"
             )
         whole = [(0, stepper.layout.size)]
         arrays = [

@@ -19,6 +19,7 @@ from reference.schedule import Schedule, learning_rate
 
 T = TypeVar("T")
 Carrier = Literal["auto", "mpi", "nccl"]
+OptimKind = Literal["adamw", "muon"]
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -69,10 +70,12 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optim:
-    """AdamW."""
+    """AdamW; or Muon on the matrices of the blocks, and AdamW on all else."""
 
-    beta1: float = 0.9  # of the running mean of the gradient
-    beta2: float = 0.95  # of the running mean of its square
+    kind: OptimKind = "adamw"  # muon: orthogonal steps of the matrices of the blocks
+    momentum: float = 0.95  # of Muon's running sum of the gradient
+    beta1: float = 0.9  # of AdamW's running mean of the gradient
+    beta2: float = 0.95  # of its running mean of the square
     eps: float = 1e-8  # beside the root of that
     weight_decay: float = 0.1  # a step takes lr · this of each weight
     decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
@@ -232,7 +235,7 @@ def check(config: RunFile) -> None:
         raise ValueError(f"run.timeout must not be negative, got {run.timeout}")
     if train.seed >= 2**64:
         raise ValueError(f"train.seed must be below 2^64, got {train.seed}")
-    for name in ("beta1", "beta2"):
+    for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(config.optim, name) < 1:
             raise ValueError(f"optim.{name} must lie in [0, 1), got {getattr(config.optim, name)}")
     for name, rate in (("train.lr", train.lr), ("optim.eps", config.optim.eps)):

@@ -15,10 +15,11 @@ from dist.commands import add_set, parser
 from dist.config import RunFile
 from dist.monitor import bytes_text, duration
 from dist.shards import dtype_for
+from dist.slices import ARRAYS, Cutting
 from reference.config import Config
-from reference.flops import forward_flops, training_flops
+from reference.flops import forward_flops, muon_flops, training_flops
 from reference.kv import slots
-from reference.params import decoder_layout
+from reference.params import Layout, decoder_layout
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
 
@@ -30,10 +31,11 @@ class Plan(NamedTuple):
     parts: dict[str, int]  # of them, by part of the model
     block: int  # of them, those of one layer
     master: int  # float32, on every rank
-    moments: int  # m and v, this rank's slice of both
+    moments: int  # m and v, the slices of the rank that has most
     gradients: int  # the buffers of the tree, and the slices received
     weights: int  # copies that the ops read; 0 where they read the master
     flops: tuple[float, float]  # of a training step per token: all scores, the causal half
+    muon: tuple[int, int]  # Muon's in a step: of all ranks, of the one that has most
     forward: dict[str, float]  # floating-point operations of a forward pass per token, by part
     kv_cache: int  # of one sequence of the whole context
     activations: dict[str, int]  # kept of a micro-batch for its backward, by run.recompute
@@ -99,6 +101,26 @@ def score_bytes(model: Config, item: int) -> int:
     return model.n_heads * model.context_length**2 * item
 
 
+def optimizer_work(run: RunFile, layout: Layout, ranks: int) -> tuple[int, tuple[int, int]]:
+    """Return the bytes of moments on a rank at most, and Muon's operations: of all, of one at most.
+
+    AdamW's moments are shared evenly. A matrix of Muon's has one rank, and a momentum but no v.
+    """
+    if run.optim.kind == "adamw":
+        return 2 * 4 * -(-layout.size // ranks), (0, 0)
+    cutting = Cutting.of(layout, run.optim.kind)
+    bounds = cutting.bounds(layout, run.model.n_layers, ranks, beside=run.run.overlap)
+    moments, work = [], []
+    for rank in range(ranks):
+        slices = [(b[rank], b[rank + 1]) for b in bounds]
+        held = [cutting.held(array, slices) for array in ("m", "v")]
+        moments.append(4 * sum(high - low for ranges in held for low, high in ranges))
+        starts = (start for low, high in slices for start, _ in cutting.pieces(low, high))
+        found = (cutting.matrices[start] for start in starts if start in cutting.matrices)
+        work.append(sum(map(muon_flops, found)))
+    return max(moments), (sum(work), max(work))
+
+
 def make_plan(run: RunFile, ranks: int) -> Plan:
     """Return the figures of a run on ``ranks`` ranks.
 
@@ -112,7 +134,9 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
     n = layout.size
     low = run.run.compute == "bf16"
     buffers = accumulation.bit_length()  # log2(a) + 1
-    checkpoint = 3 * 4 * n
+    moments, muon = optimizer_work(run, layout, ranks)
+    cutting = Cutting.of(layout, run.optim.kind)
+    checkpoint = 4 * sum(cutting.count(array) for array in ARRAYS)
     exposures = run.steps * run.tokens_per_step
     return Plan(
         parameters=n,
@@ -121,13 +145,14 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
             s.size for name, (_, s) in layout.offsets.items() if name.startswith("layers.0.")
         ),
         master=4 * n,
-        moments=2 * 4 * -(-n // ranks),
+        moments=moments,
         gradients=4 * n * (buffers + (ranks > 1)),
         weights=2 * n if low else 0,
         flops=(
             training_flops(run.model, T, causal=False),
             training_flops(run.model, T, causal=True),
         ),
+        muon=muon,
         forward=forward_flops(run.model, T, causal=False),
         kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
         activations=activation_bytes(
@@ -233,6 +258,12 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         f"  training, a step  {p.flops[0] * run.tokens_per_step:>22.4g}",
         f"  whole run         {p.flops[0] * p.exposures:>22.4g}",
     ]
+    if run.optim.kind == "muon":
+        step = p.flops[0] * run.tokens_per_step
+        out += [
+            f"  Muon, a step      {p.muon[0]:>22.4g}  {p.muon[0] / step:.1%} of the training",
+            f"    of a rank, most {p.muon[1]:>22.4g}  {p.muon[1] / step * ranks:.1%} of its share",
+        ]
     out += [
         f"  forward: {part:<12}{work:>19,.0f}  a token, {work / total:.1%}"
         for part, work in p.forward.items()

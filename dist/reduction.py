@@ -12,7 +12,6 @@ slice of each. While the backward goes on with the layers before, another thread
 buckets and adds them up, in the same order, so with the same bits.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from dist.comm import Comm, Level
-from reference.global_norm import SUM_BLOCK
+from dist.slices import Cutting, first_of
 from reference.ops import Ops
 from reference.params import Layout
 from reference.types import Array
@@ -70,42 +69,6 @@ def add_in_tree_order(accumulate: Accumulate, parts: list[Array]) -> Array:
     return parts[0]
 
 
-def cuts(layout: Layout, n_layers: int, size: int) -> list[int]:
-    """Return offsets that cut the flat array into buckets to be exchanged beside the backward.
-
-    Between the first layer's matrices and the last decayed parameter, a bucket ends where a layer
-    begins, or soon after: it has equally many whole blocks for every rank. What comes before, the
-    embedding, and after, gains and biases of all layers, is finished when the backward is.
-    """
-    top, step = layout.n_decayed // SUM_BLOCK * SUM_BLOCK, size * SUM_BLOCK
-    starts = (first_of(layout, layer) for layer in range(n_layers))
-    found = {top - (top - start) // step * step for start in starts if start + step <= top}
-    return sorted({0, layout.size, *found, *([top] if found else [])})
-
-
-def first_of(layout: Layout, layer: int) -> int:
-    """Return where the decayed parameters of a layer begin."""
-    return min(
-        start
-        for name, (start, spec) in layout.offsets.items()
-        if name.startswith(f"layers.{layer}.") and spec.decays
-    )
-
-
-def bounds_of_slices(cuts: Sequence[int], block: int, size: int) -> list[list[int]]:
-    """Return for each bucket W + 1 offsets that divide it into ranges of whole blocks, one a rank.
-
-    Buckets begin with whole blocks. The ranks that get more change from one to the next.
-    """
-    result, before = [], 0
-    for low, high in itertools.pairwise(cuts):
-        blocks = -(-(high - low) // block)
-        ends = [(blocks * r + before) // size for r in range(size + 1)]
-        result.append([min(high, low + block * end) for end in ends])
-        before = (before + blocks) % size
-    return result
-
-
 class Reduction:
     """The sum of a step, bucket by bucket, beside the backward where that is possible.
 
@@ -116,20 +79,28 @@ class Reduction:
     comm : Comm
     layout : Layout
     n_layers : int
+    cutting : Cutting
     beside : bool
         Exchange what is finished while the backward computes.
     """
 
     def __init__(
-        self, ops: Ops, comm: Comm, layout: Layout, n_layers: int, *, beside: bool
+        self,
+        ops: Ops,
+        comm: Comm,
+        layout: Layout,
+        n_layers: int,
+        cutting: Cutting,
+        *,
+        beside: bool,
     ) -> None:
         self._comm, self._ops = comm, ops
-        edges = cuts(layout, n_layers, comm.size) if beside else [0, layout.size]
-        self.bounds = bounds_of_slices(edges, SUM_BLOCK, comm.size)
+        self.bounds = cutting.bounds(layout, n_layers, comm.size, beside=beside)
         self._first_of = [first_of(layout, layer) for layer in range(n_layers)]
         own = number(comm.levels)
         self.slices = [(bounds[own], bounds[own + 1]) for bounds in self.bounds]
-        self._thread = ThreadPoolExecutor(1, "exchange") if len(edges) > 2 else None
+        threads = beside and len(self.bounds) > 1
+        self._thread = ThreadPoolExecutor(1, "exchange") if threads else None
         self._begun: dict[int, Future[tuple[Array, float, float]]] = {}
         self.hidden = 0.0  # seconds of the last sum's exchange that passed beside the backward
 

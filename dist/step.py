@@ -13,9 +13,9 @@ by itself. The W roots are then added by slices: each rank receives everybody's 
 that it owns and adds them in the tree's order (``reduction.py``). So every W adds the same pairs,
 and gives the same bits. What goes over the wire is what reduce-scatter would send.
 
-Then, as each slice is whole blocks of ``SUM_BLOCK`` elements (ZeRO stage 1, Rajbhandari et al.
-2020): multiply by 1/N, N the valid targets of all ranks; the norm from per-block sums; clip; AdamW
-on this rank's slices of the master, of m and of v; gather the master.
+Then, as each slice is whole blocks or whole matrices (``slices.py``; ZeRO stage 1, Rajbhandari et
+al. 2020): multiply by 1/N, N the valid targets of all ranks; the norm from per-block sums; clip;
+AdamW or Muon on this rank's slices of the master, of m and of v; gather the master.
 """
 
 import itertools
@@ -31,6 +31,7 @@ from dist.comm import Comm, slices_of
 from dist.config import Optim
 from dist.data import Batch, on_backend
 from dist.reduction import Reduction
+from dist.slices import Cutting, Range
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import clip_scale
@@ -178,14 +179,14 @@ class Stepper:
         overlap: bool = True,
     ) -> None:
         self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm
+        self.cutting = cutting = Cutting.of(layout, optim.kind)
         self.reduction = Reduction(
-            ops, comm, layout, model.n_layers, beside=overlap and not comm.behind
+            ops, comm, layout, model.n_layers, cutting, beside=overlap and not comm.behind
         )
         self.slices = self.reduction.slices  # this rank's, (low, high) in the flat arrays
-        self.owned = sum(high - low for low, high in self.slices)
         self.master = flat
-        self.m = ops.from_numpy(np.zeros(self.owned, np.float32))  # one slice after the other
-        self.v = ops.from_numpy(np.zeros(self.owned, np.float32))
+        self.m = ops.from_numpy(np.zeros(self.owned("m"), np.float32))  # one slice after the other
+        self.v = ops.from_numpy(np.zeros(self.owned("v"), np.float32))
         self.updates = 0  # optimizer steps taken: AdamW's t
         self.seed, self.recompute = seed, recompute
         self.clock = Clock()
@@ -195,10 +196,18 @@ class Stepper:
         )
         self.refresh()
 
-    def by_slice(self, owned: Array) -> list[Array]:
-        """Return the parts of m or v, or of what else holds this rank's slices one by one."""
-        ends = itertools.accumulate((high - low for low, high in self.slices), initial=0)
-        return slices_of(owned, list(ends))
+    def held(self, array: str) -> list[Range]:
+        """Return what this rank holds of m or v, for each of its slices."""
+        return self.cutting.held(array, self.slices)
+
+    def owned(self, array: str) -> int:
+        """Return how many elements of m or v this rank holds."""
+        return sum(high - low for low, high in self.held(array))
+
+    def by_slice(self, array: str) -> list[Array]:
+        """Return the parts of m or v, one for each of this rank's slices."""
+        ends = itertools.accumulate((high - low for low, high in self.held(array)), initial=0)
+        return slices_of(getattr(self, array), list(ends))
 
     def refresh(self) -> None:
         """Make the weights that the ops read from the master; needed whenever that changed."""
@@ -259,8 +268,9 @@ class Stepper:
         ops = self.ops
         mine = [ops.scale_forward(part, factor=1 / n_valid, out=part)[0] for part in mine]
         own = [
-            (low, ops.to_numpy(ops.square_sums(part)))
-            for (low, _), part in zip(self.slices, mine, strict=True)
+            (start, ops.to_numpy(ops.square_sums(part[start - low : end - low])))
+            for (low, high), part in zip(self.slices, mine, strict=True)
+            for start, end in self.cutting.pieces(low, high)
         ]
         tree.give_back(tree.root())
         self.clock.backend += time.perf_counter() - started
@@ -298,37 +308,59 @@ class Stepper:
         return Loss(float(loss.total), int(loss.n_valid))
 
     def update(self, gradient: Gradient, lr: float) -> None:
-        """Clip, and take one step of AdamW; ``gradient`` must be finite."""
+        """Clip, and take one step of the optimizer; ``gradient`` must be finite."""
         started = time.perf_counter()
         optim = self.optim
         scale = clip_scale(gradient.norm, optim.clip) if optim.clip else 1.0
-        n_decayed = self.layout.size if optim.decay_all else self.layout.n_decayed
         self.updates += 1
         states = zip(
-            self.slices, self.by_slice(self.m), self.by_slice(self.v), gradient.mine, strict=True
+            self.slices, self.by_slice("m"), self.by_slice("v"), gradient.mine, strict=True
         )
         for (low, high), m, v, mine in states:
-            if high > low:
-                self.ops.adamw(
-                    self.master[low:high],
-                    m,
-                    v,
-                    mine,
-                    step=self.updates,
-                    lr=lr,
-                    beta1=optim.beta1,
-                    beta2=optim.beta2,
-                    eps=optim.eps,
-                    weight_decay=optim.weight_decay,
-                    n_decayed=min(max(n_decayed - low, 0), high - low),
-                    grad_scale=scale,
-                )
+            if low in self.cutting.matrices:
+                self._muon(low, high, m, mine, lr, scale)
+            elif high > low:
+                self._adamw(low, high, m, v, mine, lr, scale)
         between = time.perf_counter()
         self.reduction.gather(self.master)
         gathered = time.perf_counter()
         self.refresh()
         self.clock.comm += gathered - between
         self.clock.backend += between - started + time.perf_counter() - gathered
+
+    def _adamw(
+        self, low: int, high: int, m: Array, v: Array, grad: Array, lr: float, scale: float
+    ) -> None:
+        optim = self.optim
+        n_decayed = self.layout.size if optim.decay_all else self.layout.n_decayed
+        self.ops.adamw(
+            self.master[low:high],
+            m,
+            v,
+            grad,
+            step=self.updates,
+            lr=lr,
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            n_decayed=min(max(n_decayed - low, 0), high - low),
+            grad_scale=scale,
+        )
+
+    def _muon(self, low: int, high: int, m: Array, grad: Array, lr: float, scale: float) -> None:
+        for start, end in self.cutting.pieces(low, high):
+            spec, here = self.cutting.matrices[start], slice(start - low, end - low)
+            self.ops.muon(
+                self.master[start:end].reshape(spec.shape),
+                m[here].reshape(spec.shape),
+                grad[here].reshape(spec.shape),
+                lr=lr,
+                momentum=self.optim.momentum,
+                weight_decay=self.optim.weight_decay,
+                parts=spec.parts,
+                grad_scale=scale,
+            )
 
 
 def sum_of(values: Iterable[float]) -> float:

@@ -57,8 +57,7 @@ class Weights:
     def read(self, name: str) -> Array:
         """Return one parameter, float32, its CRCs checked."""
         start, spec = self.layout.offsets[name]
-        low = start // SUM_BLOCK * SUM_BLOCK
-        high = min(-(-(start + spec.size) // SUM_BLOCK) * SUM_BLOCK, self.layout.size)
+        low, high = checkpoint.cutting_of(self.manifest).around(start, start + spec.size)
         blocks = checkpoint.read_slices(self.path, "master", self.manifest, [(low, high)])
         return blocks[start - low : start - low + spec.size].reshape(spec.shape)
 

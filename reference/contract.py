@@ -23,7 +23,7 @@ from reference.checks import check_position
 # activation   a float array in the type that the backend computes in; has a gradient
 # parameter    a float array that may be wider than the activations; ``out=`` receives its gradient
 # constant     as a parameter, but without a gradient
-# master       a flat float array of the optimizer's, of full precision whatever the activations are
+# master       a float array of the optimizer's, of full precision whatever the activations are
 # ids          integers, each below the size of a letter
 # mask         bool, True = take part
 # documents    integers of which only equality matters
@@ -47,6 +47,7 @@ class Operand(NamedTuple):
     below: str = ""  # ids: the letter that bounds them
     where: str = ""  # ids: the mask beside which they count
     travels: str = ""  # letters that a NaN stays within, if not all of ``shape``; see ``Op.reach``
+    mixes: bool = False  # written: an element depends on more of the others than its own place
 
     @property
     def is_float(self) -> bool:

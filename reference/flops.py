@@ -7,6 +7,8 @@ multiplies twice as much, once for the gradient of each side of a product.
 """
 
 from reference.config import Config
+from reference.muon import ITERATIONS
+from reference.params import ParamSpec
 
 
 def keys_seen(T: int, *, causal: bool, window: int = 0) -> float:
@@ -47,3 +49,12 @@ def training_flops(config: Config, T: int, *, causal: bool) -> float:
     What is computed a second time, to save memory, is not counted.
     """
     return 3.0 * sum(forward_flops(config, T, causal=causal).values())
+
+
+def muon_flops(spec: ParamSpec) -> int:
+    """Return the operations of a step of Muon on a weight: those of its products, 4r²s + 2r³ each.
+
+    r and s are the smaller and the larger side of each matrix in it.
+    """
+    sides = (sorted((spec.shape[0], columns)) for columns in spec.parts)
+    return sum(ITERATIONS * (4 * r * r * s + 2 * r**3) for r, s in sides)

@@ -14,7 +14,8 @@ The rules that all ops obey::
 * dtype in = dtype out; float arrays that meet in one op have one dtype.
 * Differentiable ops never write into their arguments. ``out=`` of a backward is where parameter
   gradients go: views of the flat gradient, overwritten (``embedding_backward`` adds instead when
-  ``accumulate`` is set). ``accumulate``, ``adamw`` and ``write_kv`` write into what they are given.
+  ``accumulate`` is set). ``accumulate``, ``adamw``, ``muon`` and ``write_kv`` write into what they
+  are given.
 * Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
   are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
@@ -110,6 +111,17 @@ def _scaling(op: str, value: Any, dims: Dims) -> RopeScaling | None:
     return taken
 
 
+def _columns(op: str, dims: Dims, *arrays: Array, parts: Any, **options: Any) -> Any:
+    """Return the widths of each matrix as Python's integers; they must add up to the columns."""
+    widths = (dims["O"],) if parts is None else tuple(parts)
+    if not all(n == int(n) >= 1 for n in widths) or sum(widths) != dims["O"]:
+        raise ValueError(
+            f"{op}: parts {widths} must add up to the columns of master (I, O), got master "
+            f"{arrays[0].shape}"
+        )
+    return arrays, {**options, "parts": tuple(int(n) for n in widths)}
+
+
 def _dropout(op: str, dims: Dims, x: Array, *, p: float, key: DropoutKey | None) -> Any:
     return (x,), {"dropout": _drawn(p, key, x.shape[0] if x.ndim else 0, x.shape)}
 
@@ -168,8 +180,8 @@ def _parameter(name: str, shape: str, *, optional: bool = False) -> Operand:
     return Operand(name, shape, "parameter", optional)
 
 
-def _master(name: str, *, written: bool = False) -> Operand:
-    return Operand(name, "n", "master", written=written)
+def _master(name: str, shape: str = "n", *, written: bool = False, mixes: bool = False) -> Operand:
+    return Operand(name, shape, "master", written=written, mixes=mixes)
 
 
 def _object(name: str) -> Operand:
@@ -352,6 +364,24 @@ OPS: dict[str, Op] = {
                 number("grad_scale", 1.0),
             ),
             backward=False,
+        ),
+        Op(
+            "muon",
+            "One Muon step on a matrix, in place; ``parts`` are the widths of those side by side.",
+            (
+                _master("master", "I O", written=True, mixes=True),
+                _master("m", "I O", written=True),
+                _master("grad", "I O"),
+            ),
+            (
+                number("lr", at_least=0),
+                number("momentum", at_least=0, below=1),
+                number("weight_decay", at_least=0),
+                passed("parts", "integers, O in all", None),
+                number("grad_scale", 1.0),
+            ),
+            backward=False,
+            check=_columns,
         ),
         Op(
             "kv_cache",

@@ -35,6 +35,8 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
     std: float  # of the normal distribution it starts from; 0 for a constant
     mean: float = 0.0
+    # of a matrix within a block: the columns of each that lies side by side in it; else none
+    parts: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -48,6 +50,11 @@ class ParamSpec(NamedTuple):
 def weight(name: str, shape: tuple[int, ...], std: float = INIT_STD) -> ParamSpec:
     """Return the spec of a matrix or table."""
     return ParamSpec(name, shape, std)
+
+
+def matrix(name: str, rows: int, *parts: int, std: float = INIT_STD) -> ParamSpec:
+    """Return the spec of a block's matrix, or of several side by side, of so many columns each."""
+    return ParamSpec(name, (rows, sum(parts)), std, parts=parts)
 
 
 def bias(name: str, width: int) -> ParamSpec:
@@ -67,10 +74,11 @@ def attention_specs(config: Config, name: str, residual_std: float) -> list[Para
     """Return the specs of self-attention: the fused q, k, v projection and the way out."""
     d = config.d_head
     out_of = config.n_heads * d
-    fused = (config.n_heads + 2 * config.n_kv_heads) * d
+    kv_width = config.n_kv_heads * d
+    fused = out_of + 2 * kv_width
     specs = [
-        weight(f"{name}.wqkv", (config.d_model, fused)),
-        weight(f"{name}.wo", (out_of, config.d_model), residual_std),
+        matrix(f"{name}.wqkv", config.d_model, out_of, kv_width, kv_width),
+        matrix(f"{name}.wo", out_of, config.d_model, std=residual_std),
     ]
     if config.attn_bias or config.qkv_bias:
         specs.append(bias(f"{name}.bqkv", fused))
@@ -84,14 +92,14 @@ def attention_specs(config: Config, name: str, residual_std: float) -> list[Para
 def cross_attention_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
     """Return the specs of cross-attention: queries from here, keys and values from a memory."""
     d = config.d_head
-    q_width, kv_width = config.n_heads * d, 2 * config.n_kv_heads * d
+    q_width, kv_width = config.n_heads * d, config.n_kv_heads * d
     specs = [
-        weight(f"{name}.wq", (config.d_model, q_width)),
-        weight(f"{name}.wkv", (config.d_model, kv_width)),
-        weight(f"{name}.wo", (q_width, config.d_model), residual_std),
+        matrix(f"{name}.wq", config.d_model, q_width),
+        matrix(f"{name}.wkv", config.d_model, kv_width, kv_width),
+        matrix(f"{name}.wo", q_width, config.d_model, std=residual_std),
     ]
     if config.attn_bias or config.qkv_bias:
-        specs += [bias(f"{name}.bq", q_width), bias(f"{name}.bkv", kv_width)]
+        specs += [bias(f"{name}.bq", q_width), bias(f"{name}.bkv", 2 * kv_width)]
     if config.attn_bias:
         specs.append(bias(f"{name}.bo", config.d_model))
     return specs
@@ -99,14 +107,14 @@ def cross_attention_specs(config: Config, name: str, residual_std: float) -> lis
 
 def ffn_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
     """Return the specs of a feed-forward; SwiGLU's first matrix holds the gate, then the up."""
-    hidden = 2 * config.d_ff if config.ffn == "swiglu" else config.d_ff
+    parts = (config.d_ff, config.d_ff) if config.ffn == "swiglu" else (config.d_ff,)
     w_in, b_in = ("w_gate_up", "b_gate_up") if config.ffn == "swiglu" else ("w_up", "b_up")
     specs = [
-        weight(f"{name}.{w_in}", (config.d_model, hidden)),
-        weight(f"{name}.w_down", (config.d_ff, config.d_model), residual_std),
+        matrix(f"{name}.{w_in}", config.d_model, *parts),
+        matrix(f"{name}.w_down", config.d_ff, config.d_model, std=residual_std),
     ]
     if config.ffn_bias:
-        specs += [bias(f"{name}.{b_in}", hidden), bias(f"{name}.b_down", config.d_model)]
+        specs += [bias(f"{name}.{b_in}", sum(parts)), bias(f"{name}.b_down", config.d_model)]
     return specs
 
 

@@ -12,6 +12,7 @@ from accel.cpu import (
     linear,
     loss,
     memory,
+    muon,
     norms,
     optimizer,
     rope,
@@ -21,8 +22,8 @@ from reference.ops import HOST, backend
 
 SOURCES = (
     *(vars(activations), vars(arrays), vars(attention), vars(decode), vars(elementwise)),
-    *(vars(embedding), vars(linear), vars(loss), vars(memory), vars(norms)),
-    *(vars(optimizer), vars(rope), vars(kv)),
+    *(vars(embedding), vars(linear), vars(loss), vars(memory), vars(muon)),
+    *(vars(norms), vars(optimizer), vars(rope), vars(kv)),
 )
 globals().update(backend(__name__, HOST, *SOURCES))
 

@@ -23,6 +23,7 @@ from accel.cuda import (
 )
 from accel.cuda.arrays import copy, upload
 from accel.cuda.device import BF16, F32, current, zeros
+from accel.cuda.muon import muon as muon
 from reference.boundary import Rules
 from reference.config import Config
 from reference.kv import empty_cache, writes

@@ -19,6 +19,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "embedding": ("device.cuh",),
     "layout": ("device.cuh",),
     "loss": ("device.cuh",),
+    "muon": ("device.cuh",),
     "norm": ("device.cuh",),
     "optimizer": ("device.cuh",),
     "reduce": ("device.cuh",),

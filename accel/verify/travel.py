@@ -163,7 +163,8 @@ def _apart(spec: Op, place: Place, name: str, shape: tuple[int, ...]) -> Array |
     letters: tuple[str, ...] = ()
     if name in spec.written:
         result = operands[name].shape
-        letters = tuple(result.split())
+        mixed = operands[name].mixes and name != place.name
+        letters = () if mixed else tuple(result.split())
     elif gradient and spec.out:
         result = operands[name[1:]].shape
         letters = spec.reach(name[1:])

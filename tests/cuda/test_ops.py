@@ -191,6 +191,40 @@ def test_adamw_and_accumulate(n: int, shift: int, shims: dict[str, ShimDevice]) 
     assert relative_error(mine[0], exact[0] + exact[1]) <= STRICT
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 37), (37, 5), (20, 20)])
+def test_muon(shape: tuple[int, int], order: str, shims: dict[str, ShimDevice]) -> None:
+    devices.use(shims[order])
+    rng = np.random.default_rng(shape[1])
+    start = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+    exact = [a.astype(np.float64) for a in start]
+    # views of flat buffers at any place, as the matrices of a slice are
+    flat = [ops.from_numpy(np.concatenate([np.ones(3, np.float32), a.ravel()])) for a in start]
+    mine = [a[3:].reshape(shape) for a in flat]
+    parts = (2, shape[1] - 2) if shape[1] > 2 else None
+    for _ in range(2):
+        for arrays, module in ((exact, reference), (mine, ops)):
+            options = {"momentum": 0.9, "weight_decay": 0.1, "grad_scale": 0.3}
+            module.muon(*arrays, lr=0.1, parts=parts, **options)  # type: ignore[attr-defined]
+    for got, expected in zip(mine, exact, strict=True):
+        assert relative_error(got, expected) <= STRICT
+    assert all((a[:3] == 1).all() for a in flat)
+    zeros = [ops.from_numpy(np.zeros(shape, np.float32)) for _ in range(3)]
+    ops.muon(*zeros, lr=0.1, momentum=0.9, weight_decay=0.1)
+    assert not ops.to_numpy(zeros[0]).any()
+
+
+def test_muon_takes_views_that_are_not_contiguous() -> None:
+    rng = np.random.default_rng(0)
+    start = [rng.standard_normal((6, 8)).astype(np.float32) for _ in range(3)]
+    exact = [a[:, ::2].astype(np.float64) for a in start]
+    mine = [ops.from_numpy(a)[:, ::2] for a in start]
+    for arrays, module in ((exact, reference), (mine, ops)):
+        module.muon(*arrays, lr=0.1, momentum=0.9, weight_decay=0.1)  # type: ignore[attr-defined]
+    for got, expected in zip(mine, exact, strict=True):
+        assert relative_error(np.ascontiguousarray(got), expected) <= STRICT
+
+
 @pytest.mark.parametrize("module", [ops, ops_bf16])
 def test_the_kv_cache_keeps_each_row_where_it_stands(module: Any) -> None:
     cache = module.kv_cache({}, TINY, 2, 5)

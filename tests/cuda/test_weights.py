@@ -145,3 +145,13 @@ def test_a_strided_master_is_updated_and_its_copy_with_it() -> None:
     ops_bf16.adamw(part, *arrays, step=1, n_decayed=0, **RATES)
     run.refresh()
     run.check()
+
+
+def test_after_muon_the_copy_of_its_matrix_is_made_again() -> None:
+    run = Run(LAYOUTS["odd"])
+    run.update()
+    matrix = run.master[:21].reshape(3, 7)
+    m, grad = (ops.from_numpy(np.ones((3, 7), np.float32)) for _ in range(2))
+    ops_bf16.muon(matrix, m, grad, lr=0.5, momentum=0.9, weight_decay=0.1)
+    run.refresh()
+    run.check()

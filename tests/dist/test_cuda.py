@@ -18,7 +18,7 @@ from dist import carriers, checkpoint
 from dist.carriers import Carried, Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo
 from dist.config import RunFile
-from dist.reduction import bounds_of_slices
+from dist.slices import bounds_of_slices
 from dist.stopping import StopRequest
 from dist.train import Trainer
 from dist.watchdog import Watch

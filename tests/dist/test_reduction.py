@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dist.comm import slices_of
-from dist.reduction import add_in_tree_order, bounds_of_slices, cuts, gather, number, reduce
+from dist.reduction import add_in_tree_order, gather, number, reduce
+from dist.slices import bounds_of_slices, cuts
 from reference import ops
 from reference.config import Config
 from reference.global_norm import SUM_BLOCK

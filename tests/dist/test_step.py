@@ -22,7 +22,8 @@ from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
 from dist.monitor import Guards, Memory, Metrics, read_metrics
-from dist.reduction import add_in_tree_order, bounds_of_slices
+from dist.reduction import add_in_tree_order
+from dist.slices import bounds_of_slices
 from dist.step import Gradient, Stepper, TreeSum, initial_weights, sum_of
 from reference import ops
 from reference.global_norm import SUM_BLOCK, clip_scale, global_norm

@@ -22,7 +22,6 @@ from dist.step import Stepper
 from dist.stopping import StopRequest
 from dist.train import Trainer, same_learning
 from reference.params import decoder_layout
-from reference.types import Array
 from tests.helpers.runs import (
     digest,
     losses,
@@ -160,11 +159,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         update(self, *arguments)
         updates.release()
 
-    def slow(path: Path, offset: int, array: Array) -> list[int]:
+    def slow(path: Path, *what: Any) -> dict[int, int]:
         # after the step that is saved two more are taken while its weights are written
         if path.name == "master.bin" and "00000003" in str(path):
             waited.append([updates.acquire(timeout=60) for _ in range(5)])
-        return write(path, offset, array)
+        return write(path, *what)
 
     monkeypatch.setattr(Stepper, "update", updated)
     monkeypatch.setattr(checkpoint, "_write_slices", slow)
@@ -231,10 +230,10 @@ def test_a_write_that_fails_meanwhile_is_told_and_loses_nothing(
     config = prepare(tmp_path, run__checkpoint_every=2)
     write = checkpoint._write_slices
 
-    def full(path: Path, offset: int, array: Array) -> list[int]:
+    def full(path: Path, *what: Any) -> dict[int, int]:
         if "00000004" in str(path):
             raise OSError(28, "No space left on device")
-        return write(path, offset, array)
+        return write(path, *what)
 
     monkeypatch.setattr(checkpoint, "_write_slices", full)
     assert train(config) == 1

@@ -108,6 +108,10 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         usual = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "n_decayed": 2}
         ops.adamw(*state, **(usual | {"weight_decay": 0.1} | options))
 
+    def muon(*shape: int, **options: Any) -> None:
+        usual = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+        ops.muon(*(ones(*shape) for _ in range(3)), **(usual | options))
+
     F, Q = zeros(2, 3, 6), zeros(2, 3, 4, 2)
     I = np.zeros((2, 3), np.int32)  # noqa: E741
     K = zeros(1, 2, 3, 4, 2)  # keys of one layer
@@ -283,6 +287,9 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
             for name in ("master", "m", "v")
         ),
         (lambda: adamw(beta1=np.array([0.9])), "beta1 must lie in"),
+        (lambda: muon(6), r"master must be \(I, O\)"),
+        (lambda: muon(2, 3, parts=(1, 1)), r"parts \(1, 1\) must add up to the columns"),
+        (lambda: muon(2, 3, momentum=1), r"momentum must lie in \[0, 1\)"),
         (lambda: ops.dropout_forward(F, p=np.array([0.5]), key=KEY), "p must lie in"),
         (
             lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(step=np.array([2]))),

@@ -11,6 +11,7 @@ import numpy as np
 
 from dist import checkpoint, cli, monitor
 from dist.config import RunFile, from_tables
+from dist.slices import ARRAYS
 from dist.writer import ShardWriter
 from reference.types import Array
 from tokenizer import train_from_iterator
@@ -111,7 +112,7 @@ def digest(config: RunFile) -> str:
     """Return a hash of everything that the newest checkpoint of a run holds."""
     path = checkpoint.to_resume(Path(config.run.out) / "checkpoints")
     assert path is not None
-    arrays = b"".join((path / f"{name}.bin").read_bytes() for name in checkpoint.ARRAYS)
+    arrays = b"".join((path / f"{name}.bin").read_bytes() for name in ARRAYS)
     state = msgspec.structs.replace(checkpoint.read_manifest(path), config={}, checksum="")
     return hashlib.sha256(arrays + repr(state).encode()).hexdigest()
 

@@ -288,3 +288,21 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     assert err.count("00001.bin is empty") == 1 and "Traceback" not in err
     status, _, err = train(config, 3)
     assert status == 1 and "power of two" in err and err.count("\n") == 1
+
+
+def test_with_muon_any_number_of_ranks_learns_the_same_bits_and_goes_on(tmp_path: Path) -> None:
+    """Matrices of more than one block, beside the backward or after it, on more ranks than some."""
+    config = prepare(tmp_path, **DEEP, optim__kind="muon", run__checkpoint_every=1, run__keep=9)
+    found = {}
+    for ranks, overlap in ((1, True), (2, True), (4, False), (8, True)):
+        run = with_run(config, out=str(tmp_path / f"w{ranks}"), overlap=overlap)
+        status, _, err = train(run, ranks)
+        assert status == 0, err
+        steps = [record for record in read_metrics(Path(run.run.out)) if "loss" in record]
+        found[ranks] = digest(run), [(step["loss"], step["norm"]) for step in steps]
+    assert all(result == found[1] for result in found.values())
+    resumed = with_run(config, out=str(tmp_path / "w8"))
+    (Path(resumed.run.out) / "checkpoints" / "latest").write_text("step-00000001\n")
+    status, _, err = train(resumed, 2)
+    assert status == 0, err
+    assert digest(resumed) == found[1][0]

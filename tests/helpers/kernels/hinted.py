@@ -87,6 +87,13 @@ adamw: coupled decay | coupled
 adamw: everything decays | applied to all
 adamw: clipping forgotten | grad_scale ignored
 adamw: v of g rather than g² | g²|factor `g` missing
+muon: the norm is not taken off | not divided by its norm
+muon: a coefficient left out | 2.0315
+muon: four steps of Newton-Schulz | step of Newton-Schulz missing
+muon: no look ahead | look ahead missing
+muon: matrices side by side as one | orthogonalised as one
+muon: the factor of wide matrices for all | columns alone
+muon: clipping forgotten | grad_scale
 square_sums: float32 sums | float32
 square_sums: blocks off by one | one too few|off by one|last.*block
 global_norm: no root | root|sqrt

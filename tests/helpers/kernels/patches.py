@@ -323,6 +323,34 @@ adamw: v of g rather than g² | v | adamw
     b_ * g_ * g_
     b_ * g_
 
+muon: the norm is not taken off | master | orthogonalise
+    x_ / max(n_, TINY)
+    x_ / 1
+
+muon: a coefficient left out | master | orthogonalise
+    B * g_ + C * (g_ @ g_)
+    B * g_
+
+muon: four steps of Newton-Schulz | master | orthogonalise
+    range(ITERATIONS)
+    range(ITERATIONS - 1)
+
+muon: no look ahead | master | muon
+    orthogonalise(n_[:, c_])
+    orthogonalise(m[:, c_])
+
+muon: matrices side by side as one | master | muon
+    zip(p_, e_, strict=True)
+    zip([len(grad[0])], [len(grad[0])], strict=True)
+
+muon: the factor of wide matrices for all | master | muon
+    math.sqrt(max(len(g_), w_))
+    math.sqrt(w_)
+
+muon: clipping forgotten | m | muon
+    grad * s_
+    grad
+
 square_sums: float32 sums | out | square_sums
     x_.astype(np.float64) ** 2
     x_.astype(np.float32) ** 2
