@@ -1,11 +1,12 @@
 """Read reference/study/tiled_attention.py first: its tables never leave the chip.
 
-Kernels: ``attention_mma.cu`` on tensor cores, for bf16 with widths up to 128 that are multiples of
-8; ``attention.cu`` for float32 and any other widths. Forward keeps the output and one float a row,
-log Σ exp of its scores; backward makes the probabilities again from it, in two kernels, so that no
-atomics are needed: one whose blocks own queries (dq), one whose blocks own keys and loop over all
-query heads that read them (dk, dv). Where the blocks of keys would be too few to share out evenly,
-each takes one query head of the group, and the sums over the heads are a kernel of their own.
+Kernels: ``attention_wgmma.cu`` (Hopper) and ``attention_mma.cu`` (all others) on tensor cores, for
+bf16 with widths up to 128 that are multiples of 8; ``attention.cu`` for float32 and other widths.
+Forward keeps the output and one float a row, log Σ exp of its scores; backward makes the
+probabilities again from it, in two kernels, so that no atomics are needed: one whose blocks own
+queries (dq), one whose blocks own keys and loop over all query heads that read them (dk, dv). Where
+the blocks of keys would be too few to share out evenly, each takes one query head of the group, and
+the sums over the heads are a kernel of their own.
 
 A causal T × T head of width d takes 2·T²·d operations forward and 5·T²·d backward (half the full
 square), of which the two kernels do 7·T²·d, since both make the scores again. Tiles that causality

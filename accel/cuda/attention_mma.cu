@@ -10,10 +10,9 @@
 // here too a warp's own rows are the rows of its products. Scores and probabilities stay in
 // registers: the accumulators of one product are, packed to bf16, the left operand of the next.
 //
-// Tiles lie in shared memory as rows of HEAD bf16, the 16-byte chunk c of row r at chunk c ^ (r & 7):
-// eight rows that ldmatrix reads together then lie in eight different bank groups. The tiles that
-// are walked over come by cp.async into two stages, one filling while the other is used. Shared
-// memory at HEAD = 128: forward 96 KiB, dq 128 KiB (96 with 32 keys at a time), dk/dv 97 KiB.
+// The tiles that are walked over (attention_tiles.cuh) come by cp.async into two stages, one filling
+// while the other is used. Shared memory at HEAD = 128: forward 96 KiB, dq 128 KiB (96 with 32 keys at a
+// time), dk/dv 97 KiB.
 //
 // Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
 // those whose range of documents does not meet the block's own: what they would add is exactly nothing.

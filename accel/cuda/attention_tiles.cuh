@@ -1,3 +1,5 @@
+// Read reference/study/tiled_attention.py first: m, l, shrink and lse are its.
+//
 // What the attention kernels on tensor cores share: tiles in shared memory, the scores, the stores.
 //
 // For head widths up to HEAD (64 or 128) that are multiples of 8; narrower ones are padded with zeros
