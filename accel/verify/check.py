@@ -244,12 +244,16 @@ def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
         specs = [spec for spec in specs if spec.name in options.ops]
     try:
         dtypes = options.dtypes or subject.dtypes()
-        return [
+        plan = [
             (spec, dtype, cases_of(spec, options))
             for spec in specs
             for dtype in dtypes
             if subject.applies(spec, dtype)
         ]
+        if not plan:
+            names = ", ".join(spec.name for spec in specs)
+            raise ValueError(f"nothing to check: {names} has no {', '.join(dtypes)}")
+        return plan
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None
     except NotImplementedError as error:  # an op without a room

@@ -354,6 +354,28 @@ def test_arrays_cross_by_the_module_s_own_functions() -> None:
         check_module(module)
 
 
+def test_a_module_that_refuses_a_precision_is_checked_in_the_other() -> None:
+    def from_numpy(x: Array, *, activation: bool = False) -> Array:
+        if x.dtype == np.float64 or (refuse_all and x.dtype == np.float32):
+            raise ValueError("only what I like")
+        return x
+
+    refuse_all = False
+    module = SimpleNamespace(
+        from_numpy=from_numpy, to_numpy=lambda x: x, relu_forward=ops.relu_forward
+    )
+    report = check_module(module, ops=("relu",), examples=3, raises=False)
+    assert [op.dtype for op in report.ops] == ["float32"]
+    refuse_all = True
+    with pytest.raises(SubjectError, match="from_numpy raised ValueError: only what I like"):
+        check_module(module, ops=("relu",), examples=3)
+
+
+def test_a_precision_that_an_op_does_not_have_is_said() -> None:
+    with pytest.raises(ValueError, match="nothing to check: adamw has no bf16"):
+        check_module(ops, ops=("adamw",), dtypes=("bf16",), examples=3)
+
+
 def test_a_module_that_rounds_to_bf16_is_checked_in_bf16() -> None:
     module = SimpleNamespace(
         from_numpy=lambda x: round_bf16(x) if x.dtype.kind == "f" else x,
