@@ -208,7 +208,7 @@ place, and the sum is returned.""",
     ),
     Exercise(
         "zero_slices",
-        "dist.reduction",
+        "dist.slices",
         """\
 ZeRO shares the optimizer's state: of each bucket, from cuts[b] to cuts[b + 1], each of W = size
 ranks owns one slice, given by W + 1 offsets. Slices are whole blocks counted from the bucket's
