@@ -254,10 +254,13 @@ def _norms(x: Array) -> Array:
     """Return the norm of each row."""
     x = np.asarray(x, np.float64)
     x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    # scaled where squares would underflow or overflow
-    top = max(float(x.max(initial=0.0)), -float(x.min(initial=0.0)))
-    scale = top if 0 < top < _SMALL or 1 / _SMALL < top < np.inf else 1.0
-    x = x if scale == 1.0 else x / scale
+    # a row is scaled where its squares would underflow or overflow
+    top = np.maximum(x.max(axis=-1, initial=0.0), -x.min(axis=-1, initial=0.0))
+    scaled = (top > 0) & (top < _SMALL) | (top > 1 / _SMALL) & (top < np.inf)
+    if not scaled.any():
+        return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x)))
+    scale = np.where(scaled, top, 1.0)
+    x = x / scale[:, None]
     return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", x, x)))
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from accel.tolerance import (
     FP8,
+    Magnitude,
+    compare,
     round_bf16,
     round_float16,
     round_fp8,
@@ -171,3 +173,19 @@ def test_storing_in_eight_bits_again_loses_nothing(dtype: str) -> None:
     x = round_to(np.random.default_rng(0).standard_normal((50, 30)), dtype)
     np.testing.assert_array_equal(round_to(x, dtype), x)
     assert len(np.unique(np.abs(x))) < 130
+
+
+def test_a_row_far_below_the_others_is_held_to_its_own_size() -> None:
+    exact = np.array([[1.0, 2.0], [3e-175, 4e-175], [3e100, 4e100]])
+    magnitude = Magnitude(np.abs(exact), 1, 2)
+
+    def ratio(got: Array) -> float:
+        return compare(got, exact, exact, magnitude, "float64", gradient=True).ratio
+
+    near = exact.copy()
+    near[1] *= 1 + 2.0**-52
+    assert 0 < ratio(near) <= 1
+    for row in range(3):
+        wrong = near.copy()
+        wrong[row] += (1e-9, 1e-30, 1e90)[row]
+        assert ratio(wrong) > 1, row
