@@ -188,8 +188,8 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
     ),
     "ldmatrix lanes of the right operand": (
         "attention_mma",
-        "b + place(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2)",
-        "b + place(n * 16 + lane % 16, 2 * k + lane / 16)",
+        "b + place<8 * N>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2)",
+        "b + place<8 * N>(n * 16 + lane % 16, 2 * k + lane / 16)",
         "causal",
     ),
     "ldmatrix not transposed": (
@@ -199,9 +199,9 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "causal",
     ),
     "swizzle of one side only": (
-        "attention_mma",
-        "copy_async(tile + place(row, chunk),",
-        "copy_async(tile + row * PITCH + chunk * 16,",
+        "attention_tiles.cuh",
+        "const u32 to = tile + place<ROWS>(row, chunk);",
+        "const u32 to = tile + chunk / 8 * PANEL<ROWS> + row * 128 + chunk % 8 * 16;",
         "causal",
     ),
     "key/value head of the query's number": (
@@ -266,15 +266,15 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "long causal",
     ),
     "tail guard of a store": (
-        "attention_mma",
+        "attention_tiles.cuh",
         "if (first + row + r < n && chunk * 8 < width)",
         "if (chunk * 8 < width)",
         "causal",
     ),
     "tail guard of a fetch": (
-        "attention_mma",
-        "const bool valid = first + row < n && chunk * 8 < width;",
-        "const bool valid = chunk * 8 < width;",
+        "attention_tiles.cuh",
+        "chunk * 8 < width ? n - first - row : 0;",
+        "chunk * 8 < width ? ROWS : 0;",
         "full, more keys",
     ),
     "no rescaling when the maximum grows": (
@@ -297,8 +297,8 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
     ),
     "sums of only one round of rows": (
         "norm:rmsnorm_backward",
-        "sum_of(dgain, i, D, k) += d[k] * n;",
-        "sum_of(dgain, i, D, k) = d[k] * n;",
+        "(once ? mine[k] : sum_of(dgain, i, D, k)) += d[k] * n;",
+        "(once ? mine[k] : sum_of(dgain, i, D, k)) = d[k] * n;",
         "many rows",
     ),
     "sums of another column": (
@@ -402,7 +402,8 @@ ALSO: dict[str, tuple[str, str, str, str]] = {
 def planted(where: str, old: str, new: str) -> tuple[str, str, str, str]:
     """Return (source whose cases run, file, text, text instead) of a bug in a file or a kernel."""
     name, _, kernel = where.partition(":")
-    source = {"attention.cuh": "attention_mma", "attention.cu": "attention_mma"}.get(name, name)
+    shared = ("attention.cuh", "attention_tiles.cuh", "attention.cu")
+    source = "attention_mma" if name in shared else name
     source = {"device.cuh": "elementwise"}.get(source, source)
     file = name if "." in name else f"{name}.cu"
     text = sources.text_of(file)

@@ -430,7 +430,7 @@ def test_the_worked_example_says_what_the_readme_says(
 def test_golden_vectors_hold_their_own_results(tmp_path: Path) -> None:
     assert main(["verify", "--golden", str(tmp_path)]) == 0
     vectors = golden.golden_cases()
-    assert len(vectors) == golden.CASES * 24 + 1
+    assert len(vectors) == golden.CASES * 25 + 1
     results = tmp_path / "results"
     results.mkdir()
     for vector in vectors:
