@@ -305,7 +305,7 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "norm",
         "return sums[k * packs + (int)i / PACK];",
         "return sums[k * (packs - 1) + (int)i / PACK];",
-        "D = 264",
+        "D = 2056",
     ),
     "a warp's sums left out": (
         "reduce:sum_rows",
