@@ -132,7 +132,7 @@ KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, ele
     }
     float share[2];
     finish_rows(m, l, share, lse + ((i64)b * Hq + h) * T, first + row + g, T);
-    sync_block();  // the queries have been read
+    // the queries, whose place is used again, were last read before the last barrier
     store_rows(o, share, memory, row, out + ((i64)b * T * Hq + h) * dv, (i64)Hq * dv, first, T, dv);
 }
 
