@@ -348,34 +348,36 @@ def test_models_that_are_built_otherwise_are_refused_by_name(
     assert message in said and said.count("\n") == 1
 
 
-def test_older_files_without_a_vocab_size_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def check_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config, described: dict[str, Any]
 ) -> None:
-    write_random(tmp_path / "mine", LLAMA)
-    family = gguf.choose(gguf.GGUF, LLAMA, "GGUF")
-    described = family.describe(LLAMA)
-    for name in ("vocab_size", "attention.key_length", "attention.value_length"):
-        del described[f"llama.{name}"]
+    """Export weights under such a description, and expect the import to find their config."""
+    family = gguf.choose(gguf.GGUF, config, "GGUF")
     with monkeypatch.context() as patch:
         patch.setattr(type(family), "describe", lambda self, config: described)
         patch.setattr(gguf, "choose", lambda *given: family)
         assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
     assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
-    assert Weights(tmp_path / "back").config == LLAMA
+    assert Weights(tmp_path / "back").config == config
+
+
+def test_older_files_without_a_vocab_size_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    described = gguf.choose(gguf.GGUF, LLAMA, "GGUF").describe(LLAMA)
+    for name in ("vocab_size", "attention.key_length", "attention.value_length"):
+        del described[f"llama.{name}"]
+    check_read(tmp_path, monkeypatch, LLAMA, described)
 
 
 def test_a_base_written_as_a_whole_number_scales_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_random(tmp_path / "mine", LLAMA3)
-    family = gguf.choose(gguf.GGUF, LLAMA3, "GGUF")
-    described = {**family.describe(LLAMA3), "llama.rope.freq_base": 10_000}
-    with monkeypatch.context() as patch:
-        patch.setattr(type(family), "describe", lambda self, config: described)
-        patch.setattr(gguf, "choose", lambda *given: family)
-        assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
-    assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
-    assert Weights(tmp_path / "back").config == LLAMA3
+    described = gguf.choose(gguf.GGUF, LLAMA3, "GGUF").describe(LLAMA3)
+    described["llama.rope.freq_base"] = 10_000
+    check_read(tmp_path, monkeypatch, LLAMA3, described)
 
 
 def header_of(n_tensors: int, n_keys: int, rest: bytes = b"", version: int = 3) -> bytes:
