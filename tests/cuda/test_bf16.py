@@ -97,6 +97,18 @@ def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_so_does_a_scale_that_is_not_positive(
+    scale: float, shims: dict[str, ShimDevice], hoppers: dict[str, ShimDevice]
+) -> None:
+    op, what, arrays, _ = next(attention_cases(((64, 64),)))
+    for device in (shims["forward"], hoppers["forward"]):
+        devices.use(device)
+        got = run_backend(ops_bf16, op, rounded(arrays), {"scale": scale})
+        rule = attention_by_the_rule((op, what, arrays, {"scale": scale}), got)
+        assert all(closeness.ok for closeness in rule.values()), rule
+
+
 @pytest.mark.parametrize("case", HOPPER_CASES)
 def test_so_does_attention_by_warpgroups(case: Any, hoppers: dict[str, ShimDevice]) -> None:
     test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(case, hoppers)
