@@ -51,9 +51,9 @@ void check_widths(const Inst& inst, s64 pc) {
               inst.at.size(), op.bits.size());
     for (size_t i = 0; i < op.bits.size(); ++i) {
         const s64 has = inst.at[i].bits, wants = op.bits[i];
-        if (has && wants && (has == 1 || wants == 1 || !op.wider ? has != wants : has < wants))
+        if (has && wants && (wants > 0 || has == 1 ? has != wants : has < -wants))
             fault("instruction %lld, %s: operand %zu has %lld bits, not %lld", (long long)pc, op.name,
-                  i, (long long)has, (long long)wants);
+                  i, (long long)has, (long long)std::abs(wants));
     }
 }
 
@@ -110,7 +110,8 @@ void part(Warp& warp, u32 some, s64 pc) {
     if (some) warp.groups.push_back({pc, some, false});
 }
 
-End run_warp(Program& program, Warp& warp, u64 budget) {
+// `budget`: of instructions; what is left of it when the warp stops.
+End run_warp(Program& program, Warp& warp, s64& budget) {
     while (Group* group = furthest_behind(program, warp)) {
         s64 others = LLONG_MAX;
         for (size_t i = 0; i + 1 < warp.groups.size(); ++i)
@@ -177,7 +178,7 @@ End run_warp(Program& program, Warp& warp, u64 budget) {
                 }
             }
             if (together && pc == others) together = false;
-            if (--budget == 0) return OUT_OF_BUDGET;
+            if (--budget <= 0) return OUT_OF_BUDGET;
         }
     }
     return ENDED;
@@ -238,12 +239,13 @@ void run_block(Program& program, Block& block, std::vector<Warp>& warps, int ord
         for (u32 i = 0; i < n; ++i) {
             const u32 at = order == REVERSE ? n - 1 - i : (i + shift) % n;
             if (over[at] || warps[at].barrier >= 0) continue;
-            const u64 budget = order == SHUFFLED ? 1 + random() % 200 : 1 << 20;
+            const s64 given = order == SHUFFLED ? 1 + random() % 200 : 1 << 20;
+            s64 budget = given;
             running = &warps[at];
             if (run_warp(program, warps[at], budget) == ENDED) over[at] = true, ++ended;
             progress = true;
             release(warps);
-            if ((left -= budget) < 0) fault("the kernel does not end");
+            if ((left -= given - budget) < 0) fault("the kernel does not end");
         }
         if (!progress) fault("warps wait at a barrier that others never reach");
     }
@@ -295,7 +297,7 @@ extern "C" const char* ptx_launch(Program* program, const u32* grid, u32 threads
     Warp* running = nullptr;
     Block block{&launch, {}, std::vector<u8>(shared_bytes)};
     std::mt19937 random(seed);
-    s64 left = 4'000'000'000;  // instructions of warps
+    s64 left = 1'000'000'000;  // instructions of warps
     try {
         if (!threads || threads % 32 || threads > 1024) fault("blocks have 32, 64, ... 1024 threads");
         const u64 blocks = (u64)grid[0] * grid[1] * grid[2];

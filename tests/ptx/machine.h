@@ -48,8 +48,9 @@ enum Kind { PLAIN, BRANCH, EXIT, MEETING, BARRIER };
 struct Opcode {
     const char* name;
     void (*run)(Warp&, const Inst&, u32 lanes);
-    std::vector<int> bits;                         // of each operand; fewer: any
-    bool wider = false;                            // registers may be wider than the type (9.4.1)
+    // of each operand, 0 for any; negative: a register may be wider than the type (tables of 9.4.1).
+    // Empty: run looks at the operands itself.
+    std::vector<int> bits;
     Kind kind = PLAIN;
     u32 (*members)(Warp&, const Inst&, u32 lanes) = nullptr;  // who must meet here
 };

@@ -117,30 +117,30 @@ template <int N, bool TRANSPOSED> void ldmatrix(Warp& warp, const Inst& inst, u3
 
 inline Family meetings() {
     Family all = {
-        {"shfl.sync.up.b32", shuffle<UP>, {}, false, MEETING, named},
-        {"shfl.sync.down.b32", shuffle<DOWN>, {}, false, MEETING, named},
-        {"shfl.sync.bfly.b32", shuffle<BFLY>, {}, false, MEETING, named},
-        {"shfl.sync.idx.b32", shuffle<IDX>, {}, false, MEETING, named},
-        {"vote.sync.ballot.b32", ballot, {32, 1, 32}, false, MEETING, named},
-        {"bar.warp.sync", nothing, {32}, false, MEETING, named},
+        {"shfl.sync.up.b32", shuffle<UP>, {}, MEETING, named},
+        {"shfl.sync.down.b32", shuffle<DOWN>, {}, MEETING, named},
+        {"shfl.sync.bfly.b32", shuffle<BFLY>, {}, MEETING, named},
+        {"shfl.sync.idx.b32", shuffle<IDX>, {}, MEETING, named},
+        {"vote.sync.ballot.b32", ballot, {32, 1, 32}, MEETING, named},
+        {"bar.warp.sync", nothing, {32}, MEETING, named},
         // 9.7.13.1: bar.sync is barrier.sync.aligned; machine.cpp counts who has come
-        {"bar.sync", nothing, {}, false, BARRIER, whole_warp},
-        {"barrier.sync.aligned", nothing, {}, false, BARRIER, whole_warp},
+        {"bar.sync", nothing, {}, BARRIER, whole_warp},
+        {"barrier.sync.aligned", nothing, {}, BARRIER, whole_warp},
         {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", mma_m16n8k16,
-         std::vector<int>(14, 32), false, MEETING, whole_warp},
-        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", ldmatrix<4, false>, {32, 32, 32, 32, 0}, false,
+         std::vector<int>(14, 32), MEETING, whole_warp},
+        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", ldmatrix<4, false>, {32, 32, 32, 32, 0},
          MEETING, whole_warp},
         {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", ldmatrix<4, true>, {32, 32, 32, 32, 0},
-         false, MEETING, whole_warp},
-        {"ldmatrix.sync.aligned.m8n8.x2.shared.b16", ldmatrix<2, false>, {32, 32, 0}, false, MEETING,
+         MEETING, whole_warp},
+        {"ldmatrix.sync.aligned.m8n8.x2.shared.b16", ldmatrix<2, false>, {32, 32, 0}, MEETING,
          whole_warp},
-        {"ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16", ldmatrix<2, true>, {32, 32, 0}, false,
+        {"ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16", ldmatrix<2, true>, {32, 32, 0},
          MEETING, whole_warp},
         // 9.7.12.3, 6, 7
-        {"bra", nothing, {}, false, BRANCH},
-        {"bra.uni", nothing, {}, false, BRANCH},
-        {"ret", nothing, {}, false, EXIT},
-        {"exit", nothing, {}, false, EXIT},
+        {"bra", nothing, {}, BRANCH},
+        {"bra.uni", nothing, {}, BRANCH},
+        {"ret", nothing, {}, EXIT},
+        {"exit", nothing, {}, EXIT},
     };
     return all;
 }

@@ -138,14 +138,14 @@ inline void copy_wait_all(Warp& warp, const Inst& inst, u32 lanes) {
 }
 
 template <Space SPACE, class T> void accesses(Family& all, const char* const (&names)[6]) {
-    constexpr int B = BITS<T>;
-    all.push_back({names[0], load<SPACE, T, 1>, {B, 0}, true});
-    all.push_back({names[1], load<SPACE, T, 2>, {B, B, 0}, true});
-    all.push_back({names[2], load<SPACE, T, 4>, {B, B, B, B, 0}, true});
+    constexpr int B = -BITS<T>;
+    all.push_back({names[0], load<SPACE, T, 1>, {B, 0}});
+    all.push_back({names[1], load<SPACE, T, 2>, {B, B, 0}});
+    all.push_back({names[2], load<SPACE, T, 4>, {B, B, B, B, 0}});
     if (SPACE == PARAM) return;
-    all.push_back({names[3], store<SPACE, T, 1>, {0, B}, true});
-    all.push_back({names[4], store<SPACE, T, 2>, {0, B, B}, true});
-    all.push_back({names[5], store<SPACE, T, 4>, {0, B, B, B, B}, true});
+    all.push_back({names[3], store<SPACE, T, 1>, {0, B}});
+    all.push_back({names[4], store<SPACE, T, 2>, {0, B, B}});
+    all.push_back({names[5], store<SPACE, T, 4>, {0, B, B, B, B}});
 }
 
 #define SPACE_ACCESSES(SPACE, space, T, type)                                                     \
@@ -189,15 +189,19 @@ inline Family memory() {
     // 9.7.9.20: a generic address of global memory is the address there
     all.push_back(op<[](u64 a) { return a; }>("cvta.to.global.u64"));
     all.push_back(op<[](u64 a) { return a; }>("cvta.global.u64"));
-    // 9.7.9.21: cvt between integers takes the low bits, or extends by the type of the source
-    all.push_back(op<[](u64 a) -> u32 { return (u32)a; }>("cvt.u32.u64"));
-    all.push_back(op<[](u32 a) -> u64 { return a; }>("cvt.u64.u32"));
-    all.push_back(op<[](s32 a) -> s64 { return a; }>("cvt.s64.s32"));
-    all.push_back(op<[](u32 a) -> u16 { return (u16)a; }>("cvt.u16.u32"));
-    all.push_back(op<[](u16 a) -> u32 { return a; }>("cvt.u32.u16"));
-    all.push_back(op<[](s16 a) -> s32 { return a; }>("cvt.s32.s16"));
-    all.push_back(op<[](u64 a) -> u16 { return (u16)a; }>("cvt.u16.u64"));
-    all.push_back(op<[](u16 a) -> u64 { return a; }>("cvt.u64.u16"));
-    all.push_back(op<[](s16 a) -> s64 { return a; }>("cvt.s64.s16"));
+    // 9.7.9.21: cvt between integers takes the low bits, or extends by the type of the source; of a
+    // source register that is wider than its type the low bits count
+    for (Opcode opcode : {op<[](u64 a) -> u32 { return (u32)a; }>("cvt.u32.u64"),
+                          op<[](u32 a) -> u64 { return a; }>("cvt.u64.u32"),
+                          op<[](s32 a) -> s64 { return a; }>("cvt.s64.s32"),
+                          op<[](u32 a) -> u16 { return (u16)a; }>("cvt.u16.u32"),
+                          op<[](u16 a) -> u32 { return a; }>("cvt.u32.u16"),
+                          op<[](s16 a) -> s32 { return a; }>("cvt.s32.s16"),
+                          op<[](u64 a) -> u16 { return (u16)a; }>("cvt.u16.u64"),
+                          op<[](u16 a) -> u64 { return a; }>("cvt.u64.u16"),
+                          op<[](s16 a) -> s64 { return a; }>("cvt.s64.s16")}) {
+        opcode.bits[1] *= -1;
+        all.push_back(opcode);
+    }
     return all;
 }
