@@ -1,8 +1,8 @@
 """A device whose launches run the PTX that NVRTC makes of the kernels, for sm_80.
 
 Memory, copies and dense products are the shim's. The kernels' text is compiled as ``compiler.py``
-compiles it, so that the other body of each primitive is what runs: inline PTX. Arguments reach a kernel
-as bytes in the order and at the places that the driver gives them.
+compiles it, so that the other body of each primitive is what runs: inline PTX. Arguments reach a
+kernel as bytes in the order and at the places that the driver gives them.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.cuda import compiler
+from accel.cuda import compiler, sources
 from accel.cuda.device import Argument
 from tests.cuda_shim.device import ORDERS, ShimDevice, cache
 from tests.ptx.parse import Kernel, Parameter, PtxError, parse
@@ -25,14 +25,22 @@ ARCHITECTURE = "compute_80"  # the PTX of sm_80, without what its assembler make
 class PtxDevice(ShimDevice):
     """The shim's device with another machine for its kernels.
 
+    Parameters
+    ----------
+    order, how
+        As the shim's.
+    edited : str or None
+        The kernel file that ``edits`` are made for, where others are to stay as they are.
+
     Attributes
     ----------
     programs : mapping
         (source, macros, kernel) -> what ran.
     """
 
-    def __init__(self, order: str = "forward", **how: Any) -> None:
+    def __init__(self, order: str = "forward", *, edited: str | None = None, **how: Any) -> None:
         super().__init__(order, **how)
+        self.edited = edited
         self.programs: dict[tuple[str, tuple[tuple[str, int], ...], str], Program] = {}
         self._modules: dict[Any, dict[str, Kernel]] = {}
 
@@ -74,7 +82,10 @@ class PtxDevice(ShimDevice):
 
     def ptx(self, source: str, defines: Mapping[str, int]) -> str:
         """Return the PTX of a file, edits and all."""
-        text = self._text(source).split("\nSHIM_EXPORT(")[0]  # the other compiler's exports go
+        if self.edited in (None, source):
+            text = self._text(source).split("\nSHIM_EXPORT(")[0]  # the other compiler's exports
+        else:
+            text = sources.join(sources.parts(source))
         return compiled(text, source, defines)
 
 
@@ -126,7 +137,8 @@ def _value_of(argument: Argument) -> bytes:
 def _check(what: str, parameter: Parameter, argument: Argument, value: bytes) -> None:
     if len(value) != parameter.size:
         raise PtxError(
-            f"{what} has {len(value)} bytes, and the kernel reads {parameter.size} (.{parameter.type})"
+            f"{what} has {len(value)} bytes, and the kernel reads {parameter.size} "
+            f"(.{parameter.type})"
         )
     is_float = isinstance(argument, np.floating)
     if is_float != parameter.type.startswith("f"):

@@ -73,6 +73,9 @@ inline u16 to_bf16(f32 x) {
     return (u16)high;
 }
 
+// 9.7.9.21: cvt.rz to bf16 cuts off.
+inline u16 cut_to_bf16(f32 x) { return std::isnan(x) ? 0x7fff : (u16)(get<u32>(put(x)) >> 16); }
+
 // 9.7.9.21: .sat clamps to 0 ... 1, and NaN to 0.
 inline f32 saturate(f32 x) { return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f; }
 
@@ -134,9 +137,13 @@ inline Family floats() {
     all.push_back(op<[](s32 a) -> f64 { return a; }>("cvt.rn.f64.s32"));
     all.push_back(op<[](s64 a) -> f64 { return (f64)a; }>("cvt.rn.f64.s64"));
     all.push_back(op<[](f32 a) { return to_bf16(a); }>("cvt.rn.bf16.f32"));
+    all.push_back(op<[](f32 a) { return cut_to_bf16(a); }>("cvt.rz.bf16.f32"));
     // of two inputs the first is the upper half of the result
     all.push_back(op<[](f32 a, f32 b) -> u32 {
         return (u32)to_bf16(a) << 16 | to_bf16(b);
     }>("cvt.rn.bf16x2.f32"));
+    all.push_back(op<[](f32 a, f32 b) -> u32 {
+        return (u32)cut_to_bf16(a) << 16 | cut_to_bf16(b);
+    }>("cvt.rz.bf16x2.f32"));
     return all;
 }

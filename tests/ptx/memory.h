@@ -189,6 +189,10 @@ inline Family memory() {
     // 9.7.9.20: a generic address of global memory is the address there
     all.push_back(op<[](u64 a) { return a; }>("cvta.to.global.u64"));
     all.push_back(op<[](u64 a) { return a; }>("cvta.global.u64"));
+    // one of shared memory is an address in a window of its own
+    constexpr u64 WINDOW = 0x7000000001000000;
+    all.push_back(op<[](u64 a) { return a + WINDOW; }>("cvta.shared.u64"));
+    all.push_back(op<[](u64 a) { return a - WINDOW; }>("cvta.to.shared.u64"));
     // 9.7.9.21: cvt between integers takes the low bits, or extends by the type of the source; of a
     // source register that is wider than its type the low bits count
     for (Opcode opcode : {op<[](u64 a) -> u32 { return (u32)a; }>("cvt.u32.u64"),

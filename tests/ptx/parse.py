@@ -1,14 +1,16 @@
 """From the text of PTX to instructions: PTX ISA 8.7, chapter 4 (syntax) and 5 (declarations).
 
-As much of the language as NVRTC writes for kernels without function calls. What is not understood is
-an error, never passed over.
+As much of the language as NVRTC writes for kernels without function calls. What is not understood
+is an error, never passed over.
 """
 
 import re
 from typing import NamedTuple
 
 BITS = {"pred": 1} | {f"{kind}{n}": n for kind in "bsuf" for n in (8, 16, 32, 64)}
-NOTHING = re.compile(r"\.(pragma|maxntid|minnctapersm|reqntid|maxnreg)\b")  # says nothing of meaning
+NOTHING = re.compile(
+    r"\.(pragma|maxntid|minnctapersm|reqntid|maxnreg)\b"
+)  # says nothing of meaning
 
 
 class PtxError(Exception):

@@ -37,7 +37,9 @@ def machine() -> ctypes.CDLL:
     if not library.exists():
         handle, partial = tempfile.mkstemp(dir=library.parent, suffix=".so")
         os.close(handle)
-        done = subprocess.run([*command, "-o", partial], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-o", partial], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             os.unlink(partial)
             raise PtxError(f"g++ refuses machine.cpp:\n{done.stderr[:4000]}")
@@ -152,7 +154,9 @@ class Program:
         """Return row, bits and offset: a register, a constant, or an address with its offset."""
         offset = 0
         if text.startswith("["):
-            text, sign, number = re.fullmatch(r"\[\s*([^+\s-]+)\s*(?:([+-]+)(\d+))?\s*\]", text).groups()  # type: ignore[union-attr]
+            text, sign, number = re.fullmatch(
+                r"\[\s*([^+\s-]+)\s*(?:([+-]+)(\d+))?\s*\]", text
+            ).groups()  # type: ignore[union-attr]
             offset = int(number or 0) * (-1 if "-" in (sign or "") else 1)
         if text in self._rows:
             return self._rows[text], self._bits[text], offset
