@@ -297,7 +297,7 @@ extern "C" const char* ptx_launch(Program* program, const u32* grid, u32 threads
     Warp* running = nullptr;
     Block block{&launch, {}, std::vector<u8>(shared_bytes)};
     std::mt19937 random(seed);
-    s64 left = 200000000;  // instructions of warps
+    s64 left = 50'000'000;  // instructions of warps
     try {
         if (!threads || threads % 32 || threads > 1024) fault("blocks have 32, 64, ... 1024 threads");
         const u64 blocks = (u64)grid[0] * grid[1] * grid[2];
