@@ -171,7 +171,10 @@ QUICK = (
     "pack: operands swapped",
 )
 # What the cases cannot show, and why.
-SURVIVE: dict[str, str] = {}
+SURVIVE = {
+    "cp.async of 4: all bytes always": "lse and delta of rows beyond the last are hidden by the rules, "
+    "whatever they are"
+}
 
 
 def runs(source: str) -> Iterator[tuple[Any, str, Any]]:
@@ -275,7 +278,7 @@ def test_an_argument_of_another_width_or_kind_is_refused(
     try:
         x = ops.from_numpy(np.ones((2, 3, 4), np.float32))
         with pytest.raises(PtxError, match=r"argument \d+ (has|is) .* and the kernel reads"):
-            ops.dropout_forward(x, dropout_p=0.5, dropout_key=KEY)
+            ops.dropout_forward(x, p=0.5, key=KEY)
     finally:
         devices.use(before)
         sources.signature.cache_clear()

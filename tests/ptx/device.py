@@ -1,4 +1,4 @@
-"""A device whose launches run the PTX that NVRTC makes of the kernels, for sm_80.
+"""A device whose launches run the PTX that NVRTC makes of the kernels, for sm_80 or sm_90a.
 
 Memory, copies and dense products are the shim's. The kernels' text is compiled as ``compiler.py``
 compiles it, so that the other body of each primitive is what runs: inline PTX. Arguments reach a
@@ -19,7 +19,8 @@ from tests.cuda_shim.device import ORDERS, ShimDevice, cache
 from tests.ptx.parse import Kernel, Parameter, PtxError, parse
 from tests.ptx.program import Program
 
-ARCHITECTURE = "compute_80"  # the PTX of sm_80, without what its assembler makes of it
+# the PTX of sm_80 and sm_90a, without what their assembler makes of it
+PLAIN, HOPPER = "compute_80", "compute_90a"
 
 
 class PtxDevice(ShimDevice):
@@ -86,12 +87,12 @@ class PtxDevice(ShimDevice):
             text = self._text(source).split("\nSHIM_EXPORT(")[0]  # the other compiler's exports
         else:
             text = sources.join(sources.parts(source))
-        return compiled(text, source, defines)
+        return compiled(text, source, defines, HOPPER if self.warpgroups else PLAIN)
 
 
-def compiled(text: str, name: str, defines: Mapping[str, int]) -> str:
+def compiled(text: str, name: str, defines: Mapping[str, int], architecture: str) -> str:
     """Return what NVRTC makes of the text of kernels, now or earlier."""
-    options = [o for o in compiler.options_of(ARCHITECTURE, defines) if "ptxas" not in o]
+    options = [o for o in compiler.options_of(architecture, defines) if "ptxas" not in o]
     parts = [text, *options, repr(compiler.nvrtc_version())]
     path = cache() / f"{name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.ptx"
     if not path.exists():

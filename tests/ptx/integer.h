@@ -94,6 +94,12 @@ inline Family integers() {
     COMPARE(u32);
     COMPARE(s64);
     COMPARE(u64);
+    all.push_back(op<[](u16 a, u16 b) { return a == b; }>("setp.eq.b16"));
+    all.push_back(op<[](u32 a, u32 b) { return a == b; }>("setp.eq.b32"));
+    all.push_back(op<[](u64 a, u64 b) { return a == b; }>("setp.eq.b64"));
+    all.push_back(op<[](u16 a, u16 b) { return a != b; }>("setp.ne.b16"));
+    all.push_back(op<[](u32 a, u32 b) { return a != b; }>("setp.ne.b32"));
+    all.push_back(op<[](u64 a, u64 b) { return a != b; }>("setp.ne.b64"));
     SELECT(u16, "b16");
     SELECT(u16, "u16");
     SELECT(u16, "s16");

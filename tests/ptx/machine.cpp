@@ -16,6 +16,7 @@
 #include "machine.h"
 #include "meetings.h"
 #include "memory.h"
+#include "warpgroups.h"
 
 namespace {
 
@@ -35,7 +36,7 @@ struct Program {
 const std::unordered_map<std::string, Opcode>& opcodes() {
     static const auto table = [] {
         std::unordered_map<std::string, Opcode> all;
-        for (const Family& family : {integers(), floats(), memory(), meetings()})
+        for (const Family& family : {integers(), floats(), memory(), meetings(), warpgroups()})
             for (const Opcode& opcode : family)
                 if (!all.emplace(opcode.name, opcode).second)
                     fault("two opcodes are called %s", opcode.name);
@@ -72,6 +73,7 @@ void end_lanes(Warp& warp, u32 lanes) {
         if (!warp.copies[lane].empty())  // our own rule: whatever was begun has been waited for
             fault("lane %d ends with asynchronous copies that it has not waited for", lane);
     });
+    if (!warp.products.empty()) fault("a warp ends with products that it has not waited for");
     warp.live &= ~lanes;
     for (Group& group : warp.groups) group.parked = false;  // nobody waits for who has ended
 }
@@ -193,6 +195,10 @@ void start(Warp& warp, const Program& program, Block& block, u32 index) {
     warp.groups = {{0, ALL, false}};
     warp.live = ALL;
     warp.barrier = -1;
+    warp.products.clear();
+    warp.flying.clear();
+    warp.fenced.clear();
+    warp.product_groups = warp.asked = 0;
     const size_t registers = program.registers * 32;
     warp.file.resize(registers + program.constants.size() * 32);
     std::fill(warp.file.begin(), warp.file.begin() + registers, ~0ull);  // NaN, whatever the type
@@ -231,6 +237,8 @@ void run_block(Program& program, Block& block, std::vector<Warp>& warps, int ord
     const u32 n = warps.size();
     for (u32 i = 0; i < n; ++i) start(warps[i], program, block, i);
     std::fill(block.shared.begin(), block.shared.end(), 0xff);
+    block.unfenced.assign(block.shared.size() / 16 + 1, 0);
+    block.asked.assign(n / 4 + 1, {});
     u32 ended = 0;
     std::vector<bool> over(n);
     while (ended < n) {
@@ -295,7 +303,7 @@ extern "C" const char* ptx_launch(Program* program, const u32* grid, u32 threads
                   {cells, cells + n_cells}, {memory, memory + n_memory}, 0, early != 0};
     std::vector<Warp> warps(threads / 32);
     Warp* running = nullptr;
-    Block block{&launch, {}, std::vector<u8>(shared_bytes)};
+    Block block{&launch, {}, std::vector<u8>(shared_bytes), {}, {}};
     std::mt19937 random(seed);
     s64 left = 50'000'000;  // instructions of warps
     try {

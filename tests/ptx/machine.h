@@ -3,10 +3,12 @@
 // Sections and tables are those of NVIDIA's "Parallel Thread Execution ISA", version 8.7. What the
 // manual leaves undefined is a fault here, unless a comment says otherwise.
 #pragma once
+#include <array>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -69,6 +71,13 @@ struct Copy {  // a cp.async that has not landed
     const u8* from;
 };
 
+struct Product {  // a wgmma that has not been waited for (warpgroups.h)
+    std::vector<s64> accumulators, registers;  // rows; of the left operand, where it is in registers
+    u64 left, right;                           // descriptors
+    bool add, transposed;
+    u64 group;
+};
+
 struct Range {
     u64 begin, end;
 };
@@ -86,6 +95,10 @@ struct Block {
     Launch* launch;
     u32 index[3];
     std::vector<u8> shared;
+    // Of each 16 bytes of shared memory: 1 + the thread that has written there, until it has passed a
+    // fence for what products read.
+    std::vector<u32> unfenced;
+    std::vector<std::vector<std::array<u64, 3>>> asked;  // of each warpgroup: products in their order
 };
 
 struct Group {  // lanes that are at the same place
@@ -105,9 +118,18 @@ struct Warp {
     u64 barrier_count;  // threads that are to meet there
     std::vector<Copy> copies[32];
     u64 committed[32];
+    std::vector<Product> products;
+    u64 product_groups, asked;
+    std::map<s64, std::array<u64, 32>> flying;  // accumulators of products, by row
+    std::vector<u64> fenced;                    // the registers at the last wgmma.fence
 
     u64* row(const Operand& operand) { return &file[operand.row * 32]; }
 };
+
+inline void written(Warp& warp, u64 address, u64 bytes, int lane) {
+    for (u64 i = address / 16; i <= (address + bytes - 1) / 16; ++i)
+        warp.block->unfenced[i] = warp.index * 32 + lane + 1;
+}
 
 // ---- values in rows --------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ template <Space SPACE, class T, int N> void load(Warp& warp, const Inst& inst, u
 // 9.7.9.11: st, of the low bits of a wider register.
 template <Space SPACE, class T, int N> void store(Warp& warp, const Inst& inst, u32 lanes) {
     each(lanes, [&](int lane) {
-        u8* to = place(warp, SPACE, address_of(warp, inst.at[0], lane), sizeof(T) * N);
+        const u64 address = address_of(warp, inst.at[0], lane);
+        u8* to = place(warp, SPACE, address, sizeof(T) * N);
+        if (SPACE == SHARED) written(warp, address, sizeof(T) * N, lane);
         for (int i = 0; i < N; ++i)
             memcpy(to + i * sizeof(T), &warp.row(inst.at[1 + i])[lane], sizeof(T));
     });
@@ -86,10 +88,11 @@ template <Space SPACE, class T, int N> void store(Warp& warp, const Inst& inst, 
 
 // ---- asynchronous copies: 9.7.9.25.3 -----------------------------------------------------------
 
-inline void land(Warp& warp, const Copy& copy) {
+inline void land(Warp& warp, int lane, const Copy& copy) {
     u8* const to = warp.block->shared.data() + copy.to;
     memcpy(to, copy.from, copy.given);
     memset(to + copy.given, 0, copy.size - copy.given);  // the rest is filled with zeros
+    written(warp, copy.to, copy.size, lane);
 }
 
 // cp.async [dst], [src], cp-size, src-size. Lands at once or at the wait that covers it: between the two
@@ -110,7 +113,7 @@ template <int LARGEST> void copy_async(Warp& warp, const Inst& inst, u32 lanes) 
             fault("global address %#llx: %llu bytes there are of no array that the kernel was given",
                   (unsigned long long)from, (unsigned long long)given);
         const Copy copy{warp.committed[lane], (u32)to, (u32)size, (u32)given, (const u8*)from};
-        if (warp.block->launch->early) land(warp, copy);
+        if (warp.block->launch->early) land(warp, lane, copy);
         else warp.copies[lane].push_back(copy);
     });
 }
@@ -124,7 +127,7 @@ inline void land_groups(Warp& warp, int lane, u64 pending) {
     auto& copies = warp.copies[lane];
     size_t n = 0;
     for (; n < copies.size() && copies[n].group + pending < warp.committed[lane]; ++n)
-        land(warp, copies[n]);
+        land(warp, lane, copies[n]);
     copies.erase(copies.begin(), copies.begin() + n);
 }
 

@@ -89,7 +89,7 @@ def _kernel(
     labels: dict[str, int] = {}
     code: list[Instruction] = []
     static, source = 0, ""
-    for line in filter(None, map(str.strip, body.splitlines())):
+    for line in filter(None, map(str.strip, _scopes_opened(body).splitlines())):
         if match := re.fullmatch(r"([$%\w]+):", line):
             labels[match[1]] = len(code)
         elif match := re.match(r"\.loc\s+(\d+) (\d+)", line):
@@ -110,6 +110,22 @@ def _kernel(
     for symbol in dynamic:
         shared[symbol] = -(-static // 1024) * 1024
     return Kernel(name, _parameters(parameters), registers, shared, static, tuple(code), labels)
+
+
+def _scopes_opened(body: str) -> str:
+    """Put the statements of inline assembly's scopes, {.reg ...; ...}, on lines of their own.
+
+    Their registers get names that no other scope has.
+    """
+
+    def opened(match: re.Match[str]) -> str:
+        inside = match[1]
+        for name in re.findall(r"\.reg \.\w+ (%?\w+);", inside):
+            own = f"%scope{match.start()}_{name.strip('%')}"
+            inside = re.sub(rf"(?<![\w%]){name}\b", own, inside)
+        return inside.replace(";", ";\n")
+
+    return re.sub(r"^\s*\{\s*(\.reg (?:[^{}]|\{[^{}]*\})*)\}", opened, body, flags=re.M)
 
 
 def _instruction(line: str, source: str) -> Instruction:
