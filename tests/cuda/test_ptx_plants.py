@@ -33,7 +33,7 @@ from tests.ptx.parse import PtxError
 require.shim()
 require.nvrtc()
 
-MMA = "attention_mma"
+MMA, WGMMA = "attention_mma", "attention_wgmma"
 BY = {  # kernel file -> precision, ops
     "elementwise": ("bf16", ("add", "swiglu", "linear")),
     "norm": ("float32", ("rmsnorm",)),
@@ -47,11 +47,23 @@ class Plant(NamedTuple):
     source: str = MMA  # whose cases run
     file: str = "device.cuh"
     kernel: str = ""  # of the file, where the text occurs in several
+    everywhere: bool = False  # that the text occurs
+    wide: bool = False  # heads of 128, which have two panels
 
 
 def clobber(before: str, after: str = "") -> Plant:
     """Return the plant that takes "memory" from an asm statement."""
     return Plant(f'{before}: "memory"{after}', before.rstrip(" \n") + after)
+
+
+def group(old: str, new: str) -> Plant:
+    """Return a plant among the products of a warpgroup."""
+    return Plant(old, new, WGMMA, "warpgroup.cuh")
+
+
+def said(text: str) -> str:
+    """Return an asm statement without operands."""
+    return f'asm volatile("{text};" ::: "memory");'
 
 
 ROWS = '"=r"(r[3])\n                     : "r"(address)\n                     '
@@ -157,6 +169,48 @@ PLANTS = {
         "(u32)__cvta_generic_to_shared(p)", "(u32)(u64)p"
     ),
     "two floats swapped": Plant("make_float2(v[0], v[1])", "make_float2(v[1], v[0])"),
+    "no clobber anywhere": Plant(': "memory"', "", everywhere=True),
+    # products of a warpgroup
+    "wgmma: the left operand's descriptor for the right one's": group("%64, %65, p", "%65, %64, p"),
+    "wgmma: one descriptor twice": group("%32, %33, p", "%33, %33, p"),
+    "wgmma: right operand transposed": group("%64, %65, p, 1, 1, 0, 0", "%64, %65, p, 1, 1, 0, 1"),
+    "wgmma: right operand not transposed": group("%36, p, 1, 1, 1", "%36, p, 1, 1, 0"),
+    "wgmma: the negative product": group("%36, p, 1, 1, 1", "%36, p, -1, 1, 1"),
+    "wgmma: the left operand's registers swapped": group(
+        "{%32,%33,%34,%35}, %36", "{%33,%32,%34,%35}, %36"
+    ),
+    "wgmma: accumulators swapped": group(
+        '%62,%63}, "\n        "%64, %65', '%63,%62}, "\n        "%64, %65'
+    ),
+    "wgmma: scores added to what was there": group("p, %66, 0", "p, 1, 0"),
+    "wgmma: nothing added": group("p, %37, 0", "p, 0, 0"),
+    "wgmma: added the wrong way round": group("setp.ne.b32 p, %34", "setp.eq.b32 p, %34"),
+    "wgmma: one accumulator's register not read": Plant(
+        '"+f"(d[i][3])', '"=f"(d[i][3])', WGMMA, "warpgroup.cuh"
+    ),
+    "wgmma: no proxy fence": group(said("fence.proxy.async.shared::cta"), ""),
+    "wgmma: no fence": group(said("wgmma.fence.sync.aligned"), ""),
+    "wgmma: no commit": group(said("wgmma.commit_group.sync.aligned"), ""),
+    "wgmma: no wait": group('"wgmma.wait_group.sync.aligned %0;"', '""'),
+    "wgmma: one group more may fly": group('"n"(STILL_FLYING)', '"n"(STILL_FLYING + 1)'),
+    "wgmma: no clobber of the proxy fence": group('shared::cta;" ::: "memory"', 'shared::cta;" ::'),
+    "wgmma: no clobber of the fence": group(
+        'wgmma.fence.sync.aligned;" ::: "memory"', 'wgmma.fence.sync.aligned;" ::'
+    ),
+    "wgmma: no clobber of the wait": group('"n"(STILL_FLYING) : "memory"', '"n"(STILL_FLYING)'),
+    "wgmma: no clobber anywhere": Plant(': "memory"', "", WGMMA, "warpgroup.cuh", everywhere=True),
+    "descriptor: another swizzle": Plant(
+        "(u64)1 << 62", "(u64)2 << 62", WGMMA, "attention_wgmma.cu"
+    ),
+    "descriptor: groups of eight rows too near": Plant(
+        "(u64)(1024 >> 4) << 32", "(u64)(512 >> 4) << 32", WGMMA, "attention_wgmma.cu"
+    ),
+    "descriptor: panels at no distance": Plant(
+        "(u64)(panels >> 4) << 16 |", "", WGMMA, "attention_wgmma.cu", wide=True
+    ),
+    "uniform: another lane's": Plant(
+        "__shfl_sync(0xffffffffu, x, 0)", "__shfl_sync(0xffffu, x, 0)", WGMMA
+    ),
 }
 QUICK = (
     "mma: a1 and a2 swapped",
@@ -169,22 +223,24 @@ QUICK = (
     "shfl: mask without a lane",
     "shfl: segments of 16 lanes",
     "pack: operands swapped",
+    "wgmma: no proxy fence",
+    "wgmma: one group more may fly",
 )
 # What the cases cannot show, and why.
 SURVIVE = {
-    "cp.async of 4: all bytes always": "lse and delta of rows beyond the last are hidden by the rules, "
-    "whatever they are"
+    "cp.async of 4: all bytes always": "the rules hide rows beyond the last, whatever their lse is"
 }
 
 
-def runs(source: str) -> Iterator[tuple[Any, str, Any]]:
+def runs(plant: Plant) -> Iterator[tuple[Any, str, Any]]:
     """Yield (module, precision, case) of what runs a kernel file, the shortest first."""
-    if source == MMA:
-        for case in (*attention_cases(((16, 40),)), *long_attention_cases(((64, 64),))):
+    if plant.source in (MMA, WGMMA):
+        widths = ((128, 128),) if plant.wide else ((16, 40),)
+        for case in (*attention_cases(widths), *long_attention_cases(((64, 64),))):
             if any(case[1].endswith(what) for what in ("causal", ", more keys", "long full")):
                 yield ops_bf16, "bf16", case
     else:
-        dtype, names = BY[source]
+        dtype, names = BY[plant.source]
         module = ops_bf16 if dtype == "bf16" else ops
         yield from ((module, dtype, case) for case in cases() if case[0] in names)
 
@@ -195,11 +251,18 @@ def edited(plant: Plant) -> list[PtxDevice]:
     old, new = plant.old, plant.new
     if plant.kernel:
         (text,) = re.findall(rf"^KERNEL[^;{{]*?\b{plant.kernel}\(.*?^}}", text, re.M | re.S)
-    assert text.count(old) == 1, f"{plant.file} has {text.count(old)} places that read {old!r}"
-    edit = (text, text.replace(old, new)) if plant.kernel else (old, new)
+    found = text.count(old)
+    assert found == 1 or (found and plant.everywhere), f"{plant.file}: {found} times {old!r}"
+    edit = (text, text.replace(old, new))
     edits = {plant.file: [edit]}
     return [
-        PtxDevice(order, early=order == "reverse", edits=edits, edited=plant.source)
+        PtxDevice(
+            order,
+            early=order == "reverse",
+            edits=edits,
+            edited=plant.source,
+            warpgroups=plant.source == WGMMA,
+        )
         for order in ("forward", "reverse")
     ]
 
@@ -207,7 +270,7 @@ def edited(plant: Plant) -> list[PtxDevice]:
 def caught(plant: Plant) -> str | None:
     """Return how a plant shows, or None."""
     machines = edited(plant)
-    for module, dtype, case in runs(plant.source):
+    for module, dtype, case in runs(plant):
         op, what, arrays, options = case
         results = []
         for machine in machines:
@@ -215,7 +278,7 @@ def caught(plant: Plant) -> str | None:
             try:
                 given = rounded(arrays) if dtype == "bf16" else arrays
                 got = run_backend(module, op, given, options)
-                if plant.source == MMA:
+                if plant.source in (MMA, WGMMA):
                     rule = attention_by_the_rule(case, got)
                 else:
                     rule = by_the_rule(module, case, dtype, got=got)
@@ -235,12 +298,13 @@ def caught(plant: Plant) -> str | None:
 
 def changes_nothing(plant: Plant) -> bool:
     """Return whether the compiler writes the same code with and without the plant."""
-    defines = {"BF16": int(plant.source == MMA or BY[plant.source][0] == "bf16")}
-    if plant.source == MMA:
-        defines |= {"HEAD": 64, "KEYS": 64, "ALIBI": 0, "MASKED": 0, "DROPOUT": 0}
+    defines = {"BF16": int(plant.source not in BY or BY[plant.source][0] == "bf16")}
+    if plant.source not in BY:
+        keys = 64 if plant.source == MMA else 128
+        defines |= {"HEAD": 64, "KEYS": keys, "ALIBI": 0, "MASKED": 0, "DROPOUT": 0}
     texts = [
         re.sub(r"\.loc.*|\.b8 .*", "", machine.ptx(plant.source, defines))
-        for machine in (PtxDevice(), edited(plant)[0])
+        for machine in (PtxDevice(warpgroups=plant.source == WGMMA), edited(plant)[0])
     ]
     return texts[0] == texts[1]
 

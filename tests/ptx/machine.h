@@ -75,6 +75,7 @@ struct Product {  // a wgmma that has not been waited for (warpgroups.h)
     std::vector<s64> accumulators, registers;  // rows; of the left operand, where it is in registers
     u64 left, right;                           // descriptors
     bool add, transposed;
+    f64 factor;  // 1 or -1
     u64 group;
 };
 

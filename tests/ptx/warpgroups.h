@@ -67,7 +67,7 @@ inline void multiply(Warp& warp, const Product& product) {
             u64& d = warp.flying[product.accumulators[column / 8 * 4 + row / 8 * 2 + column % 2]]
                                 [row % 8 * 4 + column % 8 / 2];
             f64 sum = product.add ? get<f32>(d) : 0.0;
-            for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k];
+            for (int k = 0; k < 16; ++k) sum += product.factor * a[row][k] * b[k];
             d = put((f32)sum);
         }
     }
@@ -80,7 +80,7 @@ template <int N> void mma_async(Warp& warp, const Inst& inst, u32) {
     if (!in_registers && inst.at.size() != N / 2 + 7)
         fault("%s has %zu operands", inst.op->name, inst.at.size());
     const Operand* rest = &inst.at[N / 2];
-    Product product{{}, {}, 0, 0, false, false, warp.product_groups};
+    Product product{{}, {}, 0, 0, false, false, 1, warp.product_groups};
     for (int i = 0; i < N / 2; ++i) product.accumulators.push_back(inst.at[i].row);
     if (in_registers)
         for (int i = 0; i < 4; ++i) product.registers.push_back(rest[i].row);
@@ -89,8 +89,11 @@ template <int N> void mma_async(Warp& warp, const Inst& inst, u32) {
     rest += in_registers ? 4 : 1;
     product.right = warp.row(rest[0])[0];
     product.add = warp.row(rest[1])[0] & 1;
-    if (warp.row(rest[2])[0] != 1 || warp.row(rest[3])[0] != 1)
-        fault("factors of wgmma other than 1 are not understood");
+    for (int i : {2, 3}) {
+        const s32 factor = (s32)warp.row(rest[i])[0];
+        if (factor != 1 && factor != -1) fault("a factor of wgmma is 1 or -1, not %d", factor);
+        product.factor *= factor;
+    }
     if (!in_registers && warp.row(rest[4])[0]) fault("a transposed A is not understood");
     product.transposed = warp.row(inst.at.back())[0];
 
