@@ -239,8 +239,9 @@ def test_ops_without_a_backward(check: Any, order: str, machines: dict[str, PtxD
 def test_every_kernel_is_executed() -> None:
     machine, hopper = PtxDevice(), PtxDevice(warpgroups=True)
     devices.use(machine)
-    runs = [(module, case) for case in CASES for module in (ops, ops_bf16)]
-    for module, (op, _, arrays, options) in (*runs, *((ops_bf16, case) for case in MMA_CASES)):
+    runs = [((ops, ops_bf16)[i % 2], case) for i, case in enumerate(CASES)]
+    runs += [(ops_bf16, case) for case in MMA_CASES if "causal" in case[1] or "doc" in case[1]]
+    for module, (op, _, arrays, options) in runs:
         run_backend(module, op, rounded(arrays), options)
     for check in OTHERS:
         check()

@@ -198,6 +198,21 @@ def test_bf16_is_rounded_to_even_and_the_first_number_is_the_upper_half() -> Non
         assert int(pair) == int(bits) << 16 | 0x3F80
 
 
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ("ld.global.s32 %rd5, [%rd4]; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r2, %rd5;", 2**32 - 1),
+        ("ld.global.u32 %rd5, [%rd4]; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r2, %rd5;", 0),
+        ("ld.global.s8 %r2, [%rd4];", 2**32 - 5),
+        ("ld.global.u8 %r2, [%rd4];", 251),
+        ("ld.global.u16 %r2, [%rd4];", 65_531),
+    ],
+)
+def test_loads_extend_by_their_type(load: str, expected: int) -> None:
+    body = f"ld.param.u64 %rd4, [k_param_0]; {load} st.global.u32 [%rd1], %r2;"
+    assert result(body, np.array([-5], np.int32))[0] == expected
+
+
 # ---- lanes that part and meet --------------------------------------------------------------------
 
 SUM_TO_LANE = """

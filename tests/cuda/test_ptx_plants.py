@@ -223,7 +223,6 @@ QUICK = (
     "shfl: segments of 16 lanes",
     "pack: operands swapped",
     "wgmma: no proxy fence",
-    "wgmma: one group more may fly",
 )
 # What the cases cannot show, and why.
 SURVIVE = {
