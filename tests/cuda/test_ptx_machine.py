@@ -242,6 +242,8 @@ def test_a_loop_runs_as_often_as_each_lane_wants_and_lanes_meet_behind_it(order:
         ("bfly", 16, 16 << 8 | 31, lambda i: i ^ 16 if i >= 16 else i),
         ("up", 3, 0, lambda i: i - 3 if i >= 3 else i),
         ("down", 3, 31, lambda i: i + 3 if i < 29 else i),
+        ("up", 3, 24 << 8, lambda i: i - 3 if i % 8 >= 3 else i),
+        ("down", 3, 24 << 8 | 31, lambda i: i + 3 if i % 8 < 5 else i),
         ("idx", 5, 31, lambda i: 5),
         ("idx", 5, 24 << 8 | 31, lambda i: i // 8 * 8 + 5),
     ],
