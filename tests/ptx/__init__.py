@@ -1,0 +1,1 @@
+"""An interpreter of PTX: what NVRTC makes of the CUDA kernels, executed on the processor."""
