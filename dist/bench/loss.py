@@ -37,6 +37,7 @@ from dist.sweep.pool import finished, last_words, train_all
 from dist.sweep.results import figure_class
 from reference.params import decoder_layout
 from tokenizer.files import replace_durably
+from tokenizer.read import Source
 
 BAR, GOAL = 0.40, 0.25  # of PyTorch's time
 PROBE_STEPS = 20  # that tell how many steps the minutes have
@@ -274,6 +275,7 @@ def planned(
     asked = {
         "setting": name,
         "texts": [str(Path(text).resolve()) for text in texts],
+        "bytes": Source(texts).total_bytes if texts else 0,
         "steps": steps or 0,
         "minutes": minutes or 0.0,
     }
@@ -282,8 +284,8 @@ def planned(
         known = json.loads(path.read_text(encoding="utf-8"))
         if known["asked"] != asked:
             raise ValueError(
-                f"{out} holds a measurement that was asked for otherwise ({known['asked']}): "
-                "choose another --out"
+                f"{out} holds a measurement that was asked for otherwise, or of a text that has "
+                f"changed ({known['asked']}): choose another --out"
             )
     text = prepare(out, texts, setting.vocab_size)
     if path.exists():

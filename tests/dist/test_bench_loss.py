@@ -60,6 +60,10 @@ def test_ours_alone_is_measured_once(
     assert json.loads((out / "results.json").read_text())["contenders"] == found
     assert cli.main([*command[:-4], "--steps", "41", "-o", str(out)]) == 1
     assert "asked for otherwise" in capsys.readouterr().err
+    with Path(text).open("a", encoding="utf-8") as file:
+        file.write("more")
+    assert cli.main(words) == 1  # never on curves of another text
+    assert "a text that has changed" in capsys.readouterr().err
 
 
 def test_bits_are_of_the_bytes_of_the_text(text: str, tmp_path: Path) -> None:
