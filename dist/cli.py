@@ -64,6 +64,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
     "bench loss": Command("dist.bench.loss:main", "minutes to a loss, beside a trainer in PyTorch"),
+    "bench generate": Command(
+        "dist.bench.generate:main", "tokens written and read, beside llama.cpp"
+    ),
     "bench serve": Command("dist.bench.serve:main", "tokens a second, one answer and several"),
     "bench tokenizer": Command(
         "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"
