@@ -63,6 +63,7 @@ COMMANDS: dict[str, Command] = {
         "accel.verify.board.bench:main", "what verify and others' rules catch of wrong kernels"
     ),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
+    "bench loss": Command("dist.bench.loss:main", "minutes to a loss, beside a trainer in PyTorch"),
     "bench generate": Command(
         "dist.bench.generate:main", "tokens written and read, beside llama.cpp"
     ),

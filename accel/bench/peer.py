@@ -93,7 +93,7 @@ class Model(torch.nn.Module):
         return self.norm(x, "final_norm")
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
+        """Return the mean loss over the targets that are not -100."""
         table, positions = self.w("embedding.weight"), self.w("position.weight")
         assert table is not None
         x = F.embedding(ids, table)
@@ -120,6 +120,8 @@ class Peer:
         Let ``torch.compile`` have it.
     clip : bool
         Clip the gradient to a global norm of 1.
+    settings : mapping
+        Of AdamW, as ``training.SETTINGS`` has them.
     """
 
     def __init__(
@@ -133,24 +135,42 @@ class Peer:
         device: str = "cpu",
         compiled: bool = False,
         clip: bool = False,
+        settings: Mapping[str, Any] = SETTINGS,
     ) -> None:
         self.device, self.kind, self.clip = device, kind, clip
         self.model = Model(config, initial).to(device)
-        self._ids, self._targets = (torch.from_numpy(x).long().to(device) for x in (ids, targets))
+        self.take(ids, targets)
         weights = list(self.model.parameters())
-        decay = SETTINGS["weight_decay"]
         groups = [
-            {"params": [w for w in weights if w.ndim >= 2], "weight_decay": decay},
+            {"params": [w for w in weights if w.ndim >= 2]},
             {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(groups, **_options(), fused=True)
+        self._optimizer = torch.optim.AdamW(groups, **_options(settings), fused=True)
         self._run = torch.compile(self.model) if compiled else self.model
 
-    def _backward(self) -> torch.Tensor:
+    def take(self, ids: Array, targets: Array, lr: float | None = None) -> None:
+        """Go on with another batch, and another rate if one is given."""
+        self._ids, self._targets = (
+            torch.from_numpy(x).long().to(self.device) for x in (ids, targets)
+        )
+        if lr is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+
+    def _loss(self, run: Callable[..., Any]) -> torch.Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.kind == "bf16"):
-            loss: torch.Tensor = self._run(self._ids, self._targets)
+            loss: torch.Tensor = run(self._ids, self._targets)
+        return loss
+
+    def _backward(self) -> torch.Tensor:
+        loss = self._loss(self._run)
         loss.backward()
         return loss.detach()
+
+    def loss(self) -> float:
+        """Return the mean loss alone."""
+        with torch.no_grad():
+            return float(self._loss(self.model))
 
     def gradient(self) -> tuple[float, dict[str, Array]]:
         """Return the mean loss and the gradient of every weight."""
@@ -163,13 +183,14 @@ class Peer:
         self._optimizer.zero_grad(set_to_none=True)
         return loss, gradients
 
-    def step(self) -> None:
-        """Take a training step."""
-        self._backward()
+    def step(self) -> torch.Tensor:
+        """Take a training step; return the mean loss before it."""
+        loss = self._backward()
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        return loss
 
     def weights(self) -> dict[str, Array]:
         """Return the weights as they are now."""
@@ -179,12 +200,10 @@ class Peer:
         }
 
 
-def _options() -> dict[str, Any]:
-    return {
-        "lr": SETTINGS["lr"],
-        "betas": (SETTINGS["beta1"], SETTINGS["beta2"]),
-        "eps": SETTINGS["eps"],
-    }
+def _options(settings: Mapping[str, Any] = SETTINGS) -> dict[str, Any]:
+    """Return AdamW's settings under PyTorch's names."""
+    kept = {name: settings[name] for name in ("lr", "eps", "weight_decay")}
+    return {**kept, "betas": (settings["beta1"], settings["beta2"])}
 
 
 def missing() -> str | None:
@@ -279,8 +298,7 @@ def adamw(
     """Return a function that takes a step of the fused AdamW, the ninth first, and the weights."""
     weight = torch.nn.Parameter(torch.from_numpy(np.array(master)))
     weight.grad = torch.from_numpy(np.array(grad))
-    decay = SETTINGS["weight_decay"]
-    optimizer = torch.optim.AdamW([weight], **_options(), weight_decay=decay, fused=True)
+    optimizer = torch.optim.AdamW([weight], **_options(), fused=True)
     optimizer.state[weight] = {
         "step": torch.tensor(8.0),
         "exp_avg": torch.from_numpy(np.array(m)),

@@ -52,7 +52,9 @@ class Row(NamedTuple):
 
 
 def _quantity(value: float, unit: str) -> str:
-    """Return a value in three digits or more."""
+    """Return a value in three digits or more; infinity stands for what never came."""
+    if math.isinf(value):
+        return "never"
     scales = {"s": (1e3, "ms"), "B": (2**-20, "MiB"), "%": (100, "%")}
     scale, unit = (1, unit) if unit == "s" and value >= 10 else scales.get(unit, (1, unit))
     value *= scale

@@ -36,10 +36,12 @@ def train_all(
     at_once: int,
     stop: StopRequest,
     tell: Callable[[RunFile | None, list[RunFile]], None],
+    command: Sequence[str] = ("train",),
 ) -> None:
     """Train runs, so many at once, until all have ended or a signal came.
 
-    ``tell`` is given a run that has ended, or None now and then, and those under way.
+    ``tell`` is given a run that has ended, or None now and then, and those under way. ``command``
+    is what trains them: the words between ``myllm`` and the run file.
     """
     waiting = list(runs)
     under_way: list[tuple[RunFile, subprocess.Popen[bytes]]] = []
@@ -51,7 +53,7 @@ def train_all(
                 process.send_signal(signal.SIGTERM)
         while waiting and len(under_way) < at_once:
             run = waiting.pop(0)
-            under_way.append((run, _start(run, at_once)))
+            under_way.append((run, _start(run, at_once, command)))
         time.sleep(EVERY)
         for run, process in list(under_way):
             if process.poll() is not None:
@@ -60,14 +62,14 @@ def train_all(
         tell(None, [r for r, _ in under_way])
 
 
-def _start(run: RunFile, at_once: int) -> "subprocess.Popen[bytes]":
+def _start(run: RunFile, at_once: int, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     out = Path(run.run.out)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "run.toml"
     replace_durably(path, run.to_toml().encode())
     with (out / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "dist", "train", str(path)],
+            [sys.executable, "-P", "-m", "dist", *command, str(path)],
             env=environment(at_once),
             stdin=subprocess.DEVNULL,
             stdout=log,
