@@ -4,9 +4,10 @@ The detector is tests/cuda_shim/races.h. That it sees what it should: mistakes p
 in every order of threads, and with ``-m slow`` each barrier, wait and fence of the kernels removed.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -45,6 +46,15 @@ KERNEL lanes(const float* x, float* y, int bug) {
     if (bug == 6) sync_block();
     tile[i ^ (bug == 6 ? 1 : bug == 5 ? 33 : 0)] = 0.0f;
     if (bug == 6) tile[i] = 1.0f;  // two have written it
+}
+
+// y[0] = what device.cuh adds up over the block, one sum after the other
+KERNEL sums(const float* x, float* y, int) {
+    SHARED(memory);
+    float* scratch = (float*)memory;
+    const float v = x[threadIdx.x], total = block_sum(v, scratch), top = block_max(v, scratch);
+    if (threadIdx.x == 0) y[0] = total + top;
+    (void)block_max(block_sum(v, scratch), scratch);
 }
 
 // y[row] = 2 x[row]: a block a row
@@ -86,6 +96,25 @@ KERNEL copies(const float* x, float* y, float* z, int bug) {
     copy_commit();
     copy_wait<0>();
     y[i] = v;
+}
+
+// What each thread does, step by step: codes (steps, threads of all blocks), 8·word + act.
+KERNEL program(const int* codes, float* global, int steps) {
+    SHARED(memory);
+    float* shared = (float*)memory;
+    for (int s = 0; s < steps; ++s) {
+        const int code = codes[(s * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x];
+        const int word = code / 8, act = code % 8;
+        if (act == 1) global[word] = 1.0f;
+        if (act == 2) shared[word] = 1.0f;
+        if (act == 3 && global[word] == 7.0f) return;  // nowhere: reads it
+        if (act == 4 && shared[word] == 7.0f) return;
+        if (act == 5) copy_async4(shared_address(shared + word), global + word, true);
+        if (act == 5) copy_commit();
+        if (act == 6) copy_wait<0>();
+        if (act == 7 && word == 0) sync_warp();
+        if (act == 7 && word == 1) sync_block();
+    }
 }
 
 DEVICE u64 told(u32 address) { return (u64)1 << 62 | (u64)64 << 32 | address >> 4; }
@@ -131,8 +160,12 @@ A = to_bf16(RNG.standard_normal((64, 64)).astype(np.float32))
 
 @pytest.fixture(scope="module")
 def toys() -> dict[str, ShimDevice]:
+    return {order: shim(order) for order in ORDERS}
+
+
+def shim(order: str, **how: Any) -> ShimDevice:
     extra = {"toys": sources.text_of("warpgroup.cuh") + TOYS}
-    return {order: ShimDevice(order, extra=extra, races=True) for order in ORDERS}
+    return ShimDevice(order, extra=extra, races=True, **how)
 
 
 def toy(device: ShimDevice, kernel: str, bug: int) -> Array:
@@ -144,7 +177,7 @@ def toy(device: ShimDevice, kernel: str, bug: int) -> Array:
     elif kernel == "products":
         threads, given = 128, A
     y = device.empty((64, 64) if kernel == "products" else given.shape, np.float32)
-    if kernel in ("lanes", "bounds"):
+    if kernel in ("lanes", "bounds", "sums"):
         y = device.empty((64,), np.float32)
     arrays = [device.upload(given), y]
     if kernel == "copies":
@@ -161,6 +194,7 @@ def test_a_right_kernel_has_no_race(order: str, toys: dict[str, ShimDevice]) -> 
     device = toys[order]
     np.testing.assert_array_equal(toy(device, "lanes", 0), X[:64].reshape(32, 2)[:, ::-1].ravel())
     np.testing.assert_array_equal(toy(device, "rows", 0), 2 * X)
+    np.testing.assert_allclose(toy(device, "sums", 0)[0], X[:64].sum() + X[:64].max(), rtol=1e-5)
     np.testing.assert_array_equal(toy(device, "bounds", 0), X[:64])
     np.testing.assert_array_equal(toy(device, "copies", 0)[:64], np.roll(X[::4], -37))
     wide = from_bf16(A)
@@ -234,6 +268,106 @@ def test_an_array_of_a_step_ends_where_the_next_one_begins(toys: dict[str, ShimD
         launch(1)
     with pytest.raises(ShimError, match="writes 4 bytes outside of every array"):
         launch(6)
+
+
+# ---- programs at random: the detector against the definition -------------------------------------
+
+BLOCKS, THREADS, STEPS, WORDS = 2, 64, 8, 2
+ACTIVE = (0, 1, 32)  # the threads of a block that do more than pass barriers
+WRITE_GLOBAL, WRITE, READ_GLOBAL, READ, COPY, WAIT, SYNC = range(1, 8)
+
+
+def random_program(rng: np.random.Generator) -> Array:
+    """Return codes (STEPS, BLOCKS, THREADS) of the kernel ``program``."""
+    codes = np.zeros((STEPS, BLOCKS, THREADS), np.int32)
+    for step in range(STEPS - 1):
+        for block in range(BLOCKS):
+            kind = rng.random()
+            if kind < 0.3:
+                codes[step, block] = SYNC + 8
+            elif kind < 0.5:
+                warp = int(rng.integers(2))
+                codes[step, block, 32 * warp : 32 * warp + 32] = SYNC
+            else:
+                thread = ACTIVE[rng.integers(len(ACTIVE))]
+                act = int(rng.choice([WRITE, READ_GLOBAL, READ, COPY, WAIT, WRITE_GLOBAL]))
+                if act == WRITE_GLOBAL and rng.random() < 0.7:
+                    act = WRITE
+                word = int(rng.integers(WORDS)) if act != WAIT else 0
+                codes[step, block, thread] = 8 * word + act
+    codes[-1] = WAIT
+    return codes
+
+
+class Access(NamedTuple):
+    """What a thread does to a word from one moment to another: (step, barriers, warp's syncs)."""
+
+    where: tuple[int, int]  # block or -1 for global memory, word
+    writes: bool
+    block: int
+    thread: int
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+
+
+def accesses_of(codes: Array) -> Iterator[Access]:
+    for block in range(BLOCKS):
+        for thread in ACTIVE:
+            barriers = syncs = 0
+            under_way: list[tuple[int, tuple[int, int, int]]] = []
+            for step in range(STEPS):
+                word, act = divmod(int(codes[step, block, thread]), 8)
+                now = (step, barriers, syncs)
+                if act == SYNC:
+                    barriers, syncs = barriers + word, syncs + 1 - word
+                elif act == COPY:
+                    under_way.append((word, now))
+                elif act == WAIT:
+                    for word, first in under_way:
+                        yield Access((block, word), True, block, thread, first, now)
+                        yield Access((-1, word), False, block, thread, first, now)
+                    under_way = []
+                elif act:
+                    at = -1 if act in (WRITE_GLOBAL, READ_GLOBAL) else block
+                    writes = act in (WRITE_GLOBAL, WRITE)
+                    yield Access((at, word), writes, block, thread, now, now)
+
+
+def before(a: Access, b: Access) -> bool:
+    """Whether all of a is done before anything of b begins."""
+    if a.block != b.block:
+        return False
+    if a.thread == b.thread:
+        return a.last[0] < b.first[0]
+    same_warp = a.thread // 32 == b.thread // 32
+    return a.last[1] < b.first[1] or (same_warp and a.last[2] < b.first[2])
+
+
+def has_race(codes: Array) -> bool:
+    return any(
+        a.where == b.where and (a.writes or b.writes) and not before(a, b) and not before(b, a)
+        for a, b in itertools.combinations(accesses_of(codes), 2)
+    )
+
+
+def test_a_race_is_told_if_and_only_if_there_is_one(toys: dict[str, ShimDevice]) -> None:
+    rng = np.random.default_rng(0)
+    truth = []
+    for _ in range(150):
+        codes = random_program(rng)
+        truth.append(has_race(codes))
+        for device in toys.values():
+            words = device.upload(np.zeros(WORDS, np.float32))
+            given = (device.upload(codes), words, np.int32(STEPS))
+            how = {"shared": 4 * WORDS, "defines": {}}
+            try:
+                device.launch("toys", "program", (BLOCKS, 1, 1), THREADS, given, **how)
+                told = None
+            except ShimError as error:
+                told = str(error)
+            assert (told is not None) == truth[-1], f"{told}\n{codes[:, :, ACTIVE]}"
+            assert not told or "a race" in told
+    assert 30 < sum(truth) < 120
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -336,21 +470,6 @@ def test_attention_on_tensor_cores_has_no_race(
     run(ops_bf16, op, what, rounded(arrays), options)
 
 
-@SLOW
-@pytest.mark.parametrize(("source", "file", "place"), list(synchronizations()), ids=str)
-def test_every_barrier_is_needed_and_missed_in_any_order(
-    source: str, file: str, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line, edit = removal(file, place)
-    for order in ORDERS:
-        device = ShimDevice(
-            order, races=True, edits={file: [edit]}, warpgroups=source == "attention_wgmma"
-        )
-        how = missed(device, source, monkeypatch)
-        assert how and re.search(BROKEN, how), f"{file}: {line}{order}: {how}"
-        print(f"{file}: {line.strip()}: {how}")  # -s shows how
-
-
 # what tells a missing barrier, wait or fence, whatever the order
 BROKEN = (
     "a race|without wgmma_fence|asynchronous copies that nobody waited for|"
@@ -358,19 +477,37 @@ BROKEN = (
 )
 
 
+@SLOW
+@pytest.mark.parametrize(("file", "place", "users"), list(synchronizations()), ids=str)
+def test_every_barrier_is_missed_in_any_order(
+    file: str, place: int, users: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, edit = removal(file, place)
+    for order in ORDERS:
+        how = None
+        for source in (*users, *(["toys"] if file == "device.cuh" else [])):
+            warpgroups = source == "attention_wgmma"
+            device = shim(order, edits={file: [edit]}, warpgroups=warpgroups)
+            how = how or missed(device, source, monkeypatch)
+        assert how and re.search(BROKEN, how), f"{file}: {line}{order}: {how}"
+        print(f"{file}: {line.strip()}: {how}")  # -s shows how
+
+
 def missed(device: ShimDevice, source: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Return what the detector says of the kernels of a file, or None."""
     devices.use(device)
     try:
-        if source in ("muon", "optimizer"):
+        if source == "toys":
+            toy(device, "sums", 0)
+        elif source in ("muon", "optimizer"):
             the_rest(ops)
-            return None
-        for enough in (1025, 0):
-            monkeypatch.setattr(attention, "ENOUGH", enough)
-            monkeypatch.setattr(attention, "ENOUGH_EQUAL", enough)
-            for module, dtype, (op, _, arrays, options) in runs(source):
-                given = rounded(arrays) if dtype == "bf16" else arrays
-                run_backend(module, op, given, options)
+        else:
+            for enough in (1025, 0):
+                monkeypatch.setattr(attention, "ENOUGH", enough)
+                monkeypatch.setattr(attention, "ENOUGH_EQUAL", enough)
+                for module, dtype, (op, _, arrays, options) in runs(source):
+                    given = rounded(arrays) if dtype == "bf16" else arrays
+                    run_backend(module, op, given, options)
     except ShimError as error:
         return str(error)
     return None

@@ -54,15 +54,15 @@ constexpr bool RACES = true;
 // Neither hooks nor what they call may be instrumented: that would never end.
 #define SHIM_UNSEEN __attribute__((no_sanitize("thread")))
 
-enum Reader { NOBODY = -1, WARPS = -2, LANES = -3 };  // LANES - w: several lanes of warp w
-constexpr uint32_t BLOCKS = 0xffffffff;               // several blocks have read
+constexpr int WARPS = -1, LANES = -2;    // readers: several warps; LANES - w: several lanes of warp w
+constexpr uint32_t BLOCKS = 0xffffffff;  // several blocks have read
 
 struct Cell {
     uint32_t write_block, write_barrier, write_sync;  // block 0: nobody in this launch
     int32_t writer;
     uint32_t write_fence;  // fences that the writer had passed
     uint32_t read_block, read_barrier, read_sync;
-    int32_t reader;     // a thread, or one of Reader
+    int32_t reader;     // a thread, or several: see above
     uint16_t arriving;  // 1 + the thread whose cp.async is on its way here
     uint16_t reading;   // copies and products under way that read it
 };
@@ -403,8 +403,6 @@ SHIM_HOOKS(unaligned_, 16)
 SHIM_HOOK __tsan_read_range(void* p, unsigned long bytes) { shim_seen(p, bytes, false); }
 SHIM_HOOK __tsan_write_range(void* p, unsigned long bytes) { shim_seen(p, bytes, true); }
 SHIM_HOOK __tsan_init() {}
-SHIM_HOOK __tsan_func_entry(void*) {}
-SHIM_HOOK __tsan_func_exit() {}
 
 // The arrays of the next launch: forget those of the last one, then name each.
 void shim_forget_arrays() { shim::forget_arrays(); }

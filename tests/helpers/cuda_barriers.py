@@ -20,7 +20,10 @@ OPS_OF = {
 RUN = (*OPS_OF, "attention", "attention_mma", "attention_wgmma")
 
 # Of what several files share: files whose kernels come to each of its barriers.
-SHARED = {"device.cuh": ("norm", "loss"), "attention_tiles.cuh": RUN[-2:]}
+SHARED: dict[str, tuple[str, ...]] = {
+    "device.cuh": ("norm", "loss"),
+    "attention_tiles.cuh": RUN[-2:],
+}
 
 WAITS = r"sync_block|sync_warp|copy_wait<\d>|landed|fence_async|wgmma_(fence|wait<\d>)"
 
@@ -39,15 +42,12 @@ def runs(source: str) -> Iterator[tuple[Any, str, Case]]:
                 yield ops, "float32", case
 
 
-def synchronizations() -> Iterator[tuple[str, str, int]]:
-    """Yield (source whose kernels come to it, file, place) of every barrier, wait and fence."""
-    for source in sources.SOURCES:
-        shared = [file for file, of in SHARED.items() if source in of]
-        for file in (f"{source}.cu", *shared):
-            for match in re.finditer(
-                rf"^ *(if .*)?\b({WAITS})\(\);.*\n", sources.text_of(file), re.M
-            ):
-                yield source, file, match.start()
+def synchronizations() -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """Yield (file, place, sources whose kernels come to it) of every barrier, wait and fence."""
+    files = {f"{source}.cu": (source,) for source in sources.SOURCES} | SHARED
+    for file, users in files.items():
+        for match in re.finditer(rf"^ *(if .*)?\b({WAITS})\(\);.*\n", sources.text_of(file), re.M):
+            yield file, match.start(), users
 
 
 def removal(file: str, place: int) -> tuple[str, tuple[str, str]]:
