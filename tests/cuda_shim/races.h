@@ -54,8 +54,7 @@ constexpr bool RACES = true;
 // Neither hooks nor what they call may be instrumented: that would never end.
 #define SHIM_UNSEEN __attribute__((no_sanitize("thread")))
 
-constexpr int WARPS = -1, LANES = -2;    // readers: several warps; LANES - w: several lanes of warp w
-constexpr uint32_t BLOCKS = 0xffffffff;  // several blocks have read
+constexpr int WARPS = -1, LANES = -2;  // readers: several warps; LANES - w: several lanes of warp w
 
 struct Cell {
     uint32_t write_block, write_barrier, write_sync;  // block 0: nobody in this launch
@@ -198,9 +197,8 @@ SHIM_UNSEEN inline void read_kept(Cell& cell, bool global, bool together, bool d
     const int reader = together ? LANES - warp : thread;
     const Moment at = now();
     const uint32_t sync = at.sync - done;
-    if (global && cell.read_block && cell.read_block != block) {
-        cell.read_block = BLOCKS;
-    } else if (cell.read_block != block || cell.read_barrier != at.barrier) {
+    if (global && cell.read_block && cell.read_block != block) return;  // no write is ordered now
+    if (cell.read_block != block || cell.read_barrier != at.barrier) {
         cell.read_block = block, cell.read_barrier = at.barrier, cell.read_sync = sync;
         cell.reader = reader;
     } else if (cell.reader != WARPS) {
@@ -252,12 +250,13 @@ __attribute__((noinline)) inline void out_of_bounds(uintptr_t at, size_t bytes, 
     const Area* near = nullptr;
     size_t least = 0;
     for (int i = 0; i < n_areas; ++i) {
-        const Area& area = areas[i];
-        const size_t off = at < area.first ? area.first - at : at - (area.first + area.bytes);
-        if (!near || off < least) near = &area, least = off;
+        const uintptr_t first = areas[i].first, end = first + areas[i].bytes;
+        const size_t off = at < first ? first - at : at + bytes - end;
+        if (!near || off < least) near = areas + i, least = off;
     }
-    accuse("it %s %zu bytes outside of every array, %zu bytes %s %s", does, bytes, least,
-           at < near->first ? "before" : "behind", name_of(*near));
+    accuse("it %s %zu bytes outside of every array, %s %zu bytes %s %s", does, bytes,
+           at < near->first ? "from" : "up to", least, at < near->first ? "before" : "behind",
+           name_of(*near));
 }
 
 // The area that holds the bytes; none where they are variables of the thread or of this library.
