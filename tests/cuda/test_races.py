@@ -445,19 +445,20 @@ def the_rest(module: Any) -> None:
     module.attention_backward(out, attended)
 
 
-def test_no_kernel_has_a_race(watched: ShimDevice) -> None:
-    devices.use(watched)
-    for module in (ops, ops_bf16):
-        for op, what, arrays, options in (*cases(), *attention_cases(((5, 7),))):
-            given = arrays if module is ops else rounded(arrays)
-            run(module, op, what, given, options)
-        the_rest(module)
+@pytest.mark.parametrize("module", [ops_bf16, pytest.param(ops, marks=SLOW)], ids=["bf16", "f32"])
+def test_no_kernel_has_a_race(module: Any) -> None:
+    device = ShimDevice(races=True)
+    devices.use(device)
+    for op, what, arrays, options in (*cases(), *attention_cases(((5, 7),))):
+        run(module, op, what, arrays if module is ops else rounded(arrays), options)
+    the_rest(module)
     kernels = {
         kernel
         for source in sources.SOURCES
         for kernel in sources.kernels(sources.text_of(f"{source}.cu"))
     }
-    assert kernels - set(watched.launches) == set()
+    if module is ops_bf16:
+        assert kernels <= set(device.launches)
 
 
 def run(module: Any, op: str, what: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -214,7 +214,7 @@ class ShimDevice:
         key = (source, tuple(sorted(defines.items())))
         if key not in self._libraries:
             # a planted bug is to be found by what it does, not by a variable that it leaves unused
-            ours = not self.edits and source not in self.extra
+            ours = not self.edits and source not in self.extra and not self.races
             path = build(self._text(source), source, defines, strict=ours, races=self.races)
             self._libraries[key] = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         return self._libraries[key]
@@ -399,9 +399,9 @@ def build(
 ) -> Path:
     """Compile the text of kernels into a shared library and return its path.
 
-    ``strict`` makes an error of every warning. What is not ours, planted bugs among it, runs once
-    or twice: it is optimised less, since it takes longer to compile than to run. ``races`` builds
-    with the hooks of races.h.
+    ``strict`` makes an error of every warning. What is not ours, planted bugs among it, or watched
+    for races runs once or twice: it is optimised less, since it takes longer to compile than to
+    run. ``races`` builds with the hooks of races.h.
     """
     macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
     command = [
