@@ -63,6 +63,9 @@ COMMANDS: dict[str, Command] = {
         "accel.verify.board.bench:main", "what verify and others' rules catch of wrong kernels"
     ),
     "bench train": Command("dist.bench.train:main", "start-up, own time, ranks against threads"),
+    "bench generate": Command(
+        "dist.bench.generate:main", "tokens written and read, beside llama.cpp"
+    ),
     "bench serve": Command("dist.bench.serve:main", "tokens a second, one answer and several"),
     "bench tokenizer": Command(
         "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"

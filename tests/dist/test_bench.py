@@ -49,3 +49,26 @@ def test_serving_is_measured_one_by_one_and_together(capsys: pytest.CaptureFixtu
 def test_a_measurement_of_nothing_is_refused() -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "serve", "--tokens", "0"])
+
+
+def test_writing_and_reading_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "demo", "--rounds", "1", "--tokens", "2", "--modes", "q8_0"]
+    assert cli.main(["bench", *words]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "| demo, q8_0: " in line]
+    assert ["write a token" in row for row in rows] == [True, False]
+    assert "read 254 tokens" in rows[1] and all(" ms |" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "must be at least 1"),
+        (["--modes", "int4"], "no mode 'int4'; known: float32, bf16, q8_0"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "generate", *words])
+    assert said in capsys.readouterr().err
