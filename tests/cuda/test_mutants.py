@@ -10,52 +10,19 @@ import faulthandler
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from accel.cuda import attention, ops, ops_bf16, sources
+from accel.cuda import attention, sources
 from accel.cuda import device as devices
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice, ShimError
-from tests.helpers.cuda_cases import (
-    attention_by_the_rule,
-    attention_cases,
-    by_the_rule,
-    cases,
-    long_attention_cases,
-    rounded,
-    run_backend,
-)
+from tests.helpers.cuda_barriers import RUN, removal, runs, synchronizations
+from tests.helpers.cuda_cases import attention_by_the_rule, by_the_rule, rounded, run_backend
 
 require.shim()
-
-# What runs the kernels of a file: the backend's module, its precision, cases.
-OPS_OF = {
-    "elementwise": ("add", "scale", "relu", "gelu", "gelu_tanh", "swiglu", "dropout", "linear"),
-    "layout": ("add", "split_heads"),
-    "reduce": ("rmsnorm", "layernorm", "linear"),
-    "norm": ("rmsnorm", "layernorm"),
-    "embedding": ("embedding",),
-    "rope": ("rope",),
-    "loss": ("linear_cross_entropy",),
-}
-
-
-def runs(source: str) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (module, dtype, case) of everything that runs a kernel file."""
-    if source in ("attention_mma", "attention_wgmma"):
-        for case in (*attention_cases(((64, 64),)), *long_attention_cases(((64, 64),))):
-            yield ops_bf16, "bf16", case
-    elif source == "attention":
-        for case in (*attention_cases(((5, 7),)), *long_attention_cases(((5, 7),))):
-            yield ops, "float32", case
-    else:
-        for case in cases():
-            if case[0] in OPS_OF[source]:
-                yield ops, "float32", case
 
 
 def caught(
@@ -423,32 +390,14 @@ def test_a_feared_bug_is_caught(name: str) -> None:
     assert how and "g++ refuses" not in how, f"{name}: {how or 'no test sees it'}"
 
 
-def synchronizations() -> Iterator[tuple[str, str, int]]:
-    """Yield (source, file, place) of every barrier and wait of the kernels."""
-    for source in sources.SOURCES:
-        if source not in (*OPS_OF, "attention", "attention_mma", "attention_wgmma"):
-            continue
-        text = sources.text_of(f"{source}.cu")
-        waits = r"sync_block|sync_warp|copy_wait<\d>|landed|fence_async|wgmma_(fence|wait<\d>)"
-        for match in re.finditer(rf"^ *({waits})\(\);.*\n", text, re.M):
-            yield source, f"{source}.cu", match.start()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "file", "place"),
-    list(synchronizations()),
-    ids=lambda value: str(value),
+    [(users[0], file, place) for file, place, users in synchronizations() if file[:-3] in RUN],
+    ids=str,
 )
 def test_no_barrier_or_wait_is_removed_unseen(source: str, file: str, place: int) -> None:
-    text = sources.text_of(file)
-    line = text[place : text.index("\n", place) + 1]
-    # the line with as much of the text around it as makes it the only one
-    for width in range(0, 2000, 20):
-        before, after = text[max(0, place - width) : place], text[place + len(line) :][:width]
-        if text.count(before + line + after) == 1:
-            break
-    edit = before + line + after, before + after
+    line, edit = removal(file, place)
     how = caught_apart(source, file, *edit)
     if how is None:  # threads may run for long in an order that hides it
         how = caught_apart(source, file, *edit, "few", ("shuffled",) * 20)

@@ -3,7 +3,8 @@
 Memory is NumPy's. Every array starts as NaN and lies between two bands that must not change, which
 is looked at after each launch. A launch checks its arguments against the types of the kernel's
 parameters, and the width of every scalar. ``edits`` change the text of a kernel before it is
-compiled: that is how the tests plant bugs.
+compiled: that is how the tests plant bugs. With ``races`` every access of a kernel is looked at
+(races.h): two that no barrier orders, or one outside of the launch's arrays, are errors.
 """
 
 import ctypes
@@ -29,6 +30,16 @@ HERE = Path(__file__).parent
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
 BAND = 256  # bytes on either side of an array
 FLAGS = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off"]
+# the compiler's hooks are races.h's, so its own library is left out
+RACES = ["-DSHIM_RACES", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+RACES += [
+    "-fno-threadsafe-statics",
+    "-fno-tree-loop-distribute-patterns",
+    "-g1",
+    "-nodefaultlibs",
+    "-Wl,-z,defs",
+]
+LIBRARIES = ["-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
 SCALARS = {
     np.dtype(np.float32): "f",
@@ -65,6 +76,8 @@ class ShimDevice:
         Bytes of shared memory that a block can have: 227 KiB on Hopper, 99 KiB on RTX 30, 40, 50.
     warpgroups : bool
         Whether there is wgmma, as on Hopper.
+    races : bool
+        Whether kernels are watched for races and accesses outside of arrays. Copies land late.
     """
 
     def __init__(
@@ -76,11 +89,15 @@ class ShimDevice:
         extra: Mapping[str, str] | None = None,
         shared_limit: int = 227 * 1024,
         warpgroups: bool = False,
+        races: bool = False,
     ):
+        if races and early:
+            raise ValueError("a race is seen whenever copies land, so with races they land late")
         self.order = order
         self.shared_limit = shared_limit
         self.warpgroups = warpgroups
         self.early = early
+        self.races = races
         self.edits = dict(edits or {})
         self.extra = dict(extra or {})
         self.launches: list[str] = []
@@ -178,11 +195,17 @@ class ShimDevice:
         run.restype = ctypes.c_char_p
         run.argtypes = [ctypes.c_uint] * 4 + [ctypes.c_size_t, ctypes.c_int, ctypes.c_uint]
         run.argtypes += [ctypes.c_int, ctypes.c_void_p]
+        if self.races:
+            library.shim_forget_arrays()
+            library.shim_name_array.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+            for i, argument in enumerate(arguments):
+                if isinstance(argument, np.ndarray):
+                    library.shim_name_array(*_extent(argument), i)
         self.launches.append(kernel)
         seed = len(self.launches)
         message = run(*grid, threads, shared, ORDERS[self.order], seed, int(self.early), pointers)
         if message is not None:
-            raise ShimError(f"{kernel}: {message.decode()}")
+            raise ShimError(f"{kernel}: {_with_lines(library, message.decode())}")
         for memory in list(self._bands):
             if not memory.intact():
                 raise ShimError(f"{kernel} wrote outside an array of {memory.nbytes} bytes")
@@ -191,8 +214,8 @@ class ShimDevice:
         key = (source, tuple(sorted(defines.items())))
         if key not in self._libraries:
             # a planted bug is to be found by what it does, not by a variable that it leaves unused
-            ours = not self.edits and source not in self.extra
-            path = build(self._text(source), source, defines, strict=ours)
+            ours = not self.edits and source not in self.extra and not self.races
+            path = build(self._text(source), source, defines, strict=ours, races=self.races)
             self._libraries[key] = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         return self._libraries[key]
 
@@ -212,7 +235,8 @@ class ShimDevice:
                     raise ValueError(f"{name} has {found} places that read {old!r}, not one")
                 texts[name] = texts[name].replace(old, new)
         kernels = sources.kernels(texts[f"{source}.cu"])
-        return "\n".join([sources.join(texts), *(f"SHIM_EXPORT({name})" for name in kernels)])
+        exports = ['#line 1 "exports"', *(f"SHIM_EXPORT({name})" for name in kernels)]
+        return "\n".join([sources.join(texts), *exports])
 
     # ---- dense products --------------------------------------------------------------------------
 
@@ -300,12 +324,38 @@ class _Piece:
         self, block: Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
     ):
         self.owner = owner
+        self.first = int(block.ctypes.data) + start
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         self.__array_interface__ = {
-            "data": (block.ctypes.data + start, False),
+            "data": (self.first, False),
             "shape": shape,
             "typestr": dtype.str,
             "version": 3,
         }
+
+
+def _extent(array: Array) -> tuple[int, int]:
+    """Return address and size of the memory that an array is a view of."""
+    base: Any = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    memory = base.base
+    if isinstance(memory, _Memory | _Piece):
+        return memory.first, memory.nbytes
+    low, high = np.lib.array_utils.byte_bounds(base)
+    return low, high - low
+
+
+def _with_lines(library: ctypes.CDLL, message: str) -> str:
+    """Put lines of kernel files in place of the addresses that races.h gives."""
+    said, mark, rest = message.partition(" @")
+    addresses, _, thread = rest.partition(" (")
+    if not mark:
+        return message
+    command = ["addr2line", "-i", "-e", library._name, *addresses.split()]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    kernel = [Path(line).name for line in lines if ".cu" in line]
+    return f"{said}, at {' in '.join(kernel[:3])} ({thread}"
 
 
 def _argument(kernel: str, i: int, letter: str, argument: Argument) -> Any:
@@ -344,17 +394,21 @@ def cache() -> Path:
     return path
 
 
-def build(text: str, name: str, defines: Mapping[str, int], *, strict: bool = True) -> Path:
+def build(
+    text: str, name: str, defines: Mapping[str, int], *, strict: bool = True, races: bool = False
+) -> Path:
     """Compile the text of kernels into a shared library and return its path.
 
-    ``strict`` makes an error of every warning. What is not ours, planted bugs among it, runs once
-    or twice: it is optimised less, since it takes longer to compile than to run.
+    ``strict`` makes an error of every warning. What is not ours, planted bugs among it, or watched
+    for races runs once or twice: it is optimised less, since it takes longer to compile than to
+    run. ``races`` builds with the hooks of races.h.
     """
     macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
     command = [
         "g++",
         *FLAGS,
         *(WARNINGS if strict else ["-w", "-Og"]),
+        *(RACES if races else []),
         "-DMYLLM_SHIM",
         *macros,
         "-I",
@@ -371,10 +425,14 @@ def build(text: str, name: str, defines: Mapping[str, int], *, strict: bool = Tr
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
         os.close(handle)
         done = subprocess.run(
-            [*command, "-o", partial], input=text, text=True, capture_output=True, check=False
+            [*command, *(LIBRARIES if races else []), "-o", partial],
+            input=text,
+            text=True,
+            capture_output=True,
+            check=False,
         )
         if done.returncode:
-            os.unlink(partial)
+            Path(partial).unlink(missing_ok=True)  # the linker may have taken it away
             raise ShimError(f"g++ refuses {name}.cu {macros}:\n{done.stderr[:4000]}")
         os.replace(partial, path)
     return path

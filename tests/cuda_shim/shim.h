@@ -12,7 +12,8 @@
 //   - lanes of a warp that meet at different collectives, threads that meet at different barriers, a
 //     thread that leaves while others wait, and a wait that never ends are errors;
 //   - addresses of ldmatrix, cp.async and 16-byte accesses must be aligned, and in shared memory
-//     within what the launch asked for.
+//     within what the launch asked for;
+//   - built with SHIM_RACES, races and accesses outside of arrays (races.h).
 //
 // An error ends the launch: the fibers are abandoned and the message goes back to the caller.
 #pragma once
@@ -69,6 +70,7 @@ struct Fiber {
 struct Warp {
     int arrived = 0;
     uint64_t generation = 0;
+    uint32_t syncs = 0;  // sync_warp() that it has passed
     int op = 0;
     const void* in[32];
     void* out[32];
@@ -90,6 +92,8 @@ inline int barrier_arrived, barrier_line;
 inline uint64_t barrier_generation;
 inline unsigned char* shared;
 inline size_t shared_bytes;
+inline char* stacks;  // of all threads of a block
+inline size_t n_stacks;
 inline bool early_copies;
 inline uint64_t blocks_run;
 // of each warp: groups of wgmma products that it has not waited for (warpgroup.h)
@@ -97,6 +101,7 @@ inline std::vector<int> products_flying;
 // of each 16 bytes of shared memory: 1 + the thread whose cp.async has filled them, until it has passed
 // a fence for what products read
 inline std::vector<uint32_t> unfenced;
+inline bool watching;  // whether what happens is the kernel's doing, for races.h
 inline std::string failure;
 
 // ---- switching ------------------------------------------------------------------------------
@@ -143,12 +148,21 @@ __attribute__((noinline)) inline void fail(const char* format, ...) {
     va_end(list);
     snprintf(where, sizeof where, "%s (block %u,%u,%u, thread %u)", text, block_index.x,
              block_index.y, block_index.z, current->index);
+    watching = false;
     if (failure.empty()) failure = where;
     for (;;) to_scheduler();  // never resumed
 }
 
+}  // namespace shim
+
+#include "races.h"
+
+namespace shim {
+
 inline void entry() {
+    watching = true;
     body(body_arguments);
+    watching = false;
     if (barrier_arrived) fail("a thread ends while others wait at the barrier of line %d",
                               barrier_line);
     if (!current->open.empty() || !current->groups.empty())
@@ -169,6 +183,7 @@ inline void wait_for(const uint64_t& generation, uint64_t seen) {
 // ---- barriers and collectives ---------------------------------------------------------------
 
 __attribute__((noinline)) inline void barrier(int line) {
+    Own own;
     if (n_done) fail("barrier of line %d after %u threads have left", line, n_done);
     if (barrier_arrived == 0) barrier_line = line;
     else if (barrier_line != line)
@@ -185,6 +200,7 @@ __attribute__((noinline)) inline void barrier(int line) {
 // All 32 lanes deposit an input and an output; the last to arrive computes for all.
 template <class F>
 __attribute__((noinline)) void collective(int op, const void* in, void* out, F compute) {
+    Own own;
     Warp& warp = warps[current->index / 32];
     const int lane = current->index % 32;
     if (warp.arrived == 0) warp.op = op;
@@ -214,14 +230,18 @@ inline void land(const Copy& copy) {
     if (copy.valid) memcpy(shared + copy.to, copy.from, copy.bytes);
     else memset(shared + copy.to, 0, copy.bytes);
     unfenced[copy.to / 16] = current->index + 1;
+    watch_copy_landed(copy);
 }
 
 inline void fence_own_copies() {
+    Own own;
+    watch_fence();
     for (uint32_t& thread : unfenced)
         if (thread == current->index + 1) thread = 0;
 }
 
 inline void land_groups(size_t still_flying) {
+    Own own;
     while (current->groups.size() > still_flying) {
         for (const Copy& copy : current->groups.front()) land(copy);
         current->groups.erase(current->groups.begin());
@@ -272,6 +292,7 @@ inline void run_block(int order, uint64_t& random) {
     products_flying.assign(block_size / 32, 0);
     ++blocks_run;
     unfenced.assign(shared_bytes / 16 + 1, 0);
+    watch_block();
     for (unsigned i = 0; i < block_size; ++i) start(fibers[i], i);
     std::vector<unsigned> warp_turn = arrange(block_size / 32, order, random);
     const std::vector<unsigned> lane_turn = arrange(32, order, random);
@@ -321,8 +342,6 @@ inline void run_block(int order, uint64_t& random) {
 
 inline const char* launch(Dim grid, unsigned threads, size_t bytes, int order, unsigned seed,
                           bool early, void (*kernel)(void**), void** arguments) {
-    static char* stacks = nullptr;
-    static size_t n_stacks = 0;
     failure.clear();
     if (threads == 0 || threads % 32 || threads > 1024) return "threads must be 32, 64, … 1024";
     if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
@@ -343,6 +362,7 @@ inline const char* launch(Dim grid, unsigned threads, size_t bytes, int order, u
     block_size = threads;
     grid_size = grid;
     early_copies = early;
+    watch_launch();
     uint64_t random = 0x9E3779B97F4A7C15ull * (seed + 1);
     for (unsigned i : arrange(grid.x * grid.y * grid.z, order, random)) {
         block_index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
@@ -377,11 +397,11 @@ template <class... A> std::string letters(void (*)(A...)) {
 }
 
 template <class... A, size_t... I>
-void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+SHIM_UNSEEN void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
     kernel(*(typename Bare<A>::type*)arguments[I]...);
 }
 
-template <class... A> void call(void (*kernel)(A...), void** arguments) {
+template <class... A> SHIM_UNSEEN void call(void (*kernel)(A...), void** arguments) {
     call(kernel, arguments, std::index_sequence_for<A...>());
 }
 
@@ -404,7 +424,8 @@ template <class... A> void call(void (*kernel)(A...), void** arguments) {
 struct ShimThread {
     unsigned x;
 };
-#define threadIdx (ShimThread{shim::current->index})
+SHIM_UNSEEN inline ShimThread shim_thread() { return {shim::current->index}; }
+#define threadIdx shim_thread()
 #define blockIdx (shim::block_index)
 #define blockDim (ShimThread{shim::block_size})
 #define gridDim (shim::grid_size)
@@ -475,7 +496,7 @@ inline uint32_t ballot(bool x) {
 }
 
 inline void sync_warp() {
-    shim::collective(2, nullptr, nullptr, [](shim::Warp&) {});
+    shim::collective(2, nullptr, nullptr, [](shim::Warp& warp) { ++warp.syncs; });
 }
 
 struct Pack16 {
@@ -483,18 +504,25 @@ struct Pack16 {
 };
 
 inline Pack16 load16(const void* p) {
+    shim::Own own;
     if ((uintptr_t)p & 15) shim::fail("a 16-byte load from an address that is no multiple of 16");
+    shim::watch_access(p, 16, false);
     Pack16 pack;
     memcpy(&pack, p, 16);
     return pack;
 }
 
 inline void store16(void* p, Pack16 pack) {
+    shim::Own own;
     if ((uintptr_t)p & 15) shim::fail("a 16-byte store to an address that is no multiple of 16");
+    shim::watch_access(p, 16, true);
     memcpy(p, &pack, 16);
 }
 inline void store8(float* p, const float* v) {
+    shim::Own own;
     if ((uintptr_t)p & 7) shim::fail("an 8-byte store to an address that is no multiple of 8");
+    shim::watch_access(v, 8, false);
+    shim::watch_access(p, 8, true);
     memcpy(p, v, 8);
 }
 
@@ -543,8 +571,11 @@ template <bool TRANSPOSED> inline void ldmatrix(uint32_t (&r)[4], uint32_t addre
     shim::collective(4 + TRANSPOSED, &address, r, [](shim::Warp& warp) {
         for (int i = 0; i < 4; ++i) {
             uint16_t rows[8][8];
-            for (int row = 0; row < 8; ++row)
-                memcpy(rows[row], shim::shared + *(const uint32_t*)warp.in[i * 8 + row], 16);
+            for (int row = 0; row < 8; ++row) {
+                const uint32_t at = *(const uint32_t*)warp.in[i * 8 + row];
+                shim::watch_matrix_row(at);
+                memcpy(rows[row], shim::shared + at, 16);
+            }
             for (int lane = 0; lane < 32; ++lane) {
                 const int group = lane >> 2, t = lane & 3;
                 const uint32_t low = TRANSPOSED ? rows[t * 2][group] : rows[group][t * 2];
@@ -557,9 +588,11 @@ template <bool TRANSPOSED> inline void ldmatrix(uint32_t (&r)[4], uint32_t addre
 
 namespace shim {
 inline void copy_async(uint32_t to, uint32_t bytes, const void* from, bool valid) {
+    Own own;
     in_shared(to, bytes, "cp.async");
     if ((uintptr_t)from % bytes) fail("cp.async: the source is not a multiple of %u", bytes);
     current->open.push_back({to, bytes, from, valid});
+    watch_copy_issued(current->open.back());
     if (early_copies) land(current->open.back());
 }
 }  // namespace shim
@@ -573,6 +606,7 @@ inline void copy_async4(uint32_t to, const float* from, bool valid) {
 }
 
 inline void copy_commit() {
+    shim::Own own;
     shim::Fiber& fiber = *shim::current;
     if (shim::early_copies) fiber.open.clear();
     fiber.groups.push_back(std::move(fiber.open));

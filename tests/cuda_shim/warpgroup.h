@@ -49,12 +49,17 @@ inline Products& products() {
 
 inline int& flying() { return products_flying[current->index / 32]; }
 
-inline uint16_t read_swizzled(uint64_t descriptor, uint32_t offset) {
+inline uint32_t swizzled(uint64_t descriptor, uint32_t offset) {
     if (descriptor >> 62 != 1) fail("wgmma: the descriptor names another swizzle than 128 bytes");
     if (descriptor >> 49 & 7) fail("wgmma: the descriptor has a base offset");
     const uint32_t plain = ((uint32_t)(descriptor & 0x3fff) << 4) + offset;
     const uint32_t address = plain ^ ((plain >> 7 & 7) << 4);
     in_shared(address, 2, "wgmma");
+    return address;
+}
+
+inline uint16_t read_swizzled(uint64_t descriptor, uint32_t offset) {
+    const uint32_t address = swizzled(descriptor, offset);
     if (const uint32_t thread = unfenced[address / 16])
         fail("wgmma reads shared address %u, which thread %u has filled without fence_async()", address,
              thread - 1);
@@ -63,13 +68,48 @@ inline uint16_t read_swizzled(uint64_t descriptor, uint32_t offset) {
     return x;
 }
 
-// Element (row, k) of an operand of rows of 16 columns, or (column, k) of one of 16 rows.
-inline float element(uint64_t descriptor, bool by_rows, int row, int k) {
+// Where element (row, k) of an operand of rows of 16 columns is, or (column, k) of one of 16 rows.
+inline uint32_t offset_of(uint64_t descriptor, bool by_rows, int row, int k) {
     const uint32_t panels = (uint32_t)(descriptor >> 16 & 0x3fff) << 4;
     const uint32_t eights = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
-    const uint32_t offset = by_rows ? row / 64 * panels + k / 8 * eights + k % 8 * 128 + row % 64 * 2
-                                    : row / 8 * eights + row % 8 * 128 + k * 2;
+    return by_rows ? row / 64 * panels + k / 8 * eights + k % 8 * 128 + row % 64 * 2
+                   : row / 8 * eights + row % 8 * 128 + k * 2;
+}
+
+inline float element(uint64_t descriptor, bool by_rows, int row, int k) {
+    const uint32_t offset = offset_of(descriptor, by_rows, row, k);
     return bits_to_float((uint32_t)read_swizzled(descriptor, offset) << 16);
+}
+
+// Call f with the shared address of each 16 bytes that a product reads for this warp.
+template <class F> void each_chunk(const Product& product, F f) {
+    const int first = (int)(current->index / 32 % 4) * 16;
+    for (int row = 0; product.a && row < 16; ++row)
+        for (int k = 0; k < 16; k += 8)
+            f(swizzled(product.a, offset_of(product.a, false, first + row, k)));
+    const int columns = product.by_rows ? 8 : 1, rows = product.by_rows ? 1 : 8;
+    for (int n = 0; n < product.n; n += columns)
+        for (int k = 0; k < 16; k += rows)
+            f(swizzled(product.b, offset_of(product.b, product.by_rows, n, k)));
+}
+
+// From issue to wait a product's operands and accumulators are its own (races.h).
+inline void watch_product(const Product& product) {
+    each_chunk(product, watch_product_reads);
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const unsigned thread = current->index / 32 * 32 + lane;
+        watch_registers(thread, product.d[lane], product.n / 2 * 4, true);
+        if (!product.a) watch_registers(thread, product.left_at[lane], 16, false);
+    }
+}
+
+inline void watch_product_done(const Product& product) {
+    each_chunk(product, watch_product_has_read);
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        const unsigned thread = current->index / 32 * 32 + lane;
+        watch_registers_free(thread, product.d[lane]);
+        if (!product.a) watch_registers_free(thread, product.left_at[lane]);
+    }
 }
 
 inline void multiply(const Product& product, Sums& sums) {
@@ -97,6 +137,7 @@ inline void multiply(const Product& product, Sums& sums) {
 inline void complete(Products& all, const Product& product) {
     Sums& sums = all.sums[product.d[0]];
     if (!early_copies) multiply(product, sums);
+    if (RACES) watch_product_done(product);
     for (int lane = 0; lane < 32 && !product.a; ++lane)
         if (memcmp(product.left_at[lane], product.left[lane], 16))
             fail("wgmma: a left operand's registers changed before the product was waited for");
@@ -134,6 +175,7 @@ template <int N> void issue(float (&d)[N][4], const Issue& given, bool by_rows) 
         }
         ++sums.flying;
         if (early_copies) multiply(product, sums);
+        if (RACES) watch_product(product);
         all.open.push_back(product);
     });
 }
