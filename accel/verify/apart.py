@@ -171,7 +171,7 @@ def check_apart(
         for worker in workers:
             worker.end()
     report.ops = [many.found[part] for part in plan]
-    leave_out(report.ops, chosen)
+    leave_out(report.ops, chosen, options.save)
     report.notes = sorted(many.notes.union(report.notes))
     return report
 
