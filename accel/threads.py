@@ -4,10 +4,14 @@ It comes from ``set_threads``, else ``$MYLLM_THREADS``, else the processor cores
 use, divided among the ranks that MPI started on this machine.
 """
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numba
 from numba.core import config
+from numba.np.ufunc import parallel
 
 from accel import launcher
 
@@ -86,6 +90,27 @@ def _checked(name: str, value: object) -> int:
             f"{name} must be a number from 1 to {cores}, the cores here, got {value!r:.40}"
         )
     return value
+
+
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function's kernels run in the caller's thread, and in no other.
+
+    Waking threads and waiting for them takes microseconds, and milliseconds where another process
+    has their core. The bits do not depend on it. (Numba's own functions, behind the public ones
+    that check their argument, since those take as long as the kernels that this is for.)
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        ready_pool()
+        others = parallel._get_num_threads()
+        parallel._set_num_threads(1)
+        try:
+            return function(*arguments, **options)
+        finally:
+            parallel._set_num_threads(others)
+
+    return call
 
 
 def ready_pool() -> None:

@@ -32,7 +32,6 @@ from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
-from reference.types import Array
 from tokenizer.files import replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
@@ -198,7 +197,7 @@ class Trainer:
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
         self.saving: checkpoint.Saving | None = None  # being written
-        self.copies: list[list[Array]] | None = None  # what is being written, of this rank
+        self.copies: checkpoint.Copies | None = None  # what is being written, of this rank
         self.removing = threading.Thread()  # checkpoints that are no longer needed
         self._introduce()
         try:
@@ -223,6 +222,9 @@ class Trainer:
         started, first_step = time.perf_counter(), self.step
         while self.step < config.steps:
             record = self._one_step()
+            # what a step needs of the memory it has by now
+            if self.step == first_step + 1 and checkpoint.room_for_copies(self.stepper, self.comm):
+                self.copies = checkpoint.Copies(self.stepper)
             # one message a step: who was asked to stop, how much memory is in use, whether rank 0
             # could write what there was to write since the last one, and whether a checkpoint that
             # is being written is
@@ -414,8 +416,6 @@ class Trainer:
         for sink in self.sinks:
             sink.flush()
         folder = self.out / CHECKPOINTS
-        if self.copies is None and checkpoint.room_for_copies(self.stepper, self.comm):
-            self.copies = checkpoint.copies(self.stepper)
         self.saving = checkpoint.Saving(
             folder, self.stepper, state, self.comm, self.tokenizer_path, aside=self.copies
         )

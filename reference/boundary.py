@@ -25,6 +25,9 @@ import numpy as np
 from reference.checks import check_array, check_ids
 from reference.contract import REQUIRED, Dims, Op, Operand, Pattern, explain_shape
 
+Function = Callable[..., Any]
+FEW = 65_536  # bytes of all arrays of a call
+
 
 class Rules(NamedTuple):
     """The arrays that a backend takes."""
@@ -34,6 +37,8 @@ class Rules(NamedTuple):
     masters: tuple[Any, ...] = ()  # the dtypes of the optimizer's arrays, if not all of ``floats``
     mixed: bool = False  # parameters may be float32 beside activations of another type
     host: bool = True  # arrays are NumPy's: ids and read-only flags can be looked at
+    # how to run a function on arrays of few bytes, where threads would cost more than they give
+    few: Callable[[Function], Function] = lambda function: function
 
     def name(self, dtype: Any) -> str:
         """Return a dtype's name for people."""
@@ -47,11 +52,13 @@ class Saved(NamedTuple):
     out: Any  # shape and dtype of the output, or a list of them for its parts; None of a loss
     dims: Dims
     dtypes: tuple[Any, ...]  # of the parameters; None for one that was not given
+    few: bool  # whether the arrays that went in have few bytes
     needs: dict[str, Any]  # what the forward was told of the backward
 
 
-# What a call's shapes, dtypes and options come to: sizes, options as taken, dtypes of parameters.
-Accepted = tuple[Dims, dict[str, Any], tuple[Any, ...]]
+# What a call's shapes, dtypes and options come to: sizes, options as taken, dtypes of parameters,
+# and whether the arrays have few bytes.
+Accepted = tuple[Dims, dict[str, Any], tuple[Any, ...], bool]
 REMEMBERED = 1000  # accepted calls of an op
 
 # What fast backends need of a forward, and the default of each.
@@ -95,7 +102,9 @@ class Boundary:
                 for option, value in zip(self.op.options, given, strict=True)
             }
             own = [arrays[i] for i in self.parameters]
-            known = dims, options, tuple(None if a is None else a.dtype for a in own)
+            dtypes = tuple(None if a is None else a.dtype for a in own)
+            few = bool(key) and sum(a.nbytes for a in arrays if a is not None) <= FEW
+            known = dims, options, dtypes, few
             if key:
                 if len(self.known) >= REMEMBERED:
                     self.known.clear()
@@ -246,10 +255,11 @@ class Boundary:
         """Return the public forward, or only function, around an implementation."""
         op, check, needs = self.op, self.op.check, self.op.needs
         count, end = len(op.operands), len(op.operands) + len(op.options)
+        run = (implementation, self.rules.few(implementation))
 
         def call(*values: Any) -> Any:
             arrays = values[:count]
-            dims, options, dtypes = self.accept(arrays, values[count:end])
+            dims, options, dtypes, few = self.accept(arrays, values[count:end])
             for i in self.looked_at:
                 self.look_at(self.op.operands[i], arrays, dims)
             told: dict[str, Any] = {}
@@ -263,9 +273,9 @@ class Boundary:
                 if replaced is not None:
                     arrays, options = replaced
             if not op.backward:
-                return implementation(*arrays, **options)
-            out, cache = implementation(*arrays, **options)
-            return out, Saved(cache, _described(out), dims, dtypes, told)
+                return run[few](*arrays, **options)
+            out, cache = run[few](*arrays, **options)
+            return out, Saved(cache, _described(out), dims, dtypes, few, told)
 
         operands = [(o.name, None if o.optional else REQUIRED) for o in op.operands]
         keywords = [(o.name, o.default) for o in op.options] + [(n, NEEDS[n]) for n in op.needs]
@@ -279,6 +289,7 @@ class Boundary:
         keywords += [("accumulate", False)] if op.accumulates else []
 
         names = [name for name, _ in keywords]
+        run = (implementation, self.rules.few(implementation))
 
         def call(dout: Any, saved: Saved, *values: Any) -> Any:
             if not isinstance(saved, Saved):
@@ -294,7 +305,7 @@ class Boundary:
             if saved.out != (getattr(dout, "shape", None), getattr(dout, "dtype", None)):
                 self.check_dout(dout, saved)
             if not names:
-                return implementation(dout, saved.cache)
+                return run[saved.few](dout, saved.cache)
             asked = dict(zip(names, values, strict=True))
             if asked.get("accumulate") and asked["out"] is None:
                 raise ValueError(f"{op.name}: accumulate=True adds onto out, so out must be given")
@@ -302,7 +313,7 @@ class Boundary:
                 self.check_given_again(asked["x"], saved)
             if "out" in asked:
                 asked["out"] = self.receivers(asked["out"], saved)
-            return implementation(dout, saved.cache, **asked)
+            return run[saved.few](dout, saved.cache, **asked)
 
         says = f"Return the gradients of {', '.join(op.gradients)}."
         cotangent = "dloss" if op.out == "Loss" else "dout"

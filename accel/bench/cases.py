@@ -1,7 +1,7 @@
 """The ops that are timed one by one, and those that the cpu's benchmark times on NumPy's arrays."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class OpCase(NamedTuple):
 SIZES = ((4096, 384), (1021, 1409), (8192, 2048))
 
 
-def small_ops() -> Iterator[OpCase]:
+def small_ops(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[OpCase]:
     """Yield the ops bound by memory, on arrays that many caches hold and on some that none does."""
     rng = np.random.default_rng(0)
     eps, key = {"eps": 1e-5}, DropoutKey(1, 2, 3, 4)
@@ -56,7 +56,7 @@ def small_ops() -> Iterator[OpCase]:
         alone = " forward" if op in ("add", "relu") and "dout" not in more else ""
         return OpCase(f"{op}{alone} {at}", op, arrays, bar=0.35, limit=limit, **more)
 
-    for n, width in SIZES:
+    for n, width in sizes:
         at = f"({n}, {width})"
         x, dout, gain, bias = normal(n, width), normal(n, width), normal(width), normal(width)
         yield case(at, "rmsnorm", x, gain, dout=dout, options=eps)

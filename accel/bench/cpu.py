@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -19,9 +20,11 @@ from accel.bench.cases import OpCase, attention, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, within
 from accel.bench.training import SETTINGS, Training
-from accel.threads import set_threads, threads
+from accel.cpu.ops import SOURCES
+from accel.threads import alone, set_threads, threads
+from reference.boundary import FEW
 from reference.config import Config
-from reference.ops import Ops
+from reference.ops import HOST, Ops, backend
 from reference.presets import GPT2_SMALL
 
 SMALL = Config(
@@ -194,6 +197,16 @@ class Bench:
         yield from self.ops(load("cpu"), small_ops(), sample=0.01, want=5, budget=4)
         yield self.adamw()
 
+    def few(self) -> Iterator[Row]:
+        """Compare ops on a few kilobytes, which stay in one thread, with their work alone."""
+        ops = load("cpu")
+        bare = cast(Ops, SimpleNamespace(**backend("accel.cpu.ops", HOST, *SOURCES)))
+        for case in small_ops([(16, 64)]):
+            if sum(array.nbytes for array in case.arrays) <= FEW:
+                own = alone(partial(case.run, bare))
+                what = f"{case.what} / set to one thread"
+                yield self.beside(what, None, partial(case.run, ops), own, sample=0.01, want=5)
+
     def memory(self) -> Iterator[Row]:
         """Compare what a step adds to the resident memory, each side in a process of its own."""
 
@@ -237,6 +250,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "gpt2": lambda bench: bench.step(GPT2, False),
     "attention": Bench.attention,
     "ops": Bench.small_ops,
+    "few": Bench.few,
     "memory": Bench.memory,
     "decode": Bench.decode,
 }

@@ -24,7 +24,9 @@ from accel.cpu.decode_kernels import (
     model_record,
 )
 from accel.cpu.kernels import address, contiguous
+from accel.threads import alone
 from reference.alibi import alibi_slopes
+from reference.boundary import FEW
 from reference.checks import check_float, check_ids, check_shape, check_writable
 from reference.config import Config
 from reference.kv import check_decode
@@ -34,6 +36,8 @@ from reference.sinusoidal import sinusoidal_table
 from reference.types import KVCache
 
 Array = npt.NDArray[Any]
+
+FEW_A_LAYER = 4 * FEW  # bytes of weights; a layer is four products, and each is a parallel region
 
 
 def decode_step(
@@ -115,7 +119,8 @@ def decode(
     fields |= {"head": where(head_name), "head_bias": where("head.bias")}
     fields |= {f"final_norm_{part}": where(f"final_norm.{part}") for part in ("gain", "bias")}
     token_record = _row(TOKEN, fields | {"batch": batch, "length": length})
-    decode_token(
+    few = _layout(config).size * weight_type.itemsize <= FEW_A_LAYER * config.n_layers
+    (_decode_alone if few else decode_token)(
         _model(config, dtype),
         np.array(layers, LAYER),
         np.array([token_record], TOKEN),
@@ -124,6 +129,7 @@ def decode(
     return out
 
 
+_decode_alone = alone(decode_token)
 _layout = functools.lru_cache(maxsize=8)(decoder_layout)
 
 

@@ -17,15 +17,18 @@ from accel.cpu import (
     optimizer,
     rope,
 )
+from accel.threads import alone
 from reference import kv
 from reference.ops import HOST, backend
+
+RULES = HOST._replace(few=alone)
 
 SOURCES = (
     *(vars(activations), vars(arrays), vars(attention), vars(decode), vars(elementwise)),
     *(vars(embedding), vars(linear), vars(loss), vars(memory), vars(muon)),
     *(vars(norms), vars(optimizer), vars(rope), vars(kv)),
 )
-globals().update(backend(__name__, HOST, *SOURCES))
+globals().update(backend(__name__, RULES, *SOURCES))
 
 if TYPE_CHECKING:
 

@@ -5,18 +5,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.cpu import bf16
-from accel.cpu.ops import SOURCES
+from accel.cpu.ops import RULES, SOURCES
+from accel.threads import alone
 from reference.boundary import Rules, offer
-from reference.ops import HOST, OPS, backend
+from reference.ops import OPS, backend
 
-RULES = Rules(
+ROUNDING = Rules(
     {np.dtype(np.float32): "float32"},
     "products round it to bfloat16; load the backend with compute='float32' for other types",
+    few=alone,
 )
 _sources = (vars(bf16), *SOURCES)
 _rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
 globals().update(
-    backend(__name__, HOST, *_sources) | offer(__name__, _rounding, (), RULES, *_sources)
+    backend(__name__, RULES, *_sources) | offer(__name__, _rounding, (), ROUNDING, *_sources)
 )
 
 if TYPE_CHECKING:

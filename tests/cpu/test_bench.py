@@ -22,13 +22,14 @@ def test_it_measures_and_writes_a_table_and_a_chart(
     monkeypatch.setattr(cpu, "STEPS", [cpu.STEPS[0]._replace(config=shallow)])
     monkeypatch.setattr(cpu, "peers", lambda: None)
     table, chart = tmp_path / "table.md", tmp_path / "chart.svg"
-    command = ["--quick", "--parts", "share,decode", "--table", str(table), "--chart", str(chart)]
+    parts = ["--parts", "share,few,decode"]
+    command = ["--quick", *parts, "--table", str(table), "--chart", str(chart)]
     assert cpu.main(command) == 0
     text = table.read_text()
     assert text.strip().endswith("|") and text.strip() in capsys.readouterr().out
     [share] = [line for line in text.splitlines() if "outside products" in line]
     assert 0 < float(share.split("|")[4]) < math.inf
-    assert text.count("decode a token, float32") == 2
+    assert text.count("decode a token, float32") == 2 and text.count("set to one thread") == 11
     assert chart.read_text().count("<svg") == 1
 
 

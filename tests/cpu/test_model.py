@@ -9,6 +9,7 @@ import pytest
 import accel
 from accel.threads import available_cores, set_threads
 from accel.tolerance import UNIT_ROUNDOFF
+from reference import boundary
 from reference import ops as reference
 from reference.generate import generate
 from reference.params import decoder_layout
@@ -147,7 +148,8 @@ def test_a_text_in_turns_is_the_reference_s(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core has one number of threads")
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "FEW", -1)  # small arrays in threads, too
     config = toy(MYLLM_1B, d_model=200, d_ff=391, vocab_size=1031, d_head=18)
     flat = weights(config, np.float32)
     ops = accel.load("cpu")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from accel import launcher
@@ -22,6 +23,7 @@ from dist.step import Stepper
 from dist.stopping import StopRequest
 from dist.train import Trainer, same_learning
 from reference.params import decoder_layout
+from tests.helpers.processes import wait_for
 from tests.helpers.runs import (
     digest,
     losses,
@@ -222,6 +224,39 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
     )
     assert train(config) == 0 and threads == [None] * 3
     assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [4, 6]
+
+
+def test_memory_for_copies_is_found_before_a_checkpoint_is_due() -> None:
+    ours = psutil.Process()
+    before = ours.memory_info().rss
+    stepper = SimpleNamespace(held=lambda name: [(0, 8 << 20)])  # 32 MiB of each array
+    held = checkpoint.Copies(stepper)  # type: ignore[arg-type]
+    wait_for(lambda: ours.memory_info().rss - before > 90 << 20)
+    arrays = [[np.full(8 << 20, value, "<f4")] for value in (1, 2, 3)]
+    np.testing.assert_array_equal(held.take(arrays), arrays)
+
+
+def test_what_is_written_is_on_the_disk_piece_by_piece_and_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepare(tmp_path)
+    assert train(config) == 0
+    given_back, advise = [], os.posix_fadvise
+
+    def advised(file: int, *what: int) -> None:
+        given_back.append((os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size, *what))
+        advise(file, *what)
+
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    monkeypatch.setattr(checkpoint, "PIECE", 10_000)
+    pieces = with_run(config, out=str(tmp_path / "pieces"))
+    assert train(pieces) == 0 and digest(pieces) == digest(config)
+    master = [what for path, *what in given_back if path.endswith("master.bin")]
+    size = 4 * decoder_layout(config.model).size
+    assert master == [
+        [min(end, size), 0, 0, os.POSIX_FADV_DONTNEED]
+        for end in range(10_000, size + 10_000, 10_000)
+    ]
 
 
 def test_a_write_that_fails_meanwhile_is_told_and_loses_nothing(

@@ -1,0 +1,67 @@
+"""Which threads do the work: small arrays wake no other than the caller's, large ones do."""
+
+import os
+import subprocess
+import sys
+
+import numba
+import pytest
+
+from accel.threads import alone, available_cores
+from tests.helpers import ROOT
+
+# prints how many threads there are more behind some calls than before
+WORK = """
+import os, sys
+import numpy as np
+import accel
+from reference.config import Config
+from reference.params import decoder_layout
+
+ops = accel.load("cpu")
+
+def relu(rows):
+    y, cache = ops.relu_forward(np.ones((rows, 64), np.float32))
+    ops.relu_backward(y, cache)
+
+def decode(width):
+    config = Config(vocab_size=50, context_length=8, d_model=width, n_heads=2, n_kv_heads=1,
+                    d_head=width // 2, d_ff=width, n_layers=2)
+    layout = decoder_layout(config)
+    params = layout.views(layout.init(0))
+    ops.decode_step(params, config, np.array([1]), ops.kv_cache(params, config, 1, 8), 0)
+
+before = len(os.listdir("/proc/self/task"))
+eval(sys.argv[1])
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core has one thread")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.parametrize(
+    "calls, more", [("(relu(256), decode(64))", 0), ("relu(257)", 1), ("decode(256)", 1)]
+)
+def test_small_work_stays_in_one_thread(calls: str, more: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WORK, calls],
+        cwd=ROOT,
+        env={**os.environ, "MYLLM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) == more
+
+
+def test_alone_leaves_the_number_of_threads_as_it_was() -> None:
+    before = numba.get_num_threads()
+    assert alone(lambda a, *, b: (a, b, numba.get_num_threads()))(1, b=2) == (1, 2, 1)
+    assert numba.get_num_threads() == before
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        alone(fails)()
+    assert numba.get_num_threads() == before
