@@ -271,7 +271,7 @@ def check_subject(
     subject: Subject, options: Options, progress: Progress = lambda *_: None
 ) -> Report:
     """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
-    report = Report(subject.name, options.seed, partial=options.partial)
+    report, started = Report(subject.name, options.seed, partial=options.partial), time.monotonic()
     plan = planned(subject, options)
     report.untried = untried(subject, options, plan)
     end = None if options.budget is None else time.monotonic() + options.budget
@@ -288,6 +288,7 @@ def check_subject(
         )
     leave_out(report.ops, asked(subject, options), options.save)
     report.notes = sorted(subject.notes)
+    report.seconds = time.monotonic() - started
     return report
 
 

@@ -312,7 +312,7 @@ def silu_backward(dout, x, y):
     "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
 )
 def test_right_functions_pass_what_is_hard(tmp_path: Path, seed: int) -> None:
-    dtypes = ("float32", "float64", "bf16", "float16")
+    dtypes = ("float32", "float64", "bf16", "float16")[: 4 if seed else 1]
     report = checked(tmp_path, HARD_RIGHT, ref=HARD_REF, seed=seed, dtypes=dtypes, examples=12)
     assert report.right, report.text()
 
