@@ -317,6 +317,19 @@ def test_right_functions_pass_what_is_hard(tmp_path: Path, seed: int) -> None:
     assert report.right, report.text()
 
 
+def test_a_gradient_beyond_the_precision_s_range_may_be_infinite(tmp_path: Path) -> None:
+    ref = "SHAPES = {'f': {'x': 'N > 0'}}\ndef f(x):\n    return x / x.dtype.type(2**-12)\n"
+    new = "def f(x):\n    return x * x.dtype.type(2**12)\ndef f_backward(dout, x):\n    return "
+    report = checked(
+        tmp_path, new + "dout * x.dtype.type(2**12)", ref=ref, dtypes=("float16",), examples=30
+    )
+    assert report.right, report.text()
+    report = checked(
+        tmp_path, new + "dout * x.dtype.type(2**11)", ref=ref, dtypes=("float16",), examples=30
+    )
+    assert "dx" in {failure.name for failure in report.failures}
+
+
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [

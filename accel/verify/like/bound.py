@@ -254,7 +254,7 @@ def expect(
             floors[name] += floor_of_zero(points, wide, name, 16 * NOISE)
             lost |= {name} if KNOWN * floors[name] * u > 1 and not value.any() else set()
     due = _due(evaluate, wide, exact, rng)
-    near_top = {} if top <= np.log(_largest(work)) else plainly(_times(arrays, HEADROOM))
+    near_top = {} if top <= np.log(largest(work)) else plainly(_times(arrays, HEADROOM))
     found = {
         name: truth_of(
             value,
@@ -297,7 +297,8 @@ def _times(arrays: Mapping[str, Array], by: float) -> dict[str, Array]:
     return {n: a * a.dtype.type(by) if a.dtype.kind == "f" else a for n, a in arrays.items()}
 
 
-def _largest(dtype: str) -> float:
+def largest(dtype: str) -> float:
+    """Return the largest number of the precision that plain code is run in."""
     return float(np.finfo("float16" if dtype == "float16" else "float32").max)
 
 

@@ -12,7 +12,15 @@ from accel.verify.calling import Judged
 from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
 from accel.verify.evidence import Evidence
-from accel.verify.like.bound import expect, floor_of_zero, moved, rounded, working
+from accel.verify.like.bound import (
+    HEADROOM,
+    expect,
+    floor_of_zero,
+    largest,
+    moved,
+    rounded,
+    working,
+)
 from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.hints import hints_for
@@ -288,12 +296,15 @@ def _of_slopes(
             s = np.where(truth.magnitude.s > 0, truth.magnitude.s, np.inf)
             factor = max(factor, float(np.max(np.abs(truth.plain - truth.exact) / s)) / u)
     count = sum(a.size for a in case.arrays.values() if a.dtype.kind == "f")
-    # of a result of which nothing is known, nothing is known of the gradients
-    known = all(t.judged.any() for t in truths.values() if t.judged.size)
+    # of a result of which nothing is known, or which may overflow on the way, the gradients may too
+    known = all(t.judged.any() and t.finite.all() for t in truths.values() if t.judged.size)
     dout = max(float(np.max(np.abs(a), initial=0)) for a in cotangents_of(case.arrays).values())
     found = {}
     for name, slope in here.items():
         tried = ~np.isnan(slope.value) & ~np.isnan(there[name].value) & known
+        tried &= (
+            np.maximum(np.abs(slope.value), slope.terms) < largest(working(case.dtype)) / HEADROOM
+        )
         value = np.where(tried, slope.value, 0)
         moves = np.where(tried, np.abs(np.nan_to_num(there[name].value) - value), 0)
         size = np.abs(value) + moves / step
