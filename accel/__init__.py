@@ -9,6 +9,7 @@ __all__ = ["load"]
 
 BACKENDS = ("reference", "cpu", "cuda")
 COMPUTE = ("float32", "bf16")
+READING = "q8_0"  # computes, too, but nothing can be trained in it
 
 
 def load(backend: str, *, compute: str = "float32") -> Ops:
@@ -20,7 +21,8 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
         ``"reference"`` (NumPy, to be read), ``"cpu"`` (Numba) or ``"cuda"`` (an NVIDIA GPU).
     compute : str
         ``"float32"``; or ``"bf16"``, in which products and attention read bfloat16 operands and add
-        up in float32. Parameters and optimizer stay in float32 either way.
+        up in float32. Parameters and optimizer stay in float32 either way. ``"q8_0"`` (cpu alone):
+        float32, with matrices rounded to eight bits a weight, for decoding; not for training.
 
     Raises
     ------
@@ -33,8 +35,11 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
     """
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if compute not in COMPUTE:
-        raise ValueError(f"there is no compute mode {compute!r}; known: {', '.join(COMPUTE)}")
+    if compute not in (*COMPUTE, READING):
+        known = ", ".join((*COMPUTE, READING))
+        raise ValueError(f"there is no compute mode {compute!r}; known: {known}")
+    if compute == READING and backend == "cuda":
+        raise ValueError(f"the backend 'cuda' has no mode {compute}; choose bf16, or backend cpu")
     if backend == "cuda":
         from accel.cuda.cupy_device import backend as cuda_backend  # needs CuPy only when called
 
@@ -54,4 +59,5 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
 
         bf16_tiles.enable()
         return cast(Ops, importlib.import_module("accel.cpu.ops_bf16"))
-    return cast(Ops, importlib.import_module("accel.cpu.ops"))
+    name = "accel.cpu.ops_q8" if compute == READING else "accel.cpu.ops"
+    return cast(Ops, importlib.import_module(name))

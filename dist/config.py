@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from accel import READING
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.schedule import Schedule, learning_rate
@@ -254,6 +255,11 @@ def check(config: RunFile) -> None:
         for source in phase.sources:
             if not 0 < source.weight < math.inf:
                 raise ValueError(f"the weight of {source.path} must be positive")
+    if run.compute == READING:
+        raise ValueError(
+            f"run.compute {run.compute!r} is for reading and writing with a trained model: nothing "
+            "can be trained in eight bits; choose 'float32', 'bf16' or 'auto'"
+        )
     if run.comm == "nccl" and run.backend != "cuda":
         raise ValueError(
             f"run.comm 'nccl' moves the arrays of GPUs, and run.backend {run.backend!r} has none; "

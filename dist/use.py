@@ -23,7 +23,7 @@ def add_model(args: Any) -> None:
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
     )
     args.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
-    args.add_argument("--compute", default="float32", help="float32 (default) or bf16")
+    args.add_argument("--compute", default="float32", help="float32 (default), bf16 or q8_0")
 
 
 # ---- eval ----------------------------------------------------------------------------------------

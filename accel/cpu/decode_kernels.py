@@ -2,11 +2,12 @@
 
 One token does two floating-point operations for each weight it reads, so reading the weights once,
 from end to end, is all the time there is to spend: 4 bytes a weight in float32, 2 where they are
-stored as bfloat16.
+stored as bfloat16, 1.125 as blocks of eight bits.
 
 * A product with a weight (in, out) is cut by rows of the weight into tasks of about MATVEC_TASK
   elements. Each task reads its rows once, for all rows of the batch, and leaves a partial sum; the
   partial sums are added in order. The head (V, D) is a dot product a row.
+  Matrices of eight bits have kernels of their own (``q8_kernels.py``).
 * Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
   head of one row, with all query heads of the group; the blocks are joined by their maxima and
   sums, as tiles are in ``reference/study/tiled_attention.py``, whose m, l and shrink they are.
@@ -22,6 +23,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
+from accel.cpu import q8_kernels
 from accel.cpu.activations import normal
 from accel.cpu.kernels import SERIAL, SUM, store
 from accel.cpu.simd import at, exp, pointer
@@ -144,11 +146,12 @@ def _head(
     head_address: int,
     bias_address: int,
     out: Any,
+    partial: Any,
     batch: int,
     vocabulary: int,
     width: int,
 ) -> None:
-    """Write x headᵀ + b: x (B, D), head (V, D), out (B, V)."""
+    """Write x headᵀ + b: x (B, D), head (V, D), out (B, V); ``partial`` is not needed."""
     zero = one - one
     head, bias = pointer(head_address, weight_like), pointer(bias_address, one)
     for task in prange((vocabulary + HEAD_ROWS - 1) // HEAD_ROWS):
@@ -162,6 +165,38 @@ def _head(
                 if bias_address:
                     s += bias[v]
                 out[b * vocabulary + v] = s
+
+
+def _by_type(blocks: Any, floats: Any) -> Callable[..., Any]:
+    """Return a function that takes one kernel for matrices of blocks, another for all else."""
+
+    def multiply(
+        one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
+        batch: Any, a: Any, b: Any,
+    ) -> Any:  # fmt: skip
+        """Write a product by the kernel for matrices of the type of ``like``. Kernels only."""
+        raise NotImplementedError
+
+    @overload(multiply)
+    def multiply_overload(
+        one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
+        batch: Any, a: Any, b: Any,
+    ) -> Callable[..., Any]:  # fmt: skip
+        kernel = blocks if like == types.int8 else floats
+
+        def call(
+            one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
+            batch: Any, a: Any, b: Any,
+        ) -> None:  # fmt: skip
+            kernel(one, like, x, weight, bias, out, partial, batch, a, b)
+
+        return call
+
+    return multiply
+
+
+_multiply = _by_type(q8_kernels.matvec, _matvec)
+_multiply_head = _by_type(q8_kernels.head, _head)
 
 
 @jit(**SERIAL)
@@ -374,13 +409,13 @@ def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
             _norm(one, inv, eps, x, gain, bias, h, batch, width)
         else:
             _copy(x, h, batch * width)
-        _matvec(one, like, h, w.wqkv, w.bqkv, qkv, partial, batch, width, fused)
+        _multiply(one, like, h, w.wqkv, w.bqkv, qkv, partial, batch, width, fused)
         _turn_and_store(model, w, token, qkv, positions)
         _attend(
             one, model.scale, qkv, w.keys, w.values, token.slopes, positions, attended, scores,
             joined, batch, heads, kv_heads, d, w.slots, w.window, token.length,
         )  # fmt: skip
-        _matvec(one, like, attended, w.wo, w.bo, h, partial, batch, heads * d, width)
+        _multiply(one, like, attended, w.wo, w.bo, h, partial, batch, heads * d, width)
         _add_to(x, h, batch * width)
         if model.pre:
             _norm(one, inv, eps, x, w.ffn_norm_gain, w.ffn_norm_bias, h, batch, width)
@@ -388,9 +423,9 @@ def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
             gain, bias = w.attention_norm_gain, w.attention_norm_bias
             _norm(one, inv, eps, x, gain, bias, x, batch, width)
             _copy(x, h, batch * width)
-        _matvec(one, like, h, w.w_up, w.b_up, up, partial, batch, width, inner)
+        _multiply(one, like, h, w.w_up, w.b_up, up, partial, batch, width, inner)
         _activate(model, up, active, batch)
-        _matvec(one, like, active, w.w_down, w.b_down, h, partial, batch, model.hidden, width)
+        _multiply(one, like, active, w.w_down, w.b_down, h, partial, batch, model.hidden, width)
         _add_to(x, h, batch * width)
         if not model.pre:
             _norm(one, inv, eps, x, w.ffn_norm_gain, w.ffn_norm_bias, x, batch, width)
@@ -401,4 +436,6 @@ def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
     else:
         _copy(x, h, batch * width)
     out = pointer(token.out, one)
-    _head(one, like, h, token.head, token.head_bias, out, batch, model.vocabulary, width)
+    _multiply_head(
+        one, like, h, token.head, token.head_bias, out, partial, batch, model.vocabulary, width
+    )

@@ -18,10 +18,11 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from accel.q8_0 import BLOCK
 from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Family, Tensor, choose, named, shown
-from dist.convert.numbers import BLOCK, Stored, size_of, write_tensor
+from dist.convert.numbers import Stored, size_of, write_tensor
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer

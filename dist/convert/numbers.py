@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel.q8_0 import BLOCK, to_blocks
 from dist.convert.mapping import Tensor
 from reference.types import Array
-
-BLOCK = 32  # numbers that share a scale in Q8_0
 
 
 class Kind(NamedTuple):
@@ -53,18 +52,9 @@ def to_half(x: Array) -> Array:
 
 
 def to_q8_0(x: Array) -> Array:
-    """Return blocks of 32 numbers as a float16 scale d and 32 int8 q: x ≈ d·q, d = max|x| / 127.
-
-    Source: ``quantize_row_q8_0_ref`` of ggml-quants.c; halves are rounded away from zero.
-    """
-    blocks = x.reshape(-1, BLOCK)
-    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(d > 0, np.float32(1) / d, np.float32(0))
-    scaled = np.abs(blocks * inverse)
-    below = np.floor(scaled)
-    q = np.copysign(below + np.floor(2 * (scaled - below)), blocks)
-    return np.concatenate([to_half(d).view(np.uint8), q.astype(np.int8).view(np.uint8)], axis=1)
+    """Return blocks of 32 numbers as a float16 scale and 32 int8, as ``accel.q8_0`` has them."""
+    d, q = to_blocks(x.reshape(-1, BLOCK))
+    return np.concatenate([d[:, None].view(np.uint8), q.view(np.uint8)], axis=1)
 
 
 def from_q8_0(raw: Array) -> Array:

@@ -1,0 +1,167 @@
+"""Products of one row with a matrix of blocks of eight bits (``q8.py``), 32 numbers at a time.
+
+How the blocks lie in memory, scales as float32:
+
+* of a weight (in, out), of which a product with a row takes 32 columns at a time: tiles of 32
+  inputs and 32 outputs, the tiles of the same outputs one after the other; in a tile the 32 scales,
+  then the rows of 32 numbers;
+* of a table (V, D), of which the head takes a dot product with every row: rows of blocks; in a
+  block its scale, then its numbers.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from accel.cpu.kernels import SUM
+from accel.cpu.simd import at, pointer
+from accel.jit import jit
+from accel.q8_0 import BLOCK
+
+# Numba's signatures and LLVM values carry no static types.
+Context = Any
+Builder = Any
+Value = Any
+
+SCALE = 4  # bytes of one
+TILE = BLOCK * SCALE + BLOCK * BLOCK  # bytes
+HEAD_ROWS = 64  # rows of the head in one task
+
+_INT64 = ir.IntType(64)
+_FLOATS = ir.VectorType(ir.FloatType(), BLOCK)
+_BYTES = ir.VectorType(ir.IntType(8), BLOCK)
+_ALIGNED = 4  # bytes: no more is known of an address
+
+
+def _load(builder: Builder, p: Value, kind: Any) -> Value:
+    return builder.load(builder.bitcast(p, ir.PointerType(kind)), align=_ALIGNED)
+
+
+def _numbers(builder: Builder, p: Value) -> Value:
+    """Return 32 int8 as floats."""
+    return builder.sitofp(_load(builder, p, _BYTES), _FLOATS)
+
+
+def _splat(builder: Builder, x: Value) -> Value:
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    lane = builder.insert_element(undefined, x, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
+    return builder.shuffle_vector(lane, undefined, zeros)
+
+
+def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    f = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{BLOCK}f32"
+    )
+    return builder.call(f, [a, b, c])
+
+
+@intrinsic
+def _add_tile(typingctx: Context, tile: Any, u: Any, y: Any, rows: Any) -> Any:
+    """y[j] += scale[j] Σ_i u[i] q[i, j], over the first rows of a tile."""
+
+    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        tile, u, y, rows = args
+        numbers = builder.gep(tile, [ir.Constant(_INT64, BLOCK * SCALE)])
+        sums = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * BLOCK))
+        with cgutils.for_range(builder, rows) as loop:
+            row = builder.gep(numbers, [builder.mul(loop.index, ir.Constant(_INT64, BLOCK))])
+            x = _splat(builder, builder.load(builder.gep(u, [loop.index])))
+            q = _numbers(builder, row)
+            builder.store(_multiply_add(builder, x, q, builder.load(sums)), sums)
+        scales = _load(builder, tile, _FLOATS)
+        before = _load(builder, y, _FLOATS)
+        after = _multiply_add(builder, scales, builder.load(sums), before)
+        builder.store(after, builder.bitcast(y, ir.PointerType(_FLOATS)), align=_ALIGNED)
+        return context.get_dummy_value()
+
+    return types.none(tile, u, y, types.int64), codegen
+
+
+@intrinsic
+def _dot(typingctx: Context, row: Any, u: Any, blocks: Any) -> Any:
+    """Return the dot product of a row of blocks with u, which is padded to them."""
+
+    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        row, u, blocks = args
+        sums = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * BLOCK))
+        with cgutils.for_range(builder, blocks) as loop:
+            first = builder.mul(loop.index, ir.Constant(_INT64, SCALE + BLOCK))
+            block = builder.gep(row, [first])
+            q = _numbers(builder, builder.gep(block, [ir.Constant(_INT64, SCALE)]))
+            scale = _splat(builder, _load(builder, block, ir.FloatType()))
+            at_u = builder.gep(u, [builder.mul(loop.index, ir.Constant(_INT64, BLOCK))])
+            x = builder.fmul(_load(builder, at_u, _FLOATS), scale)
+            builder.store(_multiply_add(builder, x, q, builder.load(sums)), sums)
+        f = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS]),
+            f"llvm.vector.reduce.fadd.v{BLOCK}f32",
+        )
+        zero = ir.Constant(ir.FloatType(), 0.0)
+        return builder.call(f, [zero, builder.load(sums)], fastmath=("reassoc",))
+
+    return types.float32(row, u, types.int64), codegen
+
+
+@jit(**SUM)
+def matvec(
+    one: Any,
+    like: Any,
+    x: Any,
+    weight: int,
+    bias_address: int,
+    out: Any,
+    partial: Any,
+    batch: int,
+    n_in: int,
+    n_out: int,
+) -> None:
+    """Write x W + b: x (B, n_in), weight in tiles, ``partial`` has room for out."""
+    tiles, bias = pointer(weight, like), pointer(bias_address, one)
+    blocks = (n_in + BLOCK - 1) // BLOCK
+    for column in prange((n_out + BLOCK - 1) // BLOCK):
+        sums = at(partial, column * batch * BLOCK)
+        for j in range(batch * BLOCK):
+            sums[j] = 0
+        for block in range(blocks):
+            tile, rows = at(tiles, (column * blocks + block) * TILE), n_in - block * BLOCK
+            for b in range(batch):
+                u = at(x, b * n_in + block * BLOCK)
+                _add_tile(tile, u, at(sums, b * BLOCK), min(rows, BLOCK))
+        first = column * BLOCK
+        for b in range(batch):
+            y, z = at(sums, b * BLOCK), at(out, b * n_out + first)
+            for j in range(min(BLOCK, n_out - first)):
+                z[j] = y[j] + bias[first + j] if bias_address else y[j]
+
+
+@jit(**SUM)
+def head(
+    one: Any,
+    like: Any,
+    x: Any,
+    weight: int,
+    bias_address: int,
+    out: Any,
+    partial: Any,
+    batch: int,
+    vocabulary: int,
+    width: int,
+) -> None:
+    """Write x headᵀ + b: x (B, D), head (V, D) in blocks; ``partial`` has room for x."""
+    rows, bias = pointer(weight, like), pointer(bias_address, one)
+    blocks = (width + BLOCK - 1) // BLOCK
+    padded = blocks * BLOCK
+    for b in range(batch):
+        for j in range(padded):
+            partial[b * padded + j] = x[b * width + j] if j < width else one - one
+    for task in prange((vocabulary + HEAD_ROWS - 1) // HEAD_ROWS):
+        for v in range(task * HEAD_ROWS, min(vocabulary, (task + 1) * HEAD_ROWS)):
+            row = at(rows, v * blocks * (SCALE + BLOCK))
+            for b in range(batch):
+                s = _dot(row, at(partial, b * padded), blocks)
+                out[b * vocabulary + v] = s + bias[v] if bias_address else s
