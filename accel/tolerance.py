@@ -254,14 +254,20 @@ def _norms(x: Array) -> Array:
     """Return the norm of each row."""
     x = np.asarray(x, np.float64)
     x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    squares = np.einsum("ij,ij->i", x, x)
     # a row is scaled where its squares would underflow or overflow
-    top = np.maximum(x.max(axis=-1, initial=0.0), -x.min(axis=-1, initial=0.0))
-    scaled = (top > 0) & (top < _SMALL) | (top > 1 / _SMALL) & (top < np.inf)
-    if not scaled.any():
-        return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x)))
-    scale = np.where(scaled, top, 1.0)
-    x = x / scale[:, None]
-    return np.asarray(scale * np.sqrt(np.einsum("ij,ij->i", x, x)))
+    far = ~((squares > _SMALL**2) & (squares < 1 / _SMALL**2))
+    if far.any():
+        far &= x.any(axis=-1)
+    if far.any():
+        rows = x[far]
+        top = np.maximum(rows.max(axis=-1, initial=0.0), -rows.min(axis=-1, initial=0.0))
+        scale = np.where((top > 0) & (top < np.inf), top, 1.0)
+        rows = rows / scale[:, None]
+        norms = np.sqrt(squares)
+        norms[far] = scale * np.sqrt(np.einsum("ij,ij->i", rows, rows))
+        return norms
+    return np.asarray(np.sqrt(squares))
 
 
 def _ratio(err: Array, allowed: Array) -> Array:

@@ -153,8 +153,9 @@ def check_apart(
     ImportError, ValueError
         When the backend cannot run here; the message says why.
     """
+    started = time.monotonic()
     jobs = jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS)
-    # two start at once, since Python takes a while to; what they load is told with the first job
+    # two start and load at once: the first has to have loaded before it is known what is left
     workers = [Worker(source, timeout) for _ in range(min(jobs, 2))]
     try:
         plan, report, chosen = _plan(workers[0], source, options)
@@ -171,8 +172,9 @@ def check_apart(
         for worker in workers:
             worker.end()
     report.ops = [many.found[part] for part in plan]
-    leave_out(report.ops, chosen)
+    leave_out(report.ops, chosen, options.save)
     report.notes = sorted(many.notes.union(report.notes))
+    report.seconds = time.monotonic() - started
     return report
 
 
@@ -372,7 +374,14 @@ class Worker:
         )
         os.close(writing)
         self.told = Connection(reading, writable=False)
-        self._first: tuple[Any, ...] = (source,)  # told with the first job
+        self._loading = True
+        with contextlib.suppress(BrokenPipeError):  # it ended: the first job tells
+            self._tell(source)
+
+    def _tell(self, content: Any) -> None:
+        assert self.process.stdin is not None
+        pickle.dump(content, self.process.stdin)
+        self.process.stdin.flush()
 
     def do(self, job: Job) -> Iterator[tuple[str, Any]]:
         """Yield what the process tells of a job.
@@ -380,13 +389,10 @@ class Worker:
         Raises ``Ended`` when it dies or is silent for too long, and what it raised when it raised.
         """
         try:
-            assert self.process.stdin is not None
-            for content in (*self._first, job):
-                pickle.dump(content, self.process.stdin)
+            self._tell(job)
             # loading a subject may compile it, which is no case that hangs
-            patience = max(self.timeout, TIMEOUT) if self._first else self.timeout
-            self._first = ()
-            self.process.stdin.flush()
+            patience = max(self.timeout, TIMEOUT) if self._loading else self.timeout
+            self._loading = False
             while True:
                 if not self.told.poll(patience):
                     raise Silent(f"gave no answer within {patience:g} s and was stopped")

@@ -13,6 +13,7 @@ from accel.verify.files import (
     case_command,
     case_file,
     load_failure,
+    remove_case,
     save_failure,
     search_command,
 )
@@ -270,7 +271,7 @@ def check_subject(
     subject: Subject, options: Options, progress: Progress = lambda *_: None
 ) -> Report:
     """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
-    report = Report(subject.name, options.seed, partial=options.partial)
+    report, started = Report(subject.name, options.seed, partial=options.partial), time.monotonic()
     plan = planned(subject, options)
     report.untried = untried(subject, options, plan)
     end = None if options.budget is None else time.monotonic() + options.budget
@@ -285,8 +286,9 @@ def check_subject(
         report.ops.append(
             check_one(subject, options, spec, dtype, count, progress, known=known, seconds=left)
         )
-    leave_out(report.ops, asked(subject, options))
+    leave_out(report.ops, asked(subject, options), options.save)
     report.notes = sorted(subject.notes)
+    report.seconds = time.monotonic() - started
     return report
 
 
@@ -338,15 +340,19 @@ def asked(subject: Subject, options: Options) -> bool:
     return options.dtypes is not None or subject.declared_dtypes() is not None
 
 
-def leave_out(found: list[OpReport], asked: bool) -> None:
+def leave_out(found: list[OpReport], asked: bool, save: Path | None = None) -> None:
     """Take a precision that nobody asked for, and that an op never manages, as not offered.
 
     A float32 kernel behind ctypes is right in float32 and gives float32, or raises, for float64.
+    Its cases were saved under ``save`` before that was known, and go.
     """
     right = {op.op for op in found if op.dtype == "float32" and op.ok}
     for op in found:
         if not asked and op.op in right and op.cases and op.refused == op.cases:
             op.not_offered = op.failures[0].judged.problem if op.failures else ""
+            for failure in op.failures:
+                if save is not None and failure.file:
+                    remove_case(Path(failure.file), save)
             op.failures.clear()
 
 

@@ -54,6 +54,9 @@ LONG_LENGTHS = (257, 513, 1_025, 4_097, 65_537)
 MAX_ELEMENTS = 20_000  # of an input, unless it is a long one
 MAX_SCORES = 100_000  # of a table of attention scores or logits
 LAYOUTS = ("plain", "strided", "transposed", "sliced", "reversed")
+# powers of ten of a row: sums of squares are finite still, squares are zero and inverses finite;
+# the same of float16, which has less room
+SCALES = {"huge": ((8, 16), (1.5, 3.5)), "minute": ((-34, -30), (-6, -4))}
 SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -135,6 +138,11 @@ class Draw:
             x += self.pick((8, 1000), "offset") * self.rng.choice([-1, 1], (*shape[:-1], 1))
         elif kind == "zero rows":
             x *= self.rng.random((*shape[:-1], 1)) < 0.5
+        elif kind == "equal rows":
+            x = x[..., :1] * 10.0 ** self.rng.uniform(-1, 1.5, (*shape[:-1], 1)) + 0 * x
+        elif kind in SCALES:
+            low, high = SCALES[kind][self.dtype == "float16"]
+            x *= 10.0 ** self.rng.uniform(low, high, (*shape[:-1], 1))
         return self.rounded(x)
 
     def shape_for(self, width: int) -> tuple[int, ...]:

@@ -59,6 +59,15 @@ def case_file(folder: Path, subject: str, op: str, dtype: str, name: str, kind: 
     return folder / home / f"{op}-{what}-{dtype}.npz"
 
 
+def remove_case(path: Path, folder: Path) -> None:
+    """Remove a saved case, and the folders down from ``folder`` that it leaves empty."""
+    path.unlink(missing_ok=True)
+    for parent in path.parents:
+        if not parent.is_relative_to(folder) or any(parent.iterdir()):
+            return
+        parent.rmdir()
+
+
 def options_to_json(options: dict[str, Any]) -> str:
     """Return the options of a case as JSON; arrays and keys become lists."""
 

@@ -62,6 +62,17 @@ def test_every_wrong_kernel_differs_from_the_reference_where_it_says() -> None:
         wrong_and_seen(wrong)
 
 
+def test_every_op_has_a_right_kernel_and_calls_to_judge_it_by() -> None:
+    for op in OPS:
+        names = [name for name, _, _ in all_right(op)]
+        assert names and len(names) == len(set(names))
+        assert RULE["KernelBench"].calls(op) and RULE["gpucheck"].calls(op)
+    (muon,) = bench.right_kernels("muon")
+    assert bench.verify(muon, quick=True)[0] == ""
+    for rule in ("KernelBench", "BackendBench", "gpucheck"):
+        assert not Judge(RULE[rule]).catches("muon", muon.module, ("float32",))
+
+
 @pytest.mark.parametrize("op", ["add", "layernorm", "rope", "adamw"])
 def test_right_kernels_are_right_wherever_the_wrong_ones_are_not(op: str) -> None:
     for name, kind, module in all_right(op):

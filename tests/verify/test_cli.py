@@ -510,3 +510,4 @@ def test_a_precision_that_a_file_never_manages_is_left_out(
     assert main(["verify", *words, "--examples", "6"]) == 0
     said = capsys.readouterr().out
     assert "softmax does not work in float64" in said and "float32 only" in said
+    assert not (tmp_path / "saved").exists()  # its case is not kept either

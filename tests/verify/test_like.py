@@ -12,9 +12,10 @@ from accel.tolerance import Magnitude
 from accel.verify.apart import Source
 from accel.verify.check import Options, check_subject
 from accel.verify.draw import Draw
-from accel.verify.like.bound import as_rows, close, expect
+from accel.verify.like.bound import expect
 from accel.verify.like.declared import DeclarationError, read, value_of
 from accel.verify.like.slopes import slopes
+from accel.verify.like.truth import as_rows, close
 from accel.verify.report import Report
 from accel.verify.subject import SubjectError
 from dist.cli import main
@@ -55,8 +56,9 @@ def pool(x):
 RIGHT = """
 import numpy as np
 def rmsnorm(x, gain, eps):
-    r = 1 / np.sqrt(np.einsum("bd,bd->b", x, x) / x.dtype.type(x.shape[1]) + x.dtype.type(eps))
-    return x * r[:, None] * gain
+    wide = np.promote_types(x.dtype, np.float32)
+    mean = np.einsum("bd,bd->b", x, x, dtype=wide) / wide.type(x.shape[1])
+    return x * (1 / np.sqrt(mean + wide.type(eps)))[:, None].astype(x.dtype) * gain
 def rmsnorm_backward(dout, x, gain, eps):
     r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
     n, dn = x * r, dout * gain
@@ -189,6 +191,218 @@ def test_right_functions_pass(tmp_path: Path, seed: int) -> None:
     assert report.cases == 5 * 4 * 7
     assert {"dx", "dgain"} <= set(report.ops[0].results)
     assert any("loss: gradients are not checked" in note for note in report.notes)
+
+
+ONE_CLASS = """
+import numpy as np
+SHAPES = {"loss": {"z": "N 1", "t": "N int < 1"}, "norm": {"x": "N 1"}}
+def loss(z, t):
+    m = z.max(-1)
+    return (m + np.log(np.exp(z - m[:, None]).sum(-1)) - z[np.arange(len(t)), t]).mean()
+def norm(x):
+    c = x - x.mean(-1, keepdims=True)
+    return c / np.sqrt((c * c).mean(-1, keepdims=True) + 1e-5)
+"""
+BASE_2 = """
+import numpy as np
+def lse(z):
+    y = z * z.dtype.type(1.4426950408889634)
+    m = y.max(-1)
+    return (m + np.log2(np.exp2(y - m[:, None]).sum(-1))) * z.dtype.type(0.6931471805599453)
+def loss(z, t):
+    return (lse(z) - z[np.arange(len(t)), t]).mean()
+def loss_backward(dout, z, t):
+    p = np.exp(z - lse(z)[:, None])
+    p[np.arange(len(t)), t] -= 1
+    return p * (dout / z.dtype.type(len(z)))
+def norm(x):
+    m = x.sum(-1, keepdims=True) / x.dtype.type(x.shape[-1])
+    return (x - m) / np.sqrt(x.dtype.type(1e-5) + (x - m) ** 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("", "", None),
+        ("(lse(z) - z[np.arange(len(t)), t])", "lse(z)", "out"),
+        ("return (lse(z)", "return (lse(z) * z.dtype.type(1.001)", "out"),
+        ("    p[np.arange(len(t)), t] -= 1\n", "", "dz"),
+        ("return (x - m) /", "return x /", "out"),
+    ],
+)
+def test_where_zero_is_due_whatever_comes_in_roundings_of_the_inputs_are_right(
+    tmp_path: Path, old: str, new: str, found: str | None
+) -> None:
+    report = checked(
+        tmp_path, BASE_2.replace(old, new), ref=ONE_CLASS, dtypes=("float32", "float64")
+    )
+    wrong = {failure.name for failure in report.failures}
+    assert found in wrong if found else report.right, report.text()
+
+
+HARD_REF = """
+import numpy as np
+SHAPES = {
+    "layernorm": {"x": "B D"},
+    "bare": {"x": "B D"},
+    "softplus": {"x": "N"},
+    "softmax": {"x": "B D"},
+    "unit": {"x": "B D"},
+    "silu": {"x": "B D", "y": "B D"},
+}
+def layernorm(x):
+    c = x - x.mean(-1, keepdims=True)
+    return c / np.sqrt((c * c).mean(-1, keepdims=True) + 1e-5)
+def bare(x):
+    c = x - x.mean(-1, keepdims=True)
+    return c / np.sqrt((c * c).mean(-1, keepdims=True))
+def softplus(x):
+    return np.log(1 + np.exp(x))
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+def unit(x):
+    top = np.abs(x).max(-1, keepdims=True)
+    return np.where(top > 0, x / np.where(top > 0, top, 1), 0)
+def silu(x, y):
+    return x / (1 + np.exp(-x)) * y
+"""
+HARD_RIGHT = """
+import numpy as np
+def mean(x):
+    wide = np.promote_types(x.dtype, np.float32)
+    total = np.add.reduce(x, -1, keepdims=True, dtype=wide)
+    return (total * wide.type(1 / x.shape[-1])).astype(x.dtype)
+def layernorm(x):
+    c = x - mean(x)
+    return c * (1 / np.sqrt(mean(np.square(c)) + x.dtype.type(1e-5)))
+def bare(x):
+    c = x - mean(x)
+    return c * (1 / np.sqrt(mean(np.square(c))))
+def softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+def softmax(x):
+    return np.exp(x - x.max(-1, keepdims=True) - np.log(
+        np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)))
+def unit(x):
+    top = np.max([x, -x], 0).max(-1, keepdims=True)
+    return np.divide(x, top, out=np.zeros_like(x), where=top > 0)
+def sigmoid(x):
+    e = np.exp(-np.abs(x))
+    return np.where(x > 0, 1 / (1 + e), e / (1 + e))
+def silu(x, y):
+    return x * y * sigmoid(x)
+def layernorm_backward(dout, x):
+    r = 1 / np.sqrt(mean(np.square(x - mean(x))) + x.dtype.type(1e-5))
+    n = (x - mean(x)) * r
+    return r * (dout - mean(dout) - n * mean(dout * n))
+def softplus_backward(dout, x):
+    return dout * sigmoid(x)
+def softmax_backward(dout, x):
+    p = softmax(x)
+    return p * (dout - (dout * p).sum(-1, keepdims=True))
+def silu_backward(dout, x, y):
+    s = sigmoid(x)
+    return dout * y * s * (1 + x * (1 - s)), dout * x * s
+"""
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+)
+def test_right_functions_pass_what_is_hard(tmp_path: Path, seed: int) -> None:
+    dtypes = ("float32", "float64", "bf16", "float16")[: 4 if seed else 1]
+    report = checked(tmp_path, HARD_RIGHT, ref=HARD_REF, seed=seed, dtypes=dtypes, examples=12)
+    assert report.right, report.text()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_gradient_beyond_the_precision_s_range_may_be_infinite(
+    tmp_path: Path, factor: int
+) -> None:
+    f = "def f(x):\n    return x * (8 / np.sqrt(x * x + x.dtype.type(2**-24)))\n"
+    ref = f"import numpy as np\nSHAPES = {{'f': {{'x': 'B N'}}}}\n{f}"
+    new = f"""import numpy as np\n{f}def f_backward(dout, x):
+    r = 1 / np.sqrt(x * x + x.dtype.type(2**-24))  # 4096 for a zero
+    return dout * 8 * r * (1 - (x * r) ** 2) * {factor}
+"""
+    report = checked(tmp_path, new, ref=ref, dtypes=("float16",), examples=30)
+    assert ("dx" in {failure.name for failure in report.failures}) == (factor == 2), report.text()
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("layernorm", "mean(np.square(c))", "(mean(x * x) - mean(x) ** 2)"),
+        ("layernorm", "mean(np.square(c)) + x.dtype.type(1e-5)", "mean(np.square(c))"),
+        ("softmax", "x - x.max(-1, keepdims=True)", "x"),
+        (
+            "softplus",
+            "np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))",
+            "np.log1p(np.exp(x)) * 1.01",
+        ),
+        ("unit", "return np", "top = top + x.dtype.type(1e-30)\n    return np"),
+        ("silu", "return x * y", "x = np.clip(x, -60000, 60000)\n    return x * y"),
+        ("softmax", "    p = softmax(x)", "    p = np.exp(x) / np.exp(x).sum(-1, keepdims=True)"),
+        (
+            "softmax",
+            "    return np.exp(x - x.max",
+            "    x = x + 0 * x**5\n    return np.exp(x - x.max",
+        ),
+        ("layernorm", "n = (x - mean(x)) * r", "n = x * r - mean(x * r) * x.dtype.type(0.99)"),
+    ],
+)
+def test_a_function_that_only_hard_cases_show_is_found_in_the_first(
+    tmp_path: Path, function: str, old: str, new: str
+) -> None:
+    text = HARD_RIGHT.replace(old, new)
+    assert text != HARD_RIGHT
+    report = checked(tmp_path, text, function, ref=HARD_REF, examples=10)
+    wrong = {failure.name for failure in report.failures}
+    assert ("dx" if f"{function}_backward" in text.split(new)[0] else "out") in wrong, report.text()
+
+
+PRODUCT = """
+import numpy as np
+SHAPES = {"product": {"x": "M K", "w": "K N"}}
+def product(x, w):
+    return np.tanh(x @ w)
+"""
+IN_A_PRECISION = """
+import numpy as np
+from accel.tolerance import round_bf16, round_fp8, round_tf32
+DTYPES = {dtype!r}
+def product(x, w):
+    return {code}
+def product_backward(dout, x, w):
+    y = product(x, w)
+    dz = dout * (1 - y * y)
+    return dz @ w.T, x.T @ dz
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "right"),
+    [
+        ("tf32", "np.tanh(round_tf32(x) @ round_tf32(w))", True),
+        ("float32", "np.tanh(round_tf32(x) @ round_tf32(w))", False),
+        ("tf32", "np.tanh(round_fp8(x, 'e4m3') @ round_fp8(w, 'e4m3'))", False),
+        ("e4m3", "round_bf16(np.tanh(x @ w))", True),
+        ("e5m2", "np.tanh(x @ w)", True),
+        ("e4m3", "1.1 * np.tanh(x @ w)", False),
+        ("e5m2", "np.tanh(x @ np.abs(w))", False),
+    ],
+)
+def test_tf32_and_8_bits_are_tried_when_they_are_declared(
+    tmp_path: Path, dtype: str, code: str, right: bool
+) -> None:
+    text = IN_A_PRECISION.format(dtype=dtype, code=code)
+    report = checked(tmp_path, text, ref=PRODUCT, dtypes=None, examples=16)
+    assert [op.dtype for op in report.ops] == [dtype]
+    assert report.right == right, report.text()
+    hinted = any("rounded to TF32?" in hint for f in report.failures for hint in f.hints)
+    assert hinted == (dtype == "float32")
 
 
 @pytest.mark.slow
@@ -340,8 +554,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         checked(tmp_path, "def other(x):\n    return x")
     with pytest.raises(SubjectError, match="does not say what f takes: give it SHAPES"):
         checked(tmp_path, "def f(x):\n    return x", ref="def f(x):\n    return x\n")
-    with pytest.raises(SubjectError, match=r"--like knows .*, but not tf32"):
-        checked(tmp_path, RIGHT, dtypes=("tf32",))
+    with pytest.raises(SubjectError, match=r"DTYPES must name some of float32, .*got "):
+        checked(tmp_path, f"DTYPES = 'half'\n{RIGHT}", dtypes=None)
 
 
 def test_shapes_are_found_from_an_example(tmp_path: Path) -> None:
@@ -436,6 +650,54 @@ def test_slopes_are_those_of_the_formula() -> None:
     assert np.max(np.abs(found.value - want)[calm]) < 1e-9
     assert found.low[2, 1] < 0 < found.high[2, 1]  # the kink at zero
     assert np.abs(found.low[2, 1] + abs(dout[2, 1])) < 1e-6
+
+
+def test_steps_are_as_long_as_the_row_is_large_and_what_bends_within_them_is_left_out() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 3)) * np.array([[1e-12], [1.0], [1e6], [1e12]])
+    dout = rng.standard_normal((4, 3))
+
+    def norm(given: Any) -> dict[str, Any]:
+        return {"out": given["x"] / np.sqrt(np.sum(given["x"] ** 2, axis=-1, keepdims=True))}
+
+    found = slopes(norm, {"x": x}, ["x"], {"out": dout}, rng)["x"]
+    r = 1 / np.sqrt(np.sum(x**2, axis=-1, keepdims=True))
+    want = r * (dout - x * r * np.sum(x * r * dout, axis=-1, keepdims=True))
+    tried = ~np.isnan(found.value)
+    assert tried[[0, -1]].any(axis=-1).all()
+    np.testing.assert_allclose((found.value * x)[tried], (want * x)[tried], rtol=1e-6)
+
+    def wave(given: Any) -> dict[str, Any]:
+        return {"out": np.sin(1e6 * given["x"])}
+
+    x = np.linspace(1.0, 2.0, 7)
+    assert np.isnan(slopes(wave, {"x": x}, ["x"], {"out": x}, rng)["x"].value).all()
+
+
+def test_where_one_rounding_decides_nothing_is_asked_but_a_number_is() -> None:
+    rng = np.random.default_rng(0)
+    x = np.array([[3e8, 1e8, -2e8, 5e7]] * 8, np.float32)
+
+    def softmax(arrays: Any, dtype: str) -> dict[str, Any]:
+        z = arrays["x"].astype(np.float64 if dtype == "float64" else np.float32)
+        e = np.exp(z - z.max(-1, keepdims=True))
+        return {"out": (e / e.sum(-1, keepdims=True)).astype(np.float64)}
+
+    truth = expect(softmax, {"x": x}, "float32", rng)["out"]
+    assert not truth.judged.any() and truth.finite.all()
+
+    def mean_over_none(arrays: Any, dtype: str) -> dict[str, Any]:
+        z = arrays["x"].astype(np.float64 if dtype == "float64" else np.float32)
+        c = z - z.mean(-1, keepdims=True)
+        with np.errstate(all="ignore"):
+            return {"out": (c / np.sqrt((c * c).mean(-1, keepdims=True))).astype(np.float64)}
+
+    x = np.linspace(1.0, 2.0, 40, dtype=np.float32).reshape(2, 20)
+    x[1] = 0.1  # all but one, which is next to it: a mean that is rounded makes them all alike
+    x[1, 0] = np.nextafter(x[1, 0], np.float32(1))
+    truth = expect(mean_over_none, {"x": x}, "float32", rng)["out"]
+    assert truth.judged[0].all() and truth.finite[0].all()
+    assert not truth.judged[1].any() and not truth.finite[1].any()
 
 
 def test_an_expression_may_not_call_anything() -> None:

@@ -78,7 +78,7 @@ def outcome(module: Any, call: Call, dtype: str | None = None, given: Any = None
     if op.backward and (has_backward or (isinstance(out, tuple) and len(out) == 2)):
         out, cache = out
     results = _named("out", flat(out))
-    if op.name in ("accumulate", "adamw", "write_kv", "decode_step"):
+    if op.written or op.name in ("write_kv", "decode_step"):
         kept = arrays[3:4] if op.name == "decode_step" else arrays
         results += _named("state", flat(list(kept)))
     if op.name == "kv_cache":

@@ -26,8 +26,9 @@ shows in plain err, and what other right ways to compute f may cancel in floors 
 
 - S̄/u, the spread at the same numbers in another order. A loss lse - z of a token that is nearly
   certain hardly moves with z, and yet both are rounded.
-- λ S(x/λ)/u, with λ of 8 and 64, where that is far larger: f is saturated at x. A softmax by
-  exp(z - lse) is off by u |lse| where one that divides is not.
+- λ S(x/λ)/u, with λ of 8, 64 and on until x/λ is small, where that is far larger: f is saturated at
+  x. A softmax by exp(z - lse) is off by u |lse| where one that divides is not. Where that is an
+  eighth of what f usually is, no digit is known.
 - for a gradient dx, ‖dout f‖ / ‖x‖. A function that is homogeneous in x has ⟨dx, x⟩ = ⟨dout, f⟩
   (Euler), so that the terms of dx are of that size though they may cancel, as in the softmax of one
   number; and another input may be a factor of them.
@@ -45,6 +46,18 @@ after it, and the store.
 Float64 has no better truth here. Its plain err and S are those of float32, times 2^-29, since both
 are first order in u.
 
+A result that is zero whatever the inputs are, as the loss over one class lse - z, moves with
+nothing and says nothing of what was cancelled in it. There the largest input is a floor under s, of
+a gradient dout times that.
+
+NaN and infinity are due where f has them at x, and with inputs scaled to below one of which no two
+are equal: elsewhere f overflows on the way, or divides one difference of equal numbers by another,
+and a kernel need not. A number is due where f and plain code have one, at all points and, past
+log(max), at inputs ``HEADROOM`` times as large: exponentials are zero or infinite there, and powers
+may overflow in one order and not in another. Nothing more is known of it where plain code is off by
+an eighth of s, in rows that one rounding of the inputs moves by an eighth of their size in most of
+their places, and where f is saturated by more than its usual size, as above.
+
 Where f jumps (argmax, floor, a comparison; the gradient of a maximum where two are equal) the
 spread says nothing of rounding. An element jumps when a step sixteen times smaller moves it by more
 than a quarter as much, or by less than a thousandth. Steps as long as c u, all up, all down and at
@@ -54,44 +67,50 @@ right when they lie within what f gives on either side. Integers and bools are r
 that very value at x or at one of these points.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from accel.tolerance import UNIT_ROUNDOFF, Closeness, Magnitude, compare, round_bf16
+from accel.tolerance import (
+    FP8,
+    UNIT_ROUNDOFF,
+    round_bf16,
+    round_tf32,
+    scaled_fp8,
+)
+from accel.verify.like.truth import (
+    JUMP,
+    KNOWN,
+    NOISE,
+    ROUNDINGS,
+    TINY,
+    Scales,
+    Truth,
+    truth_of,
+    with_equals,
+)
 from reference.types import Array
 
 Results = dict[str, Array]
 # f: (arrays, precision, whether gradients are wanted too) -> results by name, floats in float64
 Evaluate = Callable[[Mapping[str, Array], str], Results]
 
-ROUNDINGS = 6  # r
 STEPS = 3  # neighbours at which the spread is measured
 NEIGHBOURS = 5  # and at which plain code is
 SHARES = (1 / 16, 1 / 256, 1 / 4096)  # p
-NOISE = 2.0**-48  # what float64 itself is off by, of the result and its spread
-JUMP = 64  # times what it should move by
-NARROW = 16  # elements of a row that stands for itself
 SATURATED = 4  # inputs above this may be
 TIES = 8  # ways to break them
 TIE = 2.0**-20  # by how much
-TINY = 1e-300
-
-
-class Truth(NamedTuple):
-    """What a result should be, and how closely."""
-
-    exact: Array
-    plain: Array  # exact with the error of plain code on top
-    magnitude: Magnitude
-    jumps: Array  # bool: where the function jumps, and one of ``seen`` will do
-    seen: tuple[Array, ...]  # what it gives at x and around it
-    judged: Array  # bool: where anything is known
+HEADROOM = 16  # how far from overflow plain code has to be
 
 
 def rounded(x: Array, dtype: str) -> Array:
-    """Return x in a precision; bf16 and float16 as float32."""
+    """Return x in a precision; all but float64 as float32.
+
+    TF32 rounds what is multiplied, not what is given.
+    """
+    if dtype in FP8:
+        return scaled_fp8(x, dtype)
     if dtype == "float64":
         return np.asarray(x, np.float64)
     if dtype == "bf16":
@@ -100,6 +119,25 @@ def rounded(x: Array, dtype: str) -> Array:
         if dtype == "float16":
             x = np.asarray(x, np.float16)
     return np.asarray(x, np.float32)
+
+
+def working(dtype: str) -> str:
+    """Return the precision that plain code is run in for cases of another."""
+    return {"float64": "float32", "e4m3": "bf16", "e5m2": "bf16"}.get(dtype, dtype)
+
+
+def floor_of_zero(
+    values: Iterable[Array], arrays: Mapping[str, Array], name: str, noise: float
+) -> float:
+    """Return the floor under s of a result that is zero at all points, else 0."""
+    inputs = [a for n, a in arrays.items() if a.dtype.kind == "f" and not n.startswith("dout")]
+    top = max([1.0, *(float(np.max(np.abs(a), initial=0)) for a in inputs)])
+    if name[0] == "d":
+        douts = [a for n, a in arrays.items() if n.startswith("dout")]
+        top *= max([float(np.max(np.abs(a), initial=0)) for a in douts], default=0.0)
+    if not np.isfinite(top) or any(np.any(~(np.abs(v) <= noise * top)) for v in values):
+        return 0.0
+    return top
 
 
 def moved(
@@ -139,11 +177,17 @@ def expect(
         Which of the results are gradients.
     """
     u = UNIT_ROUNDOFF[dtype]
-    work = "float32" if dtype == "float64" else dtype
+    work = working(dtype)
     u_work = UNIT_ROUNDOFF[work]
 
     def signs(shape: tuple[int, ...]) -> Array:
         return np.asarray(rng.choice([-1.0, 1.0], shape))
+
+    def plainly(given: Mapping[str, Array]) -> Results:
+        if work != "tf32":
+            return evaluate(given, work)
+        kept = {n: round_tf32(a) if a.dtype.kind == "f" else a for n, a in given.items()}
+        return evaluate(kept, "float32")
 
     wide = {name: a.astype(np.float64) if a.dtype.kind == "f" else a for name, a in arrays.items()}
     exact = evaluate(wide, "float64")
@@ -152,7 +196,7 @@ def expect(
 
     plain: list[tuple[Results, Results]] = []
     if dtype != "float64":
-        plain.append((evaluate(arrays, work), exact))
+        plain.append((plainly(arrays), exact))
     steps: list[tuple[Results, Results]] = []
     for at in range(NEIGHBOURS):
         near = {
@@ -160,7 +204,7 @@ def expect(
             for name, a in moved(arrays, 1.5 * u_work, signs).items()
         }
         there = evaluate(near, "float64")
-        plain.append((evaluate(near, work), there))
+        plain.append((plainly(near), there))
         if at < STEPS:
             steps.append((there, evaluate(_between(wide, near, 1 / 16), "float64")))
 
@@ -183,8 +227,9 @@ def expect(
             if exact[name].dtype.kind == "f" and here[name].shape == exact[name].shape:
                 floors[name] = max(floors[name], _typical(there[name] - here[name]) / u_work)
     top = max((float(np.max(np.abs(a), initial=0)) for a in _floats(wide)), default=0.0)
-    for by in (8.0, 64.0) if top > SATURATED else ():
-        small = {name: a / by if a.dtype.kind == "f" else a for name, a in wide.items()}
+    lost: set[str] = set()
+    for by in _scales(top):
+        small = _times(wide, 1 / by)
         here = evaluate(small, "float64")
         there = evaluate(moved(small, 1.5 * u_work, signs), "float64")
         for name in exact:
@@ -193,6 +238,8 @@ def expect(
                 then = _typical(there[name] - here[name])
                 if then > 4 * now:
                     floors[name] = max(floors[name], by * then / u_work)
+                    usual = max(_typical(exact[name]), _typical(here[name]))
+                    lost |= {name} if KNOWN * by * then * float(u / u_work) > usual else set()
     results = [exact[name[1:]] * a for name, a in wide.items() if name.startswith("dout")]
     with np.errstate(all="ignore"):
         given = sum(float(np.sum(np.square(r), where=np.isfinite(r))) for r in results) ** 0.5
@@ -201,26 +248,66 @@ def expect(
             others = max(_typical(a) for a in _floats(wide))
             factor = max(1.0, others, 1 / max(_typical(x), TINY) if x.any() else 0.0)
             floors[name] += given * factor / max(x.size, 1) ** 0.5
+    for name, value in exact.items():
+        if value.dtype.kind == "f":
+            points = [value, *(a[name] for pair in steps for a in pair)]
+            floors[name] += floor_of_zero(points, wide, name, 16 * NOISE)
+            lost |= {name} if KNOWN * floors[name] * u > 1 and not value.any() else set()
+    due = _due(evaluate, wide, exact, rng)
+    near_top = {} if top <= np.log(largest(work)) else plainly(_times(arrays, HEADROOM))
     found = {
-        name: _truth(
+        name: truth_of(
             value,
             [(p[name], e[name]) for p, e in plain],
             [(a[name], b[name]) for a, b in steps],
             [(found[name], by) for found, by in far if name in found],
             Scales(terms[name], floors[name], u_work, float(u / u_work)),
+            due.get(name),
+            near_top.get(name),
+            lost=name in lost,
         )
         for name, value in exact.items()
     }
-    return found | {name: _with_equals(found[name], wide[name[1:]]) for name in gradients}
+    return found | {name: with_equals(found[name], wide[name[1:]]) for name in gradients}
 
 
-class Scales(NamedTuple):
-    """What the bound of one result needs beside the result at many points."""
+def _due(
+    evaluate: Evaluate, wide: Mapping[str, Array], exact: Results, rng: np.random.Generator
+) -> Results:
+    """Return where f is not finite elsewhere either, of results that are not finite.
 
-    terms: int  # n
-    floor: float  # under s
-    u: float  # of the precision that plain code was run in
-    ratio: float  # the u of the case over that one
+    That is with all inputs below one, and where no two are equal.
+    """
+    odd = [n for n, v in exact.items() if v.dtype.kind == "f" and not np.isfinite(v).all()]
+    if not odd:
+        return {}
+    small = {
+        name: a / max(1.0, float(np.max(np.abs(a), initial=0, where=np.isfinite(a))))
+        if a.dtype.kind == "f"
+        else a
+        for name, a in wide.items()
+    }
+    small = moved(small, TIE, lambda shape: np.asarray(rng.uniform(-1, 1, shape)))
+    found = evaluate(small, "float64")
+    return {n: ~np.isfinite(found[n]) for n in odd if found[n].shape == exact[n].shape}
+
+
+def _times(arrays: Mapping[str, Array], by: float) -> dict[str, Array]:
+    """Return arrays with every float times a number."""
+    return {n: a * a.dtype.type(by) if a.dtype.kind == "f" else a for n, a in arrays.items()}
+
+
+def largest(dtype: str) -> float:
+    """Return the largest number of the precision that plain code is run in."""
+    return float(np.finfo("float16" if dtype == "float16" else "float32").max)
+
+
+def _scales(top: float) -> Iterator[float]:
+    """Yield by how much inputs are divided until the largest is about one."""
+    by = 8.0
+    while top > SATURATED and np.isfinite(top) and (by <= 64 or by < 16 * top):
+        yield by
+        by *= 8 if by == 8 else 64
 
 
 def _between(wide: Mapping[str, Array], near: Mapping[str, Array], part: float) -> Results:
@@ -243,24 +330,6 @@ def _shuffled(a: Array, rng: np.random.Generator | None) -> Array:
 
 def _floats(arrays: Mapping[str, Array]) -> list[Array]:
     return [a for a in arrays.values() if a.dtype.kind == "f"]
-
-
-def _with_equals(truth: Truth, x: Array) -> Truth:
-    """Let what holds for one of several equal inputs, where there is a kink, hold for all."""
-    if not truth.jumps.any():
-        return truth
-    alike = truth.judged & np.isin(x, x[truth.jumps])
-    with np.errstate(all="ignore"):
-        low = float(np.fmin.reduce([np.fmin.reduce(a[alike]) for a in truth.seen]))
-        high = float(np.fmax.reduce([np.fmax.reduce(a[alike]) for a in truth.seen]))
-    ends = tuple(np.where(alike, end, truth.exact) for end in (low, high))
-    calm = ~alike
-    return truth._replace(
-        jumps=truth.jumps | alike,
-        seen=(*truth.seen, *ends),
-        plain=np.where(calm, truth.plain, truth.exact),
-        magnitude=truth.magnitude._replace(s=np.where(calm, truth.magnitude.s, 0)),
-    )
 
 
 def _typical(x: Array) -> float:
@@ -329,101 +398,3 @@ def _terms(
             else:
                 found[name] = inputs
     return {name: max(1, min(n, inputs)) for name, n in found.items()}
-
-
-def _truth(
-    exact: Array,
-    plain: list[tuple[Array, Array]],
-    steps: list[tuple[Array, Array]],
-    far: list[tuple[Array, float]],
-    scales: Scales,
-) -> Truth:
-    """Put together what one result came to at all the points."""
-    around = [value for pair in (*steps, *plain) for value in pair]
-    around += [value for value, _ in far]
-    around = [value for value in around if value.shape == exact.shape]
-    none = np.zeros(exact.shape, bool)
-    if exact.dtype.kind != "f":
-        return Truth(exact, exact, Magnitude(none.astype(float), 0), ~none, (exact, *around), ~none)
-    with np.errstate(all="ignore"):
-        moves = [np.abs(there - exact) for there, _ in steps]
-        spread = np.sqrt(np.mean([move**2 for move in moves], axis=0))
-        size = np.abs(exact) + spread / scales.u + scales.floor
-        errors = np.array([np.abs(p - e) for p, e in plain])
-        # where plain code overflows a kernel may overflow as well
-        judged = np.all([np.isfinite(p) for p, _ in plain], axis=0) | ~np.isfinite(exact)
-        error = np.where(np.isfinite(errors), errors, 0)
-        worst = np.max(error, axis=0)
-        # float64 cancels what plain code cancels, with its own u
-        noise = NOISE * size + 16 * _row_top(worst) * 2.0**-53 / scales.u
-        jumps = none
-        for move, (_, nearer) in zip(moves, steps, strict=True):
-            less = np.abs(nearer - exact)
-            before = (4 * less > move) & (less > noise)
-            beyond = move > 1024 * np.maximum(less, noise)
-            jumps = jumps | ((move > noise) & (before | beyond))
-        for value, by in far:
-            jumps = jumps | (np.abs(value - exact) > JUMP * by * size)
-        calm = judged & np.isfinite(exact) & ~jumps
-        worst = np.where(calm, worst, 0)
-        variance = np.where(calm, np.mean(error**2, axis=0), 0)
-        rows = as_rows(variance)
-        fourth = np.sum(rows**2, axis=-1, keepdims=True)
-        freedom = len(errors) * np.sum(rows, axis=-1, keepdims=True) ** 2
-        few = 1 + 20 * np.divide(fourth, freedom, out=np.zeros_like(fourth), where=freedom > 0)
-        error = scales.ratio * (as_rows(worst) * few).reshape(exact.shape)
-    return Truth(
-        exact,
-        exact + np.where(calm, error, 0),
-        Magnitude(np.where(calm & np.isfinite(size), size, 0), ROUNDINGS, scales.terms),
-        jumps & judged & np.isfinite(exact),
-        (exact, *around),
-        judged,
-    )
-
-
-def _row_top(x: Array) -> Array:
-    """Return the largest of each row in all its places."""
-    rows = as_rows(x)
-    return np.broadcast_to(np.max(rows, axis=-1, keepdims=True, initial=0.0), rows.shape).reshape(
-        x.shape
-    )
-
-
-def as_rows(x: Array) -> Array:
-    """Return x as rows along the last axis, of several where that is narrow."""
-    axis = x.ndim
-    width = 1
-    while axis > 0 and width < NARROW:
-        axis -= 1
-        width *= x.shape[axis]
-    return x.reshape(-1, width) if width else x.reshape(1, 0)
-
-
-def close(got: Array, truth: Truth, dtype: str, *, gradient: bool) -> Closeness:
-    """Hold a result to what it should be; ``got`` has the shape of the exact one."""
-    exact = truth.exact
-    if exact.dtype.kind != "f":
-        right = np.any([got == value for value in truth.seen], axis=0)
-        off = float(np.mean(~right)) if right.size else 0.0
-        worst = tuple(int(i) for i in np.argwhere(~right)[0][:-1]) if off and right.ndim else ()
-        return Closeness(off, 0.0, np.inf if off else 0.0, worst)
-    got = np.asarray(got, np.float64)
-    if truth.jumps.any():
-        with np.errstate(all="ignore"):
-            low, high = (f(truth.seen, axis=0) for f in (np.fmin.reduce, np.fmax.reduce))
-            outside = got - np.clip(got, low, high)
-            # what lies on one side is rounded too
-            room = ROUNDINGS * UNIT_ROUNDOFF[dtype] * np.maximum(np.abs(low), np.abs(high))
-            outside = np.where(np.abs(outside) <= room, 0, outside)
-        got = np.where(truth.jumps, exact + outside, got)
-    same = (np.isnan(got) & np.isnan(exact)) | (got == exact)
-    got = np.where(truth.judged & ~(same & ~np.isfinite(exact)), got, 0)
-    settled = ~truth.judged | (same & ~np.isfinite(exact))
-    wrong = ~np.isfinite(exact) & ~settled  # infinity or NaN is due, and something else came
-    exact = np.where(settled | wrong, 0, exact)
-    plain = np.where(settled | wrong, 0, truth.plain)
-    got = np.where(wrong, np.nan, got)
-    got, exact, plain, s = (as_rows(a) for a in (got, exact, plain, truth.magnitude.s))
-    magnitude = truth.magnitude._replace(s=s)
-    return compare(got, exact, plain, magnitude, dtype, gradient=gradient)

@@ -106,7 +106,7 @@ class ArrayOf:
             shape += sizes["..."] if axis == "..." else [value_of(axis, sizes)]
         return tuple(shape)
 
-    def values(self, draw: Draw, sizes: Sizes, *, calm: bool = False) -> Array:
+    def values(self, draw: Draw, sizes: Sizes, *, calm: bool = False, name: str = "") -> Array:
         """Draw values: those that hurt, or ``calm`` ones, within the bounds."""
         shape = self.shape(sizes)
         if self.kind == "bool":
@@ -116,7 +116,7 @@ class ArrayOf:
             low, high = int(max(low, 0) if low == -math.inf else low), high
             top = low + 2 if high == math.inf else max(int(high), low)
             return np.asarray(draw.rng.integers(low, top + 1, shape))
-        x = floats(draw, shape, calm=calm)
+        x = floats(draw, shape, calm=calm, name=name)
         if math.isfinite(low) and math.isfinite(high):
             x = low + (high - low) * np.asarray(draw.rng.random(shape), x.dtype)
         elif math.isfinite(low):
@@ -142,10 +142,14 @@ class ArrayOf:
         return low, high
 
 
-def floats(draw: Draw, shape: tuple[int, ...], *, calm: bool = False) -> Array:
+# of values: those that come first, of each array in turn
+HARD = ("offset", "equal rows", "large", "huge", "minute")
+
+
+def floats(draw: Draw, shape: tuple[int, ...], *, calm: bool = False, name: str = "") -> Array:
     """Draw floats of the kinds that hurt, or of those that no function is stretched by."""
-    kinds = ("zero rows",) if calm else ("wide", "large", "faint", "tiny", "offset", "zero rows")
-    return draw.values(*(shape or (1,)), kinds=kinds).reshape(shape)
+    kinds = ("zero rows",) if calm else ("wide", "faint", "tiny", "zero rows", *HARD)
+    return draw.values(*(shape or (1,)), kinds=kinds, name=name).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -137,7 +137,11 @@ class Torch(_Automatic):
 
     def give(self, array: Array, dtype: str) -> Any:
         tensor = self.torch.from_numpy(np.array(array, order="C"))
-        return tensor.to(self._types[dtype]) if tensor.is_floating_point() else tensor
+        return tensor.to(self.type_of(dtype)) if tensor.is_floating_point() else tensor
+
+    def type_of(self, dtype: str) -> Any:
+        """Return the type that values of a precision come in."""
+        return self._types.get(dtype, self.torch.float32)
 
     def take(self, value: Any) -> Array:
         if not isinstance(value, self.torch.Tensor):

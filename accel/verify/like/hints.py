@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.tolerance import round_bf16
+from accel.tolerance import round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
-from accel.verify.like.bound import Truth
 from accel.verify.like.case import LikeCase
 from accel.verify.like.reference import Reference, Refused
+from accel.verify.like.truth import Truth
 from accel.verify.subject import KernelError
 from reference.types import Array
 
@@ -149,7 +149,11 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
 
     floats = [n for n, a in case.arrays.items() if a.dtype.kind == "f"]
     if case.dtype in ("float32", "float64"):
-        for text, how in (("TF32", _tf32), ("bf16", round_bf16), ("float16", _float16)):
+        for text, how in (
+            ("TF32", round_tf32),
+            ("bf16", round_bf16),
+            ("float16", round_float16),
+        ):
             for chosen in (floats, *([name] for name in floats if len(floats) > 1)):
                 arrays = {n: how(a) if n in chosen else a for n, a in case.arrays.items()}
                 says = f"rounded to {text}? {', '.join(chosen)} rounded so give it"
@@ -183,18 +187,6 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
         if isinstance(options[name], float) and options[name]:
             changed = {**options, name: 0.0}
             yield from tried(f"is {name} left out?", case.arrays, changed)
-
-
-def _tf32(x: Array) -> Array:
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    kept = (bits + np.uint32(0x0FFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(
-        0xFFFFE000
-    )
-    return np.asarray(kept, np.uint32).view(np.float32)
-
-
-def _float16(x: Array) -> Array:
-    return np.asarray(x, np.float16).astype(np.float32)
 
 
 def _slack(case: LikeCase) -> float:

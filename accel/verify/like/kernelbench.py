@@ -42,15 +42,16 @@ class Problem(Reference):
         self.framework.torch.manual_seed(draw.pick(range(1000)))  # type: ignore[attr-defined]
         given = self.given(sizes)
         arrays, options = {}, {}
-        extreme = draw.pick(list(self.declared.arrays))
+        extreme = draw.pick(list(self.declared.arrays), "extreme")
         for name, value in given.items():
             if name not in self.declared.arrays:
                 options[name] = value
                 continue
             arrays[name] = np.array(self.framework.take(value))
             spec = self.declared.arrays[name]
-            if spec.kind == "float" and draw.pick((True, True, False)):
-                x = floats(draw, arrays[name].shape, calm=name != extreme)
+            if spec.kind == "float" and draw.pick((True, True, False), f"drawn {name}"):
+                calm, kind = name != extreme, f"kind of {name}"
+                x = floats(draw, arrays[name].shape, calm=calm, name=kind)
                 arrays[name] = np.abs(x) if spec.bounds else x
         return arrays, options
 

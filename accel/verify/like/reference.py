@@ -10,7 +10,7 @@ import numpy as np
 from accel.verify.draw import Draw
 from accel.verify.like.bound import Results
 from accel.verify.like.case import LikeCase, OwnOp
-from accel.verify.like.declared import Declared, Sizes
+from accel.verify.like.declared import HARD, Declared, Sizes
 from accel.verify.like.frameworks import Framework, Function, NoGradient, NumPy, Torch, named_parts
 from accel.verify.like.slopes import slopes
 from reference.contract import Op, Operand
@@ -62,12 +62,21 @@ class Reference:
     def draw(self, draw: Draw, sizes: Sizes) -> tuple[dict[str, Array], dict[str, Any]]:
         """Draw arrays and options."""
         # one at a time is extreme: a product of two that are is beyond what anybody computes with
-        extreme = draw.pick(list(self.declared.arrays))
+        extreme = draw.pick(list(self.declared.arrays), "extreme")
         arrays = {
-            name: a.values(draw, sizes, calm=name != extreme)
+            name: a.values(draw, sizes, calm=name != extreme, name=f"kind of {name}")
             for name, a in self.declared.arrays.items()
         }
         return arrays, {name: draw.pick(all) for name, all in self.declared.options.items()}
+
+    def hard(self) -> tuple[dict[str, Any], ...]:
+        """Return what the first cases have to be."""
+        return tuple(
+            {"extreme": name, f"drawn {name}": True, f"kind of {name}": kind, "offset": 1000}
+            for kind in HARD
+            for name, a in self.declared.arrays.items()
+            if a.kind == "float"
+        )
 
     def init(self, sizes: Sizes) -> tuple[Any, ...]:
         """Return what a module is made with."""

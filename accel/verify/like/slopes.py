@@ -1,12 +1,15 @@
 """Gradients of a function without automatic differentiation: differences in float64.
 
-    D(h) = Σ dout (f(x + h) - f(x - h)) / 2h,      R(h) = (4 D(h/2) - D(h)) / 3
-    g ≈ (16 R(h/2) - R(h)) / 15                                       (Romberg 1955)
+    D(h) = Σ dout (f(x + h) - f(x - h)) / 2h = g + a h² + b h⁴ + …
+    R(h, k) = (D(k) h² - D(h) k²) / (h² - k²)                         without a
+    g ≈ (R(h/2, h/7) h² - R(h, h/2) (h/7)²) / (h² - (h/7)²)           without b (Romberg 1955)
 
-What is cut off is less than R(h/2) - R(h), and float64's own rounding leaves 2^-53/h of what is
-differenced. Differences are taken for each element of the result before they are added, so that
-what does not depend on x cancels entirely. Where D of the two sides do not approach each other as h
-is halved the function has a kink, and any slope between the two is right.
+What is cut off is less than the two R differ by, and float64's own rounding leaves 2^-53/h of what
+is differenced. Seven has no factor in common with two, so that a wave that passes whole periods in
+one step does not in the other. Differences are taken for each element of the result before they are
+added, so that what does not depend on x cancels entirely. Where D of the two sides do not approach
+each other as h shrinks the function has a kink, and any slope between the two is right. Where D
+settles on neither f bends within h, and nothing is known.
 
 What plain code is off by in a gradient is not to be had. Its terms may be far larger than their sum
 (1 - n² in a norm of one element). A part f of the result that has x for a factor has a slope f/x
@@ -70,22 +73,30 @@ def slopes(
             rms = float(np.sqrt(np.mean(x**2))) or 1.0
             inside = rng.permutation(x.size)[:TRIED]
             for at in {0, x.size - 1, *inside.tolist()}:
-                h = STEP * max(abs(float(x.reshape(-1)[at])), rms)
-                steps = [h, h / 2, h / 4]
+                row = x.reshape(-1, x.shape[-1])[at // x.shape[-1]] if x.ndim else x
+                own = float(np.sqrt(np.mean(row**2))) or rms
+                h = STEP * max(abs(float(x.reshape(-1)[at])), own)
+                steps = [h, h / 2, h / 7]
                 ups = [change(name, at, step) for step in steps]
                 up = [by / step for (by, _), step in zip(ups, steps, strict=True)]
                 down = [change(name, at, -step)[0] / -step for step in steps]
                 d = [(a + b) / 2 for a, b in zip(up, down, strict=True)]
-                coarse, fine = (4 * d[1] - d[0]) / 3, (4 * d[2] - d[1]) / 3
-                value = (16 * fine - coarse) / 15
+                coarse, fine = _without(d[0], d[1], 4), _without(d[1], d[2], 49 / 4)
+                value = _without(coarse, fine, 49)
                 gaps = [abs(a - b) for a, b in zip(up, down, strict=True)]
-                row = x.reshape(-1, x.shape[-1])[at // x.shape[-1]] if x.ndim else x
-                terms = ups[0][1] / (float(np.sqrt(np.mean(row**2))) or rms)
+                terms = ups[0][1] / own
                 terms = max(terms, given * max(1.0, 1 / rms) / x.size**0.5)
                 noise = NOISE * (abs(value) + terms)
                 kink = gaps[2] > 0.75 * gaps[1] and (
                     gaps[2] > 16 * noise + 1e-6 * max(abs(up[2]), abs(down[2]))
                 )
+                least = 64 * noise + 1e-6 * max(abs(up[2]), abs(down[2]))
+                settles = all(
+                    abs(a[2] - a[1]) <= max(0.9 * abs(a[1] - a[0]), least)
+                    for a in ((up, down) if kink else (d,))
+                )
+                if not settles or (not kink and abs(fine - coarse) > abs(value) / 8 + least):
+                    continue  # f bends within h
                 ends = (*up, *down) if kink else (value,)
                 error = abs(fine - coarse) + noise
                 here_found = (value, min(ends), max(ends), terms, error)
@@ -93,3 +104,8 @@ def slopes(
                     part.reshape(-1)[at] = number
         found[name] = Slopes(*parts)
     return found
+
+
+def _without(coarse: float, fine: float, ratio: float) -> float:
+    """Return what two estimates come to whose errors have this ratio."""
+    return (ratio * fine - coarse) / (ratio - 1)

@@ -37,6 +37,7 @@ ONE_SHAPE: dict[str, Callable[[], Call]] = {
     "global_norm": lambda: c.one("global_norm", (2**18,)),
     "accumulate": lambda: c.add_onto((256, 256)),
     "adamw": lambda: c.adam(2**16, step=10, lr=1e-3),
+    "muon": lambda: c.matrix_step(256, 256),
     "kv_cache": lambda: c.cache_of(4, 16),
     "write_kv": lambda: c.write(0, 16, 4, 64),
     "decode_step": lambda: c.dec(8, 4),
@@ -103,6 +104,7 @@ def opinfo(op: str) -> list[Call]:
         "swiglu": c.one("swiglu", (S, M), size=3.0),
         "logits": c.lgt(S, M, S),
         "accumulate": c.add_onto((S, S)),
+        "muon": c.matrix_step(S, M),
         "kv_cache": c.cache_of(),
         "write_kv": c.write(),
     }
@@ -245,6 +247,7 @@ def gpucheck(op: str) -> list[Call]:
         "global_norm": lambda a, b: c.one("global_norm", (a * b,)),
         "accumulate": lambda a, b: c.add_onto((a, b)),
         "adamw": lambda a, b: c.adam(a * b, step=10, lr=1e-3),
+        "muon": c.matrix_step,
         "kv_cache": lambda a, b: c.cache_of(min(a, 64), 16),
         "write_kv": lambda a, b: c.write(0, min(a, 64), 2, 64),
         "decode_step": lambda a, b: c.dec(2 + a % 14, min(b, 64)),
@@ -252,7 +255,7 @@ def gpucheck(op: str) -> list[Call]:
     make = made.get(op, lambda a, b: c.one(op, (a, b)))
     calls = [make(a, b) for a, b in FUZZED]
     turned = [k._replace(arrays=tuple(_turned(a) for a in k.arrays)) for k in calls[::4]]
-    return [*calls, *([] if OPS[op].home or op in ("accumulate", "adamw") else turned)]
+    return [*calls, *([] if OPS[op].home or OPS[op].written else turned)]
 
 
 def _turned(a: Any) -> Any:
