@@ -18,6 +18,8 @@ from typing import Any
 
 from numba.core.caching import IndexDataCacheFile
 
+from accel import system
+
 _DIGEST = 32
 
 
@@ -82,16 +84,11 @@ def check_private(*folders: Path) -> None:
         What is loaded from there would run as this user.
     """
     for folder in folders:
-        if folder.exists() and not _private(folder.stat()):
+        if folder.exists() and not system.private(folder.stat()):
             raise PermissionError(
                 f"compiled kernels are not loaded from {folder}, because other users can write "
                 f"there: chmod go-w {folder} if it is yours, or point MYLLM_CACHE_DIR elsewhere"
             )
-
-
-def _private(info: os.stat_result) -> bool:
-    """Whether nobody but this user and root can write what has this status."""
-    return info.st_uid in (os.getuid(), 0) and not stat.S_IMODE(info.st_mode) & 0o022
 
 
 def default_root() -> Path | None:
@@ -99,12 +96,8 @@ def default_root() -> Path | None:
     named = named_root()
     if named is not None:
         return Path(os.environ[named]).expanduser().absolute() / "kernels"
-    home = os.path.expanduser("~")
-    if not os.path.isabs(home):
-        return None
-    if sys.platform == "darwin":
-        return Path(home, "Library", "Caches", "myllm", "kernels")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")) / "myllm" / "kernels"
+    home = system.cache_home()
+    return None if home is None else home / "myllm" / "kernels"
 
 
 def named_root() -> str | None:
@@ -117,11 +110,11 @@ def temporary_root(why: str) -> Path:
 
     Compiled code is loaded from it, so a folder that somebody else could fill is not used.
     """
-    path = Path(tempfile.gettempdir(), f"myllm-{os.getuid()}")
+    path = Path(tempfile.gettempdir(), f"myllm-{system.user_name()}")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or not _private(info) or not os.access(path, os.W_OK):
+    if not stat.S_ISDIR(info.st_mode) or not system.private(info) or not os.access(path, os.W_OK):
         path = private_folder()
     say(f"{why}: compiled kernels go to {path}; set MYLLM_CACHE_DIR to a folder that lasts")
     return path / "kernels"

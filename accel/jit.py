@@ -24,12 +24,13 @@ another one). A kernel stays locked while those that it calls are, so no two wai
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
+import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.np import numpy_support
 
-from accel import cache_files, launcher
+from accel import cache_files, launcher, system
 from accel.cache_files import (
     CheckedFiles,
     Damaged,
@@ -94,7 +95,10 @@ def jit(func: F | None = None, /, **options: Any) -> F | Callable[[F], F]:
         return func
     locals_ = options.pop("locals", {})
     always = {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True}
-    return Kernel(func, locals_, {**always, **options})
+    # macOS's pip has no other pool of Numba's than the one that several threads may not start
+    one_at_a_time = sys.platform == "darwin" or config.THREADING_LAYER == "workqueue"
+    kind = InTurn if one_at_a_time else Kernel
+    return kind(func, locals_, {**always, **options})
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
@@ -139,6 +143,23 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             return compiled
         self.targetctx.insert_user_function(loaded.entry_point, loaded.fndesc, [loaded.library])
         return loaded
+
+
+class InTurn(Kernel):
+    """A kernel that waits while another thread of Python is in one that uses the pool.
+
+    Numba's pool ``workqueue`` ends the process when two threads start work on it.
+    """
+
+    _turn = threading.Lock()
+    _uses_pool: bool | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the kernel, in turn."""
+        if self._uses_pool is None:
+            self._uses_pool = _parallel(self)
+        with self._turn if self._uses_pool else contextlib.nullcontext():
+            return super().__call__(*args, **options)
 
 
 class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
@@ -276,12 +297,10 @@ class Store:
             return
         self._keep_apart_if_changed()
         self._held[name] = descriptor = self.open_lock(name)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not system.lock(descriptor, wait=False):
             if launcher.local_size() == 1:  # else only one rank speaks
                 self.silent = True  # the process that holds it has said what is going on
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            system.lock(descriptor, wait=True)
 
     def open_lock(self, name: str) -> int:
         """Return the descriptor of a file of this name in the cache folder, which is made.
@@ -318,8 +337,8 @@ class Store:
         for folder in (self.root, self.folder):
             folder.mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=self.folder).close()  # a folder of another user exists, too
-        path = self.folder / f"{name}.lock"
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # of a function in a function, whose name has <> in it, which Windows has not in names
+        return system.open_lock(self.folder / f"{re.sub('[<>]', '', name)}.lock", 0o600)
 
     def _keep_apart_if_changed(self) -> None:
         """If the sources have changed, keep the kernels of this process in a folder of its own."""

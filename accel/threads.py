@@ -13,7 +13,7 @@ import numba
 from numba.core import config
 from numba.np.ufunc import parallel
 
-from accel import launcher
+from accel import launcher, system
 
 MOST = 1024  # threads that a caller may ask for
 
@@ -25,9 +25,7 @@ _pool_started = False
 
 def available_cores() -> int:
     """Return how many processor cores this process may run on; NUMBA_NUM_THREADS may say fewer."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = system.cores()
     if "NUMBA_NUM_THREADS" in os.environ:  # Numba's pool is never larger than what it read there
         cores = min(cores, int(config.NUMBA_NUM_THREADS))
     return cores

@@ -15,6 +15,7 @@ made (with Muon blocks begin anew with every matrix, see ``slices.py``), so any 
 check exactly what it reads.
 """
 
+import contextlib
 import mmap
 import os
 import re
@@ -31,6 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
 from dist.config import OptimKind
@@ -44,7 +46,7 @@ from reference.global_norm import SUM_BLOCK
 from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array
-from tokenizer.files import replace_durably, sync_folder
+from tokenizer.files import replace_durably
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
@@ -224,7 +226,7 @@ class Saving:
                 self.path.unlink()  # what it leads to is somebody else's
             elif self.path.exists():  # of a run that went this far, was set back, and came again
                 shutil.rmtree(_set_aside(self.path))
-            self._part.rename(self.path)
+            move(self._part, self.path)
             sync_folder(self.folder)
             point(self.folder, "latest", self.path.name)
 
@@ -291,8 +293,7 @@ def _settle(file: int) -> None:
     is not pushed out of it.
     """
     os.fsync(file)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    forget(file)
 
 
 def point(folder: Path, pointer: str, name: str) -> None:
@@ -305,7 +306,8 @@ def _set_aside(path: Path) -> Path:
     doomed = path.with_name(path.name + ".old")
     if doomed.exists():
         shutil.rmtree(doomed)
-    return path.rename(doomed)
+    move(path, doomed)
+    return doomed
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
@@ -319,7 +321,8 @@ def prune(folder: Path, keep: int) -> list[Path]:
     old = [s for s in steps(folder) if latest is None or folder_name(s) <= latest.name][:-keep]
     for path in [folder / folder_name(step) for step in old]:
         if path not in (latest, best) and not path.is_symlink():
-            _set_aside(path)
+            with contextlib.suppress(*IN_USE):  # somebody reads it: the next time, then
+                _set_aside(path)
     halves = [
         path
         for path in folder.glob("step-*")

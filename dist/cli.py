@@ -104,6 +104,10 @@ def find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's own) and return its exit status."""
+    if sys.platform == "win32":
+        from accel.system import write_utf8  # imports NumPy, and is not needed elsewhere
+
+        write_utf8()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from accel import launcher
+from accel.system import end_within
 from dist.watchdog import LAST_WORDS, Watch, deadline, end_launchers
 from reference.types import Array
 
@@ -243,7 +244,7 @@ class Mpi:
         sys.stderr.flush()
         time.sleep(0.5)  # the launcher drops what it has not passed on when it hears of an abort
         end_launchers(LAST_WORDS)  # should they wait for a machine that cannot be reached, say
-        signal.alarm(LAST_WORDS)  # should MPI
+        end_within(LAST_WORDS)  # should MPI
         self._comm.Abort(status)
         os._exit(status)  # MPICH's Abort can return before the launcher has ended this process
 

@@ -119,9 +119,9 @@ def train(argv: Sequence[str]) -> int:
 
 def pack(argv: Sequence[str]) -> int:
     """``myllm pack``."""
+    from accel.system import cores
     from dist import pack as packing
     from dist.evaluate import load_tokenizer
-    from dist.launch import cores
     from dist.shards import TOKENIZER, check_crcs, read_manifest
 
     args = parser(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from accel import load as load_backend
+from accel.system import cores
 from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
 from dist.checkpoint import Model
 from dist.comm import Solo
@@ -25,7 +26,7 @@ from dist.corpus import Text, near_duplicates, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
-from dist.launch import cores, find_mpirun, launch
+from dist.launch import find_mpirun, launch
 from dist.sizing import Size
 from dist.use import draw
 from reference import ops as reference_ops

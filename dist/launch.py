@@ -1,7 +1,6 @@
 """Starts ranks on this machine: ``--ranks N`` without having to know any mpirun's flags."""
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -12,15 +11,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, cast
 
 import psutil
 
+from accel import system
+from accel.system import ENDING, HANDED_ON, cores
 from dist.comm import warn
 from dist.monitor import say_lost
 from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def find_mpirun() -> tuple[str, str]:
@@ -34,6 +33,11 @@ def find_mpirun() -> tuple[str, str]:
     ImportError
         When there is none.
     """
+    if HANDED_ON is None:
+        raise ImportError(
+            "on Windows ranks are not started for you: start them with Microsoft's MPI, "
+            "mpiexec -n RANKS python -m dist train RUN.toml, or train on one rank"
+        )
     here = str(Path(sys.executable).parent)
     path = shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if path is None:
@@ -41,7 +45,7 @@ def find_mpirun() -> tuple[str, str]:
             "several ranks need an MPI, and there is no mpirun here; install one: "
             "pip install 'myllm[mpi]'"
         )
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([path, "--version"], capture_output=True, encoding="utf-8", check=False)
     said = done.stdout + done.stderr
     if re.search(r"Open MPI|OpenRTE|PRRTE", said):
         return path, "openmpi"
@@ -60,19 +64,12 @@ def command(mpirun: str, kind: str, ranks: int, arguments: Sequence[str]) -> lis
         # Open MPI binds each rank to one core, so that all its threads would share that core, and
         # refuses more ranks than cores
         start += ["--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--host", f"localhost:{ranks}"]
-        if os.geteuid() == 0:
+        if sys.platform != "win32" and os.geteuid() == 0:
             start.append("--allow-run-as-root")
     else:
         start += ["-bind-to", "none", "-launcher", "fork", "-hosts", "localhost"]
     # -P: what lies in the folder the ranks are started in is not what they import
     return [*start, sys.executable, "-P", "-m", "dist", *arguments]
-
-
-def cores() -> int:
-    """Return how many processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def environment(ranks: int) -> dict[str, str]:
@@ -92,11 +89,6 @@ def environment(ranks: int) -> dict[str, str]:
     return env
 
 
-def end_with_parent() -> None:
-    """Have Linux end mpirun, and it its ranks, should this process be killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     """Run ``myllm ARGUMENTS`` on ``ranks`` ranks and return the exit status.
 
@@ -108,17 +100,17 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     ``Started`` says, is ended after ``timeout`` seconds, or ``FLOOR``.
     """
     mpirun, kind = find_mpirun()
+    handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
     received: list[int] = []
-    if sys.platform == "linux":  # what mpirun leaves behind becomes a child of this process
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    system.adopt()  # what mpirun leaves behind
     process = subprocess.Popen(
         command(mpirun, kind, ranks, arguments),
         env=environment(ranks),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        **system.out_of_reach(),
+        **system.ends_with_us(),  # and mpirun ends its ranks
     )
 
     streams = ((process.stdout, 1), (process.stderr, 2))
@@ -129,17 +121,16 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     def hand_on(number: int, frame: FrameType | None) -> None:
         # asked a third time: no more patience
         received.append(number)
-        process.send_signal(signal.SIGUSR1 if len(received) < 3 else signal.SIGTERM)
+        process.send_signal(handed_on if len(received) < 3 else signal.SIGTERM)
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     # what the caller has us ignore stays ignored: SIGHUP under nohup
-    heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     started = Started(ranks, timeout or FLOOR)
     try:
         while (status := _wait(process)) is None:
             if received:
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(handed_on)
             complaint = started.turn()
             if complaint is not None:
                 warn(f"{complaint}; the same command goes on from the newest checkpoint")
@@ -155,7 +146,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
         status = 128 - status
     # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
     if received and status != 1:
-        if status in (128 + signal.SIGUSR1, signal.SIGUSR1):  # a shell's way, and MPICH's
+        if status in (128 + handed_on, handed_on):  # a shell's way, and MPICH's
             name = signal.Signals(received[0]).name
             warn(f"stopped by {name} before the first step was finished: nothing to save")
         return 128 + received[0]

@@ -1,11 +1,11 @@
 """The lock file of a folder that only one process may write to."""
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accel import system
 from tokenizer.files import remove_parts
 
 
@@ -19,14 +19,12 @@ def locked(path: Path, who: str) -> Iterator[None]:
         When another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    descriptor = system.open_lock(path, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not system.lock(descriptor, wait=False):
             raise ValueError(
                 f"another {who} is writing to {path.parent}: wait for it, or choose another folder"
-            ) from error
+            )
         remove_parts(path.parent)
         yield
     finally:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from accel import launcher
+from accel.system import move
 from dist.comm import Comm, sentence, warn
 from dist.manifest import Count
 from dist.watchdog import Watch
@@ -91,7 +92,7 @@ class Metrics:
         )
         part = self.path.with_suffix(".tmp")
         part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        part.replace(self.path)
+        move(part, self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tokenizer.files import sync_folder
+from accel.system import move, sync_folder
 
 
 @contextmanager
@@ -29,7 +29,9 @@ def new_place(path: Path) -> Iterator[Path]:
             _sync_file(written)
         if part.is_dir():
             sync_folder(part)
-        part.rename(path)
+        if path.is_dir():  # empty; only Linux would put a folder in its place
+            path.rmdir()
+        move(part, path)
     except BaseException:
         if part.is_dir():
             shutil.rmtree(part)
@@ -39,5 +41,5 @@ def new_place(path: Path) -> Iterator[Path]:
 
 
 def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
+    with path.open("r+b") as file:  # Windows asks for what may be written
         os.fsync(file.fileno())

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 from accel import launcher
+from accel.system import ENDING, HANDED_ON
 from dist.comm import warn
 
 
 class StopRequest:
     """A signal that asks the run to end after the step under way, leaving a checkpoint.
 
-    SIGINT is Ctrl-C, SIGTERM what schedulers send, SIGHUP a terminal that goes away, SIGUSR1 what
+    SIGINT is Ctrl-C, SIGTERM what schedulers send, SIGHUP a terminal that goes away
+    (on Windows SIGBREAK is Ctrl-Break, and what a sweep sends), SIGUSR1 what
     our own launcher hands on in place of them, because mpirun kills its ranks a moment after
     passing SIGTERM to them.
 
@@ -25,7 +27,7 @@ class StopRequest:
     would: every file that we write survives that.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    SIGNALS = ENDING if HANDED_ON is None else (*ENDING, HANDED_ON)
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -41,7 +43,7 @@ class StopRequest:
             if self.learned or number[0] not in self.SIGNALS:
                 continue
             # of several ranks each is handed SIGUSR1: the launcher says what it was sent
-            if number[0] != signal.SIGUSR1 or launcher.size() == 1:
+            if number[0] != HANDED_ON or launcher.size() == 1:
                 name = signal.Signals(number[0]).name
                 warn(f"stopped by {name} before the first step was finished: nothing to save")
             os._exit(128 + number[0])
@@ -55,7 +57,7 @@ class StopRequest:
         heard = [
             number
             for number in self.SIGNALS
-            if number == signal.SIGUSR1 or signal.getsignal(number) != signal.SIG_IGN
+            if number == HANDED_ON or signal.getsignal(number) != signal.SIG_IGN
         ]
         numbers, written = socket.socketpair()
         written.setblocking(False)
@@ -69,7 +71,7 @@ class StopRequest:
             for number, handler in before.items():
                 # the launcher may hand a signal on until this process is gone, and left to itself
                 # SIGUSR1 kills
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+                signal.signal(number, signal.SIG_IGN if number == HANDED_ON else handler)
             signal.set_wakeup_fd(fd_before)
             written.close()
             thread.join()

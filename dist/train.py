@@ -19,6 +19,7 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from accel import load as load_backend
+from accel.system import HANDED_ON
 from dist import checkpoint, mode, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
@@ -258,7 +259,7 @@ class Trainer:
                 self._finish_saving()
             if asked is not None and not last:
                 # SIGUSR1 is what our own launcher makes of the signal that it was sent
-                by = "" if asked == signal.SIGUSR1 else f" by {signal.Signals(asked).name}"
+                by = "" if asked == HANDED_ON else f" by {signal.Signals(asked).name}"
                 self.console.say(
                     f"stopped{by} after step {self.step}; the same command goes on from there"
                 )

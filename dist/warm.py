@@ -12,7 +12,6 @@ What was missed, or could not be compiled here, is compiled when it is called.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from accel import launcher
+from accel import launcher, system
 from accel import load as load_backend
 from accel.jit import Store, store_of
 from accel.threads import available_cores
@@ -87,9 +86,9 @@ def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[list
             [sys.executable, "-P", "-m", "dist.warm"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
             env={**os.environ, "MYLLM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            start_new_session=True,  # Ctrl-C is this process's affair
+            **system.out_of_reach(),
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has said on stderr why it ended
@@ -141,13 +140,11 @@ def work(
                 continue
             descriptor = store.open_lock(name)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                if os.fstat(descriptor).st_size == 0:
-                    call(ops)
-                    os.write(descriptor, b"done")
-                done.add(name)
-            except BlockingIOError:
-                pass  # another process has it
+                if system.lock(descriptor, wait=wait):  # else another process has it
+                    if os.fstat(descriptor).st_size == 0:
+                        call(ops)
+                        os.write(descriptor, b"done")
+                    done.add(name)
             finally:
                 os.close(descriptor)
             show(len(done), len(tasks))

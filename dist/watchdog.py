@@ -29,7 +29,6 @@ import json
 import os
 import secrets
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from accel.system import end_within
 
 TICK = 0.5  # seconds between two datagrams
 FLOOR = 300.0  # seconds
@@ -227,7 +228,7 @@ class Watch:
             for r in sorted(known)
             if known[r].waiting and r not in silent
         ]
-        signal.alarm(LAST_WORDS)  # whatever cannot be said or written by then
+        end_within(LAST_WORDS)  # whatever cannot be said or written by then
         self._send(None)
         say = f"myllm train: {'; '.join(culprits)}. The stacks of the ranks that can tell are in "
         say += f"{self._file}. The same command goes on from the newest checkpoint; if nothing was "
@@ -245,7 +246,7 @@ class Watch:
 
     def _leave(self) -> None:
         """Write the stacks of all threads and end, with the rank that speaks a little earlier."""
-        spoke = signal.alarm(LAST_WORDS) > 0
+        spoke = end_within(LAST_WORDS)
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank} at {self.place}\n"
         for ident, frame in sys._current_frames().items():
@@ -253,7 +254,7 @@ class Watch:
             text += f"thread {threads.get(ident, ident)}:\n{stack}"
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.write(file, f"{text}\n".encode())  # in one write: other ranks append, too
         end_launchers(LAST_WORDS)
         # the others are given time for their stacks: mpirun ends all when the first has ended

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from accel.system import sync_folder
 from dist import manifest, shards
 from dist.manifest import Count, Crc
 from reference.types import Array
-from tokenizer.files import sync_folder
 
 
 def is_shard_file(name: str) -> bool:

@@ -1,5 +1,6 @@
 """The package as others get it: a wheel and a source archive that run outside of a checkout."""
 
+import email
 import json
 import os
 import shutil
@@ -57,11 +58,32 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_nothing_that_is_read_is_left_out(built: dict[str, Path]) -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    files = [path for path in files if path.parent.name != "sizing"]  # sweeps that were measured
     wanted = {str(path.relative_to(ROOT)) for path in files if not path.name.endswith(NOT_PACKED)}
     for kind in ("wheel", "sdist"):
         packed = set(zipfile.ZipFile(built[kind]).namelist())
         assert wanted <= packed, (kind, wanted - packed)
         assert not any(name.startswith("tests/") for name in packed)
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_its_metadata_lack_nothing_but_leave_to_upload(kind: str, built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built[kind]) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(packed.read(name))
+        (points,) = (name for name in packed.namelist() if name.endswith("entry_points.txt"))
+        assert "myllm = dist.cli:main" in packed.read(points).decode()
+    for field in ("Version", "Summary", "Author", "Keywords", "Requires-Python"):
+        assert said[field], field
+    assert (said["Name"], said["License-Expression"]) == ("myllm", "Apache-2.0")
+    assert said["License-File"] == "LICENSE"
+    assert said["Description-Content-Type"] == "text/markdown"
+    assert said.get_payload().startswith("# MyLLM")
+    given = said.get_all("Classifier") or []
+    assert [line for line in given if line.startswith("Private")] == ["Private :: Do Not Upload"]
+    assert len(given) > 5
+    extras = set(said.get_all("Provides-Extra") or [])
+    assert extras >= {"mpi", "plot", "serve", "test", "cuda13"}
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
@@ -100,3 +122,9 @@ def test_it_runs_outside_of_a_checkout(kind: str, built: dict[str, Path], tmp_pa
     myllm("inspect", "run", "--text", "the quick brown fox", "-o", "page.html")  # its template
     assert "1,055,231,744" in myllm("plan", "myllm-1b")  # a preset
     assert "/v1/chat/completions" in myllm("serve", "--help")
+    how = ["--backend", "reference", "--op", "relu", "--dtype", "float32"]
+    assert "relu" in myllm("verify", *how)  # in processes that find the package, too
+    kernels = "from accel.cuda.sources import SOURCES, parts; print(*map(parts, SOURCES))"
+    assert "KERNEL" in run(sys.executable, "-P", "-c", kernels, cwd=work, PYTHONPATH=str(site))
+    myllm("study", "rmsnorm", "--level", "1", "-o", "exercise.py")  # made of the sources
+    assert "def backward" in (work / "exercise.py").read_text(encoding="utf-8")

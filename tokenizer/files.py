@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from accel.system import move, sync_folder
+
 T = TypeVar("T")
 
 
@@ -19,13 +21,13 @@ def replace_durably(path: Path, data: bytes) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     part = path.with_name(f".part-{secrets.token_hex(8)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        move(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -37,15 +39,6 @@ def remove_parts(folder: Path) -> None:
     for part in folder.rglob(".part-*"):
         if re.fullmatch(r"\.part-[0-9a-f]{16}", part.name) and part.is_file():
             part.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk before returning."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(data: bytes, form: type[T]) -> T:

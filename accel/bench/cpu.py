@@ -213,7 +213,7 @@ class Bench:
         def added(side: str, mode: str) -> float:
             words = ["-m", "accel.bench.memory", side, mode, str(threads())]
             done = subprocess.run(
-                [sys.executable, *words], capture_output=True, text=True, check=False
+                [sys.executable, *words], capture_output=True, encoding="utf-8", check=False
             )
             if done.returncode:
                 raise ValueError(f"the memory of {side} was not measured: {done.stderr.strip()}")

@@ -76,7 +76,9 @@ def machine(*packages: str) -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [s for s in info.read_text().splitlines() if s.startswith("model name")]
+        models = [
+            s for s in info.read_text(encoding="utf-8").splitlines() if s.startswith("model name")
+        ]
         name = models[0].split(":")[1].strip() if models else name
     versions = [
         f"{package} {importlib.metadata.version(package)}"

@@ -42,7 +42,7 @@ def waited() -> float:
     total = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
         try:
-            total += int(task.read_text().split()[1])
+            total += int(task.read_text(encoding="ascii").split()[1])
         except (OSError, IndexError):  # the thread has ended meanwhile
             continue
     return total * 1e-9

@@ -61,7 +61,7 @@ from accel.cpu.bf16_portable import (
     portable,
     round_portably,
 )
-from accel.cpu.simd import Builder, Context, Value, at
+from accel.cpu.simd import Builder, Context, Value, at, target
 from accel.jit import jit
 
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -91,8 +91,8 @@ def enable() -> None:
     if not portable() and "+avx512bf16" not in _features():
         raise ImportError(
             "the backend 'cpu' computes in bf16 on processors with AMX-BF16 (Intel Xeon from "
-            "Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on), and this one has neither; "
-            "use compute='float32'"
+            "Sapphire Rapids on) or AVX512-BF16 (AMD from Zen 4 on), and this one "
+            f"({target().split('-')[0]}) has neither; use compute='float32'"
         )
     if has_tiles() and (not sys.platform.startswith("linux") or _request_tiles() != 0):
         raise ImportError(

@@ -26,15 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.free_list import FreeList
+from accel.system import fresh_memory
 from reference.memory import memory as memory  # arrays lie where NumPy's do
 
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
-PRIVATE: dict[str, int] = (
-    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-)
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
 BYTE = np.dtype(np.uint8)
 
@@ -111,11 +109,7 @@ class Arena:
 
     def _grow(self, size: int) -> None:
         length = -(-size // CHUNK) * CHUNK  # so that a somewhat larger array fits here as well
-        # Private: a forked child gets a copy, and Linux gives huge pages to no other kind.
-        memory = mmap.mmap(-1, length, **PRIVATE)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
-                memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = fresh_memory(length)
         # The gap keeps free intervals of two chunks from joining.
         start = self.reserved + len(self._chunks) * ALIGNMENT
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

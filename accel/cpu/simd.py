@@ -14,8 +14,8 @@ interval and a polynomial (Cody & Waite 1980; coefficients from Cephes' ``expf``
 Moshier 1992): 0.2 ns an element instead of 2.4 on a core with AVX-512.
 
 **Tiles.** ``tile_gemm`` is C (+)= A B for operands that lie in the nearest caches. The register
-block is 6 × 4 vectors of 64 bytes where there are 32 vector registers (AVX-512: 24 accumulators,
-4 columns of B, 1 broadcast element of A), 6 × 2 vectors with the 16 registers of AVX2. Each step
+block is 6 × 4 vectors where there are 32 vector registers (AVX-512, of 64 bytes each, and ARM, of
+16: 24 accumulators, 4 columns of B, 1 element of A), 6 × 2 with the 16 registers of AVX2. Each step
 of k loads 4 vectors and 6 scalars for 24 fused multiply-adds, so the two multiply-add ports and not
 the two load ports are the limit. All sizes work: rows left over take a smaller block, columns left
 over one vector with a mask.
@@ -30,6 +30,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 from accel.jit import jit
@@ -231,7 +232,13 @@ def vector_bytes() -> int:
 
 def block_vectors() -> int:
     """Return the vectors in a row of the register block: what the register file has room for."""
-    return 4 if vector_bytes() == 64 else 2
+    many = vector_bytes() == 64 or target().startswith(("aarch64", "arm64"))
+    return 4 if many else 2
+
+
+def target() -> str:
+    """Return the triple of what kernels are compiled for, which begins with its architecture."""
+    return str(cpu_target.target_context.codegen().magic_tuple()[0])
 
 
 @intrinsic

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from accel.cache_files import default_root
 from accel.cuda import sources
+from accel.system import move
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-lineinfo")  # of every kernel file
 
@@ -148,5 +149,5 @@ def cubin_file(source: str, architecture: str, defines: Mapping[str, int]) -> Pa
         handle, partial = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "wb") as file:
             file.write(cubin)
-        os.replace(partial, path)
+        move(Path(partial), path)
     return path

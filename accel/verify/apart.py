@@ -8,12 +8,12 @@ It is a new interpreter, not a fork, so that nothing of a GPU's state is shared.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import importlib
 import os
 import pickle
+import queue
 import re
 import shlex
 import signal
@@ -25,10 +25,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
+from accel.system import cores, end_with_parent
 from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
@@ -50,7 +50,6 @@ from accel.verify.search import Failure, OpReport
 from accel.verify.shrink import simpler
 from accel.verify.subject import Subject, SubjectError
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIMEOUT = 300.0  # seconds that a case may take, compilation included
 MOST_JOBS = 4  # processes at once, unless told: each may hold a GPU's context
 SHRINK_SECONDS = 15.0  # each try of a case that crashes costs a process
@@ -154,7 +153,7 @@ def check_apart(
         When the backend cannot run here; the message says why.
     """
     started = time.monotonic()
-    jobs = jobs or min(len(os.sched_getaffinity(0)), MOST_JOBS)
+    jobs = jobs or min(cores(), MOST_JOBS)
     # two start and load at once: the first has to have loaded before it is known what is left
     workers = [Worker(source, timeout) for _ in range(min(jobs, 2))]
     try:
@@ -362,18 +361,18 @@ class Worker:
 
     def __init__(self, source: Source, timeout: float) -> None:
         self.source, self.timeout, self.free = source, timeout, True
-        reading, writing = os.pipe()
-        self.trace = tempfile.NamedTemporaryFile("r", prefix="myllm-verify-")
+        trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
+        os.close(trace)
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.apart import work; "
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"{code}work({writing}, {self.trace.name!r})"],
+            [sys.executable, "-c", f"{code}work({self.trace!r})"],
             stdin=subprocess.PIPE,
-            stdout=2,  # whatever a module prints must not stand between the lines of --json
-            pass_fds=(writing,),
+            stdout=subprocess.PIPE,
             env={**WORKERS, **os.environ},
         )
-        os.close(writing)
-        self.told = Connection(reading, writable=False)
+        self._told: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self._loading = True
         with contextlib.suppress(BrokenPipeError):  # it ended: the first job tells
             self._tell(source)
@@ -382,6 +381,16 @@ class Worker:
         assert self.process.stdin is not None
         pickle.dump(content, self.process.stdin)
         self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        """Hand on what the process tells, then None: a pipe cannot be waited for with a limit."""
+        source = cast(IO[bytes], self.process.stdout)
+        try:
+            with source, contextlib.suppress(EOFError, pickle.UnpicklingError):
+                while True:
+                    self._told.put(pickle.load(source))
+        finally:
+            self._told.put(None)
 
     def do(self, job: Job) -> Iterator[tuple[str, Any]]:
         """Yield what the process tells of a job.
@@ -394,17 +403,21 @@ class Worker:
             patience = max(self.timeout, TIMEOUT) if self._loading else self.timeout
             self._loading = False
             while True:
-                if not self.told.poll(patience):
-                    raise Silent(f"gave no answer within {patience:g} s and was stopped")
+                try:
+                    told = self._told.get(timeout=patience)
+                except queue.Empty:
+                    raise Silent(f"gave no answer within {patience:g} s and was stopped") from None
                 patience = self.timeout
-                kind, content = self.told.recv()
+                if told is None:
+                    raise EOFError
+                kind, content = told
                 if kind == "error":
                     raise content
                 if kind == "done":
                     return
                 yield kind, content
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise Ended(_how(self.process.wait(), self.trace.read(), self.source)) from None
+            raise Ended(_how(self.process.wait(), self._trace(), self.source)) from None
 
     def end(self) -> None:
         """Stop the process."""
@@ -413,8 +426,11 @@ class Worker:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # what it did not read
             self.process.stdin.close()
-        self.told.close()
-        self.trace.close()
+        self._listener.join(1)  # what a kernel has forked may hold the pipe
+        Path(self.trace).unlink(missing_ok=True)
+
+    def _trace(self) -> str:
+        return Path(self.trace).read_text(encoding="utf-8", errors="replace")
 
 
 def _how(status: int, trace: str, source: Source) -> str:
@@ -428,21 +444,21 @@ def _how(status: int, trace: str, source: Source) -> str:
     return how + (f" ({source.name}:{line[1]})" if line else "")
 
 
-def _end_with_parent() -> None:
-    """Have Linux end this process when its parent goes, whatever a kernel is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def work(trace: str) -> None:
+    """Do jobs that come as stdin, in a worker, and tell about them as what was its stdout.
 
-
-def work(writing: int, trace: str) -> None:
-    """Do jobs that come as stdin, in a worker, and tell about them through a pipe."""
-    _end_with_parent()
+    Whatever a module prints goes to stderr: it must not stand between the lines of ``--json``.
+    """
+    end_with_parent(kill=True)  # whatever a kernel is doing then
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
     faulthandler.enable(open(trace, "w", encoding="utf-8"))
-    told = Connection(writing, readable=False)
+    told = open(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
 
     def tell(kind: str, content: Any) -> None:
-        told.send((kind, content))
+        left = memoryview(pickle.dumps((kind, content)))
+        while left:
+            left = left[told.write(left) :]
 
     try:
         source: Source = pickle.load(sys.stdin.buffer)

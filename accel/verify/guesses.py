@@ -9,18 +9,16 @@ which leave few. Of guesses that explain as much, those stay that agree best wit
 import dataclasses
 import itertools
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from accel.system import bounded_memory
 from accel.tolerance import round_bf16
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, accumulated_onto, reference_results
@@ -94,34 +92,12 @@ def _tried(
             return
         if wanted is None or text in wanted:
             try:
-                with _bounded_memory():
+                # a changed formula may ask for an array as long as a position is high
+                with bounded_memory(MOST_MEMORY):
                     results = make()
             except Exception:  # a change of the source may raise whatever it likes
                 continue
             yield text, results
-
-
-@contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Let what is tried raise MemoryError rather than take the machine's memory.
-
-    A changed formula may ask for an array as long as a position is high.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + MOST_MEMORY
-    if soft != resource.RLIM_INFINITY:
-        most = min(most, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) -> list[str]:

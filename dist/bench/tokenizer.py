@@ -157,7 +157,7 @@ def _prepare(folder: Path, paths: list[str], options: argparse.Namespace) -> int
         texts.append(text.decode("utf-8", "replace"))
     if not texts:
         raise ValueError("the corpus holds no text that fits --mb")
-    with (folder / "corpus.jsonl").open("w") as file:
+    with (folder / "corpus.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(text) + "\n" for text in texts)
     tokenizer = train_from_iterator(texts, VOCAB, min_count=1)
     tokenizer.decode(tokenizer.encode_ordinary("kernels are compiled by now"))
@@ -176,7 +176,7 @@ def _spawn(folder: Path, task: str, n_threads: int, options: argparse.Namespace)
         "MYLLM_THREADS": str(n_threads),
     }
     command = [sys.executable, "-m", "dist", "bench", "tokenizer", "--work", json.dumps(work)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         raise ValueError(f"{task} with {n_threads} threads failed: {done.stderr.strip()}")
     result: dict[str, Any] = json.loads(done.stdout)
@@ -202,7 +202,7 @@ def _work(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _corpus(folder: Path) -> Iterator[str]:
-    with (folder / "corpus.jsonl").open() as file:
+    with (folder / "corpus.jsonl").open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 

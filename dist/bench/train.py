@@ -21,7 +21,8 @@ import numpy as np
 from accel.bench import report
 from accel.bench.report import Row
 from accel.bench.timing import rounds
-from dist import config, launch
+from accel.system import cores
+from dist import config
 from dist.monitor import read_metrics
 from dist.writer import ShardWriter
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     p = report.parser("train", about, "train --rounds 5")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
-    p.add_argument("--threads", type=int, default=launch.cores(), help="in all (all cores)")
+    p.add_argument("--threads", type=int, default=cores(), help="in all (all cores)")
     given = report.parse(p, argv)
     if given.rounds < 1 or given.steps <= STEPS_BEFORE:
         p.error(f"--rounds must be at least 1, --steps more than {STEPS_BEFORE}")
@@ -101,7 +102,7 @@ def _run(folder: Path, ranks: int, steps: int, threads: int) -> Run:
     first_step = None
     said = []
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

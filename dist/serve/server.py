@@ -12,11 +12,12 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from accel.system import ENDING
 from dist.serve.engine import Engine
 
 IDLE_SECONDS = 15.0  # that a connection may be open without a request on it
 MORE_CONNECTIONS = 100  # beside those of the answers that the engine takes
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = [number for number in ENDING if number.name != "SIGHUP"]  # a terminal may go
 
 
 class Connection(H11Protocol):

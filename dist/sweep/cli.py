@@ -10,11 +10,11 @@ from pathlib import Path
 
 from accel import load as load_backend
 from accel.bench.report import machine
+from accel.system import cores
 from dist import config as run_file
 from dist import mode, monitor, warm
 from dist.commands import add_set, parser
 from dist.config import RunFile
-from dist.launch import cores
 from dist.lock import locked
 from dist.stopping import StopRequest
 from dist.sweep import results

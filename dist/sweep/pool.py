@@ -1,15 +1,15 @@
 """Runs side by side, each a ``myllm train`` in a process of its own with a share of the cores."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel import system
 from dist.config import RunFile
-from dist.launch import end_with_parent, environment
+from dist.launch import environment
 from dist.monitor import METRICS, read_metrics
 from dist.stopping import StopRequest
 from tokenizer.files import replace_durably
@@ -50,7 +50,7 @@ def train_all(
         if stop.signal is not None and not asked:
             asked, waiting = True, []
             for _, process in under_way:
-                process.send_signal(signal.SIGTERM)
+                system.ask_to_end(process)
         while waiting and len(under_way) < at_once:
             run = waiting.pop(0)
             under_way.append((run, _start(run, at_once, command)))
@@ -74,8 +74,8 @@ def _start(run: RunFile, at_once: int, command: Sequence[str]) -> "subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is handed on as SIGTERM, once
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            **system.out_of_reach(),  # Ctrl-C is handed on, once
+            **system.ends_with_us(),
         )
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from reference.ops import OPS
 
-SOURCE = (Path(__file__).parent / "kernels.py").read_text()
+SOURCE = (Path(__file__).parent / "kernels.py").read_text(encoding="utf-8")
 SECTIONS = re.split(r"(?m)^# ---- (\w+) ----\n", SOURCE)
 SHARED = {"attention": ("dropout",), "decode_step": ("rmsnorm", "layernorm", "rope")}
 
