@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from accel import COMPUTE, load
 from accel.bench import report
 from accel.bench.report import Row
+from accel.system import cores
 from dist import config as run_file
 from dist import sizing, warm
 from dist.bench import nanogpt
 from dist.bench.loss_data import Text, prepare
 from dist.config import RunFile
 from dist.data import Windows
-from dist.launch import cores
 from dist.lock import locked
 from dist.monitor import read_metrics
 from dist.sizing import Size

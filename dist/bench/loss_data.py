@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel.system import cores
 from dist import demo, pack
 from dist.data import Windows
 from dist.documents import EOS_NAMES
 from dist.evaluate import load_tokenizer, token_lengths
-from dist.launch import cores
 from dist.pack import special_id
 from dist.shards import MANIFEST, TOKENIZER, read_manifest
 from dist.writer import ShardWriter

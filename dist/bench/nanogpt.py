@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from accel.system import cores
 from dist import config as run_file
 from dist.config import RunFile
 from dist.data import Windows
-from dist.launch import cores
 from dist.monitor import Metrics
 from reference.params import decoder_layout
 from reference.types import Array
