@@ -55,7 +55,7 @@ are equal: elsewhere f overflows on the way, or divides one difference of equal 
 and a kernel need not. A number is due where f and plain code have one, at all points and, past
 log(max), at inputs ``HEADROOM`` times as large: exponentials are zero or infinite there, and powers
 may overflow in one order and not in another. Nothing more is known of it where plain code is off by
-an eighth of s, in rows that one rounding of the inputs moves by an eighth of their size in most of
+an eighth of s, in rows that one rounding of the inputs moves by an eighth of themselves in most of
 their places, and where f is saturated by more than its usual size, as above.
 
 Where f jumps (argmax, floor, a comparison; the gradient of a maximum where two are equal) the

@@ -71,10 +71,11 @@ def truth_of(
         error = np.where(np.isfinite(errors), errors, 0)
         worst = np.max(error, axis=0)
         due = none if due is None else due & ~np.isfinite(exact)
-        finite &= ~_mostly(~(KNOWN * spread <= np.maximum(np.abs(exact), _row_size(exact))) & ~due)
-        judged = finite & ~(KNOWN * worst > size) & (not lost) | due
         # float64 cancels what plain code cancels, with its own u
         noise = NOISE * size + 16 * _row_top(worst) * 2.0**-53 / scales.u
+        moved = ~(KNOWN * spread <= np.abs(exact)) & (spread > noise) & ~due
+        finite &= ~_mostly(moved)
+        judged = finite & ~(KNOWN * worst > size) & (not lost) | due
         jumps = none
         for move, (_, nearer) in zip(moves, steps, strict=True):
             less = np.abs(nearer - exact)
@@ -108,14 +109,6 @@ def _row_top(x: Array) -> Array:
     return np.broadcast_to(np.max(rows, axis=-1, keepdims=True, initial=0.0), rows.shape).reshape(
         x.shape
     )
-
-
-def _row_size(x: Array) -> Array:
-    """Return the root mean square of each row in all its places."""
-    rows = as_rows(np.where(np.isfinite(x), x, 0))
-    top = np.max(np.abs(rows), axis=-1, keepdims=True, initial=TINY)
-    size = top * np.sqrt(np.mean((rows / top) ** 2, axis=-1, keepdims=True)) if rows.size else rows
-    return np.broadcast_to(size, rows.shape).reshape(x.shape)
 
 
 def _mostly(x: Array) -> Array:
