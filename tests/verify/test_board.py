@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -200,6 +201,7 @@ def test_the_quick_form_counts_writes_and_draws(
     assert bench.main([*asked, "--json", str(counts), "--chart", str(chart)]) == 0
     said = capsys.readouterr().out
     assert "| verify |" in said and "| KernelBench |" in said and "unseen (" in said
+    assert matplotlib.rcParams["svg.fonttype"] == "path"  # the picture's settings are its own
     drawn = chart.read_text(encoding="utf-8")
     assert all(f">{judge}<" in drawn for judge in ("verify", *RULE))
     data = json.loads(counts.read_text(encoding="utf-8"))

@@ -20,7 +20,11 @@ def draw(data: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "board"}
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "board"}):
+        _draw(data, path)
+
+
+def _draw(data: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     counts = {j: c for j, c in data["counts"].items() if "calls" not in j}
