@@ -81,7 +81,7 @@ def environment(ranks: int) -> dict[str, str]:
     # the ranks import this very package, wherever they are started
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         env.setdefault("MYLLM_TERMINAL", str(shutil.get_terminal_size().columns))
     if ranks > cores():
         # more ranks than cores: one that waits must leave the core to those that work, at once

@@ -120,7 +120,7 @@ def run(argv: list[str]) -> int:
     """Run ``myllm verify`` and return its exit status."""
     arguments = parser().parse_args(argv)
     # a table needs its width where there is no terminal to ask
-    out = Console() if sys.stdout.isatty() else Console(width=110)
+    out = Console() if sys.stdout and sys.stdout.isatty() else Console(width=110)
     err = Console(stderr=True)
     for op in arguments.op or ():
         if op not in OPS and not arguments.like:
