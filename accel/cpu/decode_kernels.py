@@ -168,27 +168,20 @@ def _head(
 
 
 def _by_type(blocks: Any, floats: Any) -> Callable[..., Any]:
-    """Return a function that takes one kernel for matrices of blocks, another for all else."""
+    """Return a product by one kernel for matrices of blocks, by another for all else.
 
-    def multiply(
-        one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
-        batch: Any, a: Any, b: Any,
-    ) -> Any:  # fmt: skip
-        """Write a product by the kernel for matrices of the type of ``like``. Kernels only."""
-        raise NotImplementedError
+    Their second argument is a scalar of the type.
+    """
+
+    def multiply(*arguments: Any) -> None:
+        raise TypeError("kernels alone call this: it is compiled, never run")
 
     @overload(multiply)
-    def multiply_overload(
-        one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
-        batch: Any, a: Any, b: Any,
-    ) -> Callable[..., Any]:  # fmt: skip
-        kernel = blocks if like == types.int8 else floats
+    def multiply_overload(*arguments: Any) -> Callable[..., Any]:
+        kernel = blocks if arguments[1] == types.int8 else floats
 
-        def call(
-            one: Any, like: Any, x: Any, weight: Any, bias: Any, out: Any, partial: Any,
-            batch: Any, a: Any, b: Any,
-        ) -> None:  # fmt: skip
-            kernel(one, like, x, weight, bias, out, partial, batch, a, b)
+        def call(*arguments: Any) -> None:
+            kernel(*arguments)
 
         return call
 

@@ -309,3 +309,15 @@ def relative_error(got: Array, exact: Array) -> float:
     error = float(np.linalg.norm(np.asarray(got, np.float64) - exact))
     size = float(np.linalg.norm(exact))
     return np.inf if np.isnan(error) else error / size if size else error
+
+
+def error_of_muon_on_views(ops: Any) -> float:
+    """Return how far a step on matrices that are not contiguous is from the reference's."""
+    rng = np.random.default_rng(0)
+    start = [rng.standard_normal((6, 8)).astype(np.float32) for _ in range(3)]
+    exact = [a[:, ::2].astype(np.float64) for a in start]
+    mine = [ops.from_numpy(a)[:, ::2] for a in start]
+    for arrays, module in ((exact, reference), (mine, ops)):
+        module.muon(*arrays, lr=0.1, momentum=0.9, weight_decay=0.1)
+    pairs = zip(mine, exact, strict=True)
+    return max(relative_error(np.ascontiguousarray(got), expected) for got, expected in pairs)
