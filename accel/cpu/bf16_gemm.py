@@ -35,7 +35,7 @@ from accel.cpu.bf16_tiles import (
     pack_rows,
     release,
 )
-from accel.cpu.kernels import MAP, SERIAL, address
+from accel.cpu.kernels import FEW_THREADS, MAP, SERIAL, address, cut_evenly
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
@@ -141,8 +141,7 @@ def multiply(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> Non
         out[...] = out if accumulate else 0
         return
     enable()
-    row_panels = _even(a.shape[0], ROW_PANELS)
-    column_panels = _column_panels(a.shape[0], row_panels, b.shape[0])
+    row_panels, column_panels = _group(a.shape[0], b.shape[0])
     _multiply(
         address(a), address(b), address(out), rows, columns, a.shape[1], out.strides[0] // 4,
         accumulate, row_panels, column_panels,
@@ -184,8 +183,7 @@ def multiply_rows(
         out[...] = 0 if bias is None else bias
         return packed
     enable()
-    row_panels = _even(panels(rows), ROW_PANELS)
-    column_panels = _column_panels(panels(rows), row_panels, b.shape[0])
+    row_panels, column_panels = _group(panels(rows), b.shape[0])
     own = row_panels * panels(depth) * STEP + _SPARE
     scratch = empty((numba.get_num_threads(), own), np.uint32)
     _multiply_rows(
@@ -197,9 +195,13 @@ def multiply_rows(
     return packed
 
 
-def _column_panels(row_panels: int, group: int, columns: int) -> int:
-    """Return the column panels of a task: all, unless that leaves too few tasks."""
-    return -(-columns // min(columns, -(-TASKS // -(-row_panels // group))))
+def _group(rows: int, columns: int) -> tuple[int, int]:
+    """Return the row panels and the column panels of a task: all columns, if tasks are enough."""
+    group = _even(rows, ROW_PANELS)
+    if (threads := numba.get_num_threads()) > FEW_THREADS:
+        row_groups, column_groups = cut_evenly(rows, columns, threads, -(-rows // group), rows)
+        return -(-rows // row_groups), -(-columns // column_groups)
+    return group, -(-columns // min(columns, -(-TASKS // -(-rows // group))))
 
 
 def _check(fits: bool, a: Array, b: Array, out: Array) -> None:

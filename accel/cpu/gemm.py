@@ -9,7 +9,8 @@ is cut into blocks of at most DEPTH. For each block
    read in place: its rows are already in the order of the sum);
 3. tasks of about ROWS rows and some panels multiply, 6 rows by one panel at a time
    (``simd.tile_gemm``). Rows, in sixes, and panels are divided evenly, and where there are many
-   tasks their number is a multiple of TOGETHER: all threads wait for the one that has most.
+   tasks their number is a multiple of TOGETHER: all threads wait for the one that has most. More
+   than eight threads get a cut of their own (``kernels.cut_evenly``).
 
 Every element of the product is the sum over k in ascending order, block by block, in fused
 multiply-adds; where a task begins and ends does not matter. So the bits depend on the shape
@@ -21,9 +22,9 @@ split over our threads is as fast as this only where the split follows the numbe
 from typing import Any
 
 import numpy.typing as npt
-from numba import prange
+from numba import get_num_threads, prange
 
-from accel.cpu.kernels import MAP, address, like
+from accel.cpu.kernels import FEW_THREADS, MAP, address, cut_evenly, like
 from accel.cpu.memory import empty
 from accel.cpu.packing import pack_columns, pack_rows, prefetch
 from accel.cpu.simd import (
@@ -46,7 +47,7 @@ SIX = 6  # rows of the register block
 TOGETHER = 8  # tasks: 2, 4 and 8 threads share a multiple of it evenly
 PACK_ROWS = 16  # rows that are packed by one task
 PACKED = 1 << 20  # elements of a transposed left operand that are packed at a time
-MIN_TASKS = 16  # where the product is large enough: what even a few dozen cores share evenly
+MIN_TASKS = 16  # where the product is large enough
 
 
 @jit(**MAP)
@@ -173,6 +174,9 @@ def gemm(
     if row_tasks > TOGETHER:
         row_tasks = round(row_tasks / TOGETHER) * TOGETHER
     column_tasks = min(panels, -(-MIN_TASKS // row_tasks))
+    if (threads := get_num_threads()) > FEW_THREADS:
+        most = max(high // FEW_ROWS, row_tasks)
+        row_tasks, column_tasks = cut_evenly(-(-high // SIX), panels, threads, row_tasks, most)
     right = empty(panels * width * depth, out.dtype)
     left = empty(-(-high // rows) * rows * depth if ta else 0, out.dtype)
     _product(

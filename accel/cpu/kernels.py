@@ -7,13 +7,15 @@ is called ``one`` and is 1, so ``one - one`` is the zero of the kernel's element
 starts at the literal ``0.0`` would be float64.
 
 Work is cut into pieces whose size follows from the shape alone, never from the number of threads,
-and sums over pieces are added in a fixed order; so the number of threads changes no bit.
+and sums over pieces are added in a fixed order; so the number of threads changes no bit. (Products
+alone are cut more finely for more than eight threads: there no bit depends on the cut.)
 
 One trap: Numba takes a pointer for an array that is never read, and silently drops stores through
 it from the body of a ``prange`` (not from loops inside). ``store`` is a call, which it keeps.
 """
 
 import ctypes
+import functools
 import math
 from typing import Any
 
@@ -43,6 +45,38 @@ MAP: dict[str, Any] = {
 }
 SUM = MAP | {"fastmath": _LIBERTIES | {"reassoc"}}  # sums may be split over the lanes of a vector
 SERIAL = SUM | {"parallel": False}  # called from another kernel, within a task or between them
+
+FEW_THREADS = 8  # for more than these, products are cut anew
+EVEN = 0.9  # of the time of the thread that works longest, at least, every thread then works too
+
+
+@functools.lru_cache(4096)
+def cut_evenly(rows: int, columns: int, threads: int, row_cuts: int, most: int) -> tuple[int, int]:
+    """Return into how many parts to cut the rows and the columns of a product for many threads.
+
+    A thread takes as many tasks as any other, or one more. Of the cuts of the rows into
+    ``row_cuts`` to ``most`` parts that leave threads ``EVEN``, it is that into the fewest tasks,
+    with the fewest parts of the columns; where there is none, the most even.
+
+    Parameters
+    ----------
+    rows, columns : int
+        What tasks can be cut between: blocks of rows, panels of columns.
+    """
+
+    def evenness(r: int, c: int) -> float:
+        longest = -(-r * c // threads) * -(-rows // r) * -(-columns // c)
+        return rows * columns / (threads * longest)
+
+    pairs = [
+        (r, c)
+        for r in range(row_cuts, min(most, row_cuts + 2 * threads) + 1)
+        for c in range(1, min(columns, 2 * threads) + 1)
+    ]
+    even = [pair for pair in pairs if evenness(*pair) >= EVEN]
+    if even:
+        return min(even, key=lambda pair: (pair[0] * pair[1], pair[1]))
+    return max(pairs, key=lambda pair: (evenness(*pair), -pair[0] * pair[1]))
 
 
 def contiguous(x: Array) -> Array:

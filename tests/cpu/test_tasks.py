@@ -1,0 +1,157 @@
+"""Work is cut for many cores: tasks are counted for 64 threads, as Numba would hand them out."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from accel.bench.training import SMALL
+from accel.cpu import bf16, bf16_gemm, gemm, loss
+from accel.cpu.attention_layout import Sizes, cut_runs, forward_tasks
+from accel.cpu.embedding import COLUMNS, PIECES
+from accel.cpu.kernels import PIECE, ROW_PIECE, SUM_PIECE
+from reference.config import Config
+from reference.global_norm import SUM_BLOCK
+from reference.params import decoder_layout
+from reference.presets import GPT2_SMALL, MYLLM_1B
+from reference.visibility import Visibility
+
+THREADS = 64
+MODELS = {
+    "12.6 M": (SMALL, 8, 512),
+    "GPT-2": (GPT2_SMALL, 8, 1024),
+    "MyLLM-1B": (MYLLM_1B, 1, 8192),
+}
+Product = tuple[int, int, int, bool, bool]  # m, n, k, ta, tb
+
+
+def share(tasks: Any) -> float:
+    """Return the threads' working time over what they have until the last is done."""
+    work = np.asarray(tasks, np.float64)
+    edges = np.arange(THREADS + 1) * len(work) // THREADS
+    longest = max(work[low:high].sum() for low, high in itertools.pairwise(edges))
+    return float(work.sum() / THREADS / longest)
+
+
+def parts(n: int, count: int) -> Any:
+    """Return the sizes of ``count`` parts of ``n``."""
+    return np.diff(n * np.arange(count + 1) // count)
+
+
+def products(config: Config, rows: int, chunk_rows: int) -> Iterator[Product]:
+    """Yield the products of a step: forward, to the input, to the weight; last the head's."""
+    width, heads = config.d_model, config.n_heads * config.d_head
+    wide = config.d_ff * (2 if config.ffn == "swiglu" else 1)
+    fused = heads + 2 * config.n_kv_heads * config.d_head
+    chunk = max(loss.CHUNK_ELEMENTS // config.vocab_size // chunk_rows, 1) * chunk_rows
+    chunk = min(chunk, rows)
+    for m, k, n in (
+        *((rows, width, fused), (rows, heads, width), (rows, width, wide)),
+        *((rows, config.d_ff, width), (chunk, config.vocab_size, width)),
+    ):
+        yield m, n, k, False, False
+        yield m, k, n, False, True
+        yield k, n, m, True, False
+
+
+def groups(n: int, group: int) -> list[int]:
+    """Return the sizes of parts of ``n`` that have ``group`` but for the last."""
+    return [min(group, n - start) for start in range(0, n, group)]
+
+
+def cut_for(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(numba, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(gemm, "get_num_threads", lambda: threads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_in_float32_keep_64_threads_at_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(gemm, "_product", lambda *numbers: given.append(numbers))
+    cut_for(monkeypatch, THREADS)
+    config, batch, length = MODELS[name]
+    for m, n, k, ta, tb in products(config, batch * length, loss.CHUNK_ROWS):
+        a, b, out = (
+            np.empty(shape, np.float32)
+            for shape in ((k, m) if ta else (m, k), (n, k) if tb else (k, n), (m, n))
+        )
+        gemm.gemm(a, b, out, ta=ta, tb=tb)
+        high, _, row_tasks, column_tasks = given[-1][-4:]
+        panels = -(-n // (gemm.block_vectors() * gemm.vector_bytes() // 4))
+        needed = 0.0
+        for top in range(0, m, high):  # all threads wait for each other after a pass
+            sixes = -(-min(high, m - top) // gemm.SIX)
+            tasks = np.multiply.outer(parts(sixes, row_tasks), parts(panels, column_tasks))
+            needed += sixes / share(tasks.ravel())
+        assert -(-m // gemm.SIX) / needed >= 0.75, (m, n, k, ta, tb)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_in_bf16_keep_64_threads_at_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_for(monkeypatch, THREADS)
+    config, batch, length = MODELS[name]
+    for m, n, k, _, _ in products(config, batch * length, bf16.CHUNK_ROWS):
+        rows, columns = bf16_gemm.panels(m), bf16_gemm.panels(n)
+        row_group, column_group = bf16_gemm._group(rows, columns)
+        tasks = np.multiply.outer(groups(columns, column_group), groups(rows, row_group))
+        assert share(tasks.ravel()) >= 0.75, (m, n, k)
+
+
+@pytest.mark.parametrize("m, n, k", [(900, 300, 70), (70, 900, 600), (2100, 64, 33)])
+def test_a_product_s_bits_are_those_of_few_threads(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int
+) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((m, k), (k, n)))
+    results: dict[int, list[Any]] = {}
+    for threads in (2, 11, THREADS):
+        cut_for(monkeypatch, threads)
+        plain, rounded, packed = (np.full((m, n), np.nan, np.float32) for _ in range(3))
+        gemm.gemm(a, b, plain)
+        right = bf16_gemm.pack(b, bf16_gemm.B, transposed=False)
+        bf16_gemm.multiply_rows(a, right, rounded)
+        bf16_gemm.multiply(bf16_gemm.pack(a, bf16_gemm.A, transposed=False), right, packed)
+        results[threads] = [plain, rounded, packed]
+    for threads in (11, THREADS):
+        for ours, few in zip(results[threads], results[2], strict=True):
+            assert np.array_equal(ours, few)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_else_has_work_for_64_threads(name: str) -> None:
+    config, batch, length = MODELS[name]
+    rows, width = batch * length, config.d_model
+    tasks = {
+        "elements": [*groups(rows * width, PIECE)],
+        "rows": groups(rows, ROW_PIECE),
+        "sums over rows": groups(rows, SUM_PIECE),
+        "the loss": [1] * loss.CHUNK_ROWS,
+        "the embedding": [1] * (PIECES * -(-width // COLUMNS)),
+        "AdamW": groups(decoder_layout(config).size, PIECE),
+        "the norm": groups(decoder_layout(config).size, SUM_BLOCK),
+        "attention": [1] * forward_tasks(sizes_of(name)),
+    }
+    for what, of in tasks.items():
+        assert len(of) >= THREADS and share(of) >= 0.75, (what, len(of), share(of))
+
+
+def sizes_of(name: str) -> Sizes:
+    config, batch, length = MODELS[name]
+    return Sizes(
+        batch, length, length, config.n_heads, config.n_kv_heads, config.d_head, config.d_head
+    )
+
+
+def test_attention_backward_has_16_tasks_or_its_heads() -> None:
+    """Its bits depend on the cut, and each run of queries has gradients of all keys: no more."""
+    for name, expected in (("12.6 M", 16), ("GPT-2", 96), ("MyLLM-1B", 16)):
+        sizes = sizes_of(name)
+        runs = len(cut_runs(sizes, Visibility(sizes.queries, sizes.keys)))
+        assert sizes.batch * sizes.kv_heads * runs == expected
