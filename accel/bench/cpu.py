@@ -9,34 +9,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from accel import READING, load
-from accel.bench import report
+from accel.bench import bandwidth, llmc, report, scaling
 from accel.bench.cases import OpCase, attention, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, within
-from accel.bench.training import SETTINGS, Training
+from accel.bench.training import SETTINGS, SMALL, Training
 from accel.cpu.ops import SOURCES
-from accel.threads import alone, set_threads, threads
+from accel.threads import alone, available_cores, set_threads, threads
 from reference.boundary import FEW
 from reference.config import Config
 from reference.ops import HOST, Ops, backend
 from reference.presets import GPT2_SMALL
 
-SMALL = Config(
-    vocab_size=8192,
-    d_model=384,
-    n_layers=6,
-    n_heads=6,
-    n_kv_heads=2,
-    d_head=64,
-    d_ff=1024,
-    context_length=1024,
-)
 LARGE = Config(
     vocab_size=8192,
     d_model=512,
@@ -251,32 +242,51 @@ PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "gpt2": lambda bench: bench.step(GPT2, False),
     "attention": Bench.attention,
     "ops": Bench.small_ops,
+    "bytes": lambda bench: bandwidth.rows(load("cpu"), quick=bench.quick),
     "few": Bench.few,
     "memory": Bench.memory,
     "decode": Bench.decode,
 }
+APART = ("llmc",)  # what has to be asked for
 
 
 def main(argv: list[str]) -> int:
     """Run ``myllm bench cpu``."""
-    known = [*PARTS, "compiled"]  # the last is PyTorch's compiler, in the part step
+    usual = [*PARTS, "compiled"]  # the last is PyTorch's compiler, in the part step
+    known = [*usual, *APART]
     p = report.parser(
         "cpu",
         "Time the cpu backend beside PyTorch (optional) on the same threads.",
         "cpu --parts step,attention --threads 2 --chart bench.svg",
     )
-    p.add_argument("--parts", default=",".join(known), help=f"of {', '.join(known)}")
+    p.add_argument("--parts", help=f"of {', '.join(known)}; default: all but the last")
+    p.add_argument("--scaling", action="store_true", help="speed on 1 … all cores, and of ranks")
+    p.add_argument(
+        "--llmc", type=Path, metavar="DIR", help="a checkout of llm.c, for the part llmc"
+    )
     p.add_argument("--threads", type=int, default=None, help="default: the cores available")
     p.add_argument("--quick", action="store_true", help="two samples each: no figures to keep")
     given = report.parse(p, argv)
-    chosen = given.parts.split(",")
+    if given.scaling and (given.parts or given.threads):
+        p.error("--scaling takes every number of threads, and no other part")
+    chosen = usual if given.parts is None else given.parts.split(",")
     unknown = [part for part in chosen if part not in known]
     if unknown:
         p.error(f"no part {unknown[0]!r}; known: {', '.join(known)}")
+    if ("llmc" in chosen) != (given.llmc is not None):
+        p.error("--parts llmc and --llmc DIR, a checkout of llm.c, go together")
     if given.threads is not None:
         set_threads(given.threads)
     modes = ["float32", "bf16"] if bf16_offered() else ["float32"]
+    if given.scaling:
+        about = f"{report.machine('numpy', 'numba')}, {available_cores()} cores"
+        measured = {"scaling": partial(scaling.rows, modes, quick=given.quick)}
+        return report.run(p, given, about, measured)
     bench = Bench(modes, peers(), quick=given.quick, compiled="compiled" in chosen)
     about = f"{report.machine('numpy', 'numba', 'torch')}, {threads()} threads"
-    parts = {name: partial(part, bench) for name, part in PARTS.items() if name in chosen}
+    parts: dict[str, Callable[[], Iterable[Row]]] = {
+        name: partial(part, bench) for name, part in PARTS.items() if name in chosen
+    }
+    if "llmc" in chosen:
+        parts["llmc"] = partial(llmc.compare, given.llmc, modes, quick=given.quick)
     return report.run(p, given, about, parts)

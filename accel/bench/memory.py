@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 
 from accel import load
-from accel.bench.cpu import SMALL, peers
+from accel.bench.cpu import peers
 from accel.bench.timing import Function
-from accel.bench.training import Training
+from accel.bench.training import SMALL, Training
 from accel.threads import set_threads
 
 

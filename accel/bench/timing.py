@@ -37,6 +37,13 @@ def medians(
     return {name: statistics.median(times[name] for times in taken) for name in functions}
 
 
+def clocked(call: Function) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def waited() -> float:
     """Return the seconds that this process's threads have waited for a core, where Linux tells."""
     total = 0

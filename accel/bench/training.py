@@ -1,5 +1,6 @@
 """A model of ours in training on random tokens: what both backends' benchmarks step."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,17 @@ SETTINGS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
+
+SMALL = Config(
+    vocab_size=8192,
+    d_model=384,
+    n_layers=6,
+    n_heads=6,
+    n_kv_heads=2,
+    d_head=64,
+    d_ff=1024,
+    context_length=1024,
+)
 
 
 class Training:
@@ -55,12 +67,15 @@ class Training:
             ops.from_numpy(np.zeros(flat.shape, np.float32)) for _ in range(3)
         )
         rng = np.random.default_rng(0)
-        self.ids, self.targets = (
-            rng.integers(0, config.vocab_size, (B, T)).astype(np.int32) for _ in range(2)
-        )
-        self._given = ops.from_numpy(self.ids), ops.from_numpy(self.targets)
+        self.take(*(rng.integers(0, config.vocab_size, (B, T)).astype(np.int32) for _ in range(2)))
+        self.settings: Mapping[str, Any] = SETTINGS
         self.params = ops.parameters(self.layout.views(self.master))
         self.steps = 0
+
+    def take(self, ids: Array, targets: Array) -> None:
+        """Go on with another batch (B, T) int32."""
+        self.ids, self.targets = ids, targets
+        self._given = self.ops.from_numpy(ids), self.ops.from_numpy(targets)
 
     def loss(self) -> float:
         """Return the mean loss; the gradient of the sum is then in ``grad``."""
@@ -72,9 +87,9 @@ class Training:
             del cache
         return loss.total / loss.n_valid
 
-    def step(self) -> None:
-        """Take a training step."""
-        self.loss()
+    def step(self) -> float:
+        """Take a training step; return the mean loss before it."""
+        loss = self.loss()
         self.steps += 1
         n = self.ids.size
         clipped = clip_scale(self.ops.global_norm(self.grad) / n, 1.0) if self.clip else 1.0
@@ -86,9 +101,10 @@ class Training:
             step=self.steps,
             n_decayed=self.layout.n_decayed,
             grad_scale=clipped / n,
-            **SETTINGS,
+            **self.settings,
         )
         self.params = self.ops.parameters(self.layout.views(self.master))
+        return loss
 
     def check(self, what: str, limit: float, loss: float, gradients: dict[str, Array]) -> None:
         """Raise a ``ValueError`` when a peer's mean loss or gradients differ by more."""

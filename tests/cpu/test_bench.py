@@ -3,21 +3,30 @@
 import argparse
 import dataclasses
 import math
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from accel.bench import cpu, report, timing
+from accel import load
+from accel.bench import bandwidth, cpu, llmc, report, scaling, timing
+from accel.bench.cases import BY_BYTES, small_ops
 from accel.bench.report import Row
+from accel.bench.training import SMALL, Training
+from accel.threads import available_cores, threads
+from dist import cli
+from reference.presets import GPT2_SMALL
+from tests.helpers.weights import write_random
 
 
 def test_it_measures_and_writes_a_table_and_a_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shallow = dataclasses.replace(cpu.SMALL, n_layers=1)
+    shallow = dataclasses.replace(SMALL, n_layers=1)
     monkeypatch.setattr(cpu, "SMALL", shallow)
     monkeypatch.setattr(cpu, "STEPS", [cpu.STEPS[0]._replace(config=shallow)])
     monkeypatch.setattr(cpu, "peers", lambda: None)
@@ -171,3 +180,219 @@ def test_samples_that_waited_for_a_core_are_left_out() -> None:
 )
 def test_quantities_have_three_digits(value: float, unit: str, text: str) -> None:
     assert report._quantity(value, unit) == text
+
+
+# ---- llm.c ---------------------------------------------------------------------------------------
+
+# Speaks as llm.c's train_gpt2.c does, and holds its files to their headers.
+LIKE_LLMC = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+static int *head(const char *name, int magic, int version) {
+    static int header[256];
+    FILE *file = fopen(name, "rb");
+    if (!file || fread(header, 4, 256, file) != 256) { printf("no %s\\n", name); exit(1); }
+    if (header[0] != magic || header[1] != version) { printf("bad %s\\n", name); exit(1); }
+    fclose(file);
+    return header;
+}
+int main() {
+    double losses[] = {LOSSES};
+    if (head("gpt2_124M.bin", 20240326, 3)[7] != PADDED) { printf("not padded\\n"); return 1; }
+    if (head("dev/data/tinyshakespeare/TRAIN", 20240520, 1)[2] != 257) return 1;
+    printf("num_parameters: 1\\nval loss 1\\n");
+    for (int step = 0; step < COUNT; step++)
+        printf("step %d: train loss %f (took %f ms)\\n", step, losses[step], 250.0);
+    fprintf(stderr, "out of steps\\n");
+    if (COUNT > 40) pause();
+    return 3;
+}
+"""
+TINY_GPT2 = dataclasses.replace(
+    GPT2_SMALL, vocab_size=150, n_layers=2, d_model=32, n_heads=2, n_kv_heads=2, d_head=16, d_ff=128
+)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc on this machine")
+    folder = tmp_path / "llm.c"
+    folder.mkdir()
+    return folder
+
+
+def write_program(folder: Path, losses: list[float], count: int = 41) -> None:
+    text = LIKE_LLMC.replace("LOSSES", ", ".join(map(str, losses))).replace("COUNT", str(count))
+    text = text.replace("TRAIN", llmc.TRAIN)
+    (folder / "train_gpt2.c").write_text(text.replace("PADDED", "256"))
+
+
+def true_losses(n: int) -> list[float]:
+    """Return the losses of steps as the reference takes them, by llm.c's settings."""
+    model = Training(load("reference"), TINY_GPT2, llmc.B, llmc.T)
+    tokens = np.random.default_rng(0).integers(0, 150, llmc.B * llmc.T + 1).astype(np.int32)
+    model.settings = llmc.SETTINGS
+    model.take(tokens[:-1].reshape(llmc.B, llmc.T), tokens[1:].reshape(llmc.B, llmc.T))
+    return [model.step() for _ in range(n)]
+
+
+def test_llm_c_s_trainer_is_built_fed_and_timed(checkout: Path) -> None:
+    write_program(checkout, [*true_losses(2), 9.9])
+    [row] = llmc.compare(checkout, ["float32"], quick=True, config=TINY_GPT2)
+    assert row.theirs == 0.25 and 0 < row.ours < 0.25 and row.bar == 0.16
+
+
+@pytest.mark.parametrize(
+    ("losses", "count", "why"),
+    [
+        ([1.0, 1.0], 41, "our loss of step 0, float32, differs from llm.c's"),
+        ([1.0, 1.0], 1, r"llm.c's trainer ended early \(status 3\): out of steps"),
+    ],
+)
+def test_another_loss_or_an_early_end_is_not_timed(
+    checkout: Path, losses: list[float], count: int, why: str
+) -> None:
+    write_program(checkout, losses, count)
+    with pytest.raises(ValueError, match=why):
+        next(llmc.compare(checkout, ["float32"], quick=True, config=TINY_GPT2))
+
+
+def test_a_step_that_learns_otherwise_is_not_timed(checkout: Path) -> None:
+    first, second = true_losses(2)
+    write_program(checkout, [first, second * 1.01])
+    with pytest.raises(ValueError, match="our loss of step 1, float32, differs"):
+        next(llmc.compare(checkout, ["float32"], quick=True, config=TINY_GPT2))
+
+
+def test_without_llm_c_or_a_compiler_a_sentence_says_so(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--parts", "llmc", "--llmc", str(checkout)]
+    assert cpu.main(words) == 1
+    assert "has no train_gpt2.c: give --llmc a checkout of https" in capsys.readouterr().err
+    (checkout / "train_gpt2.c").write_text("int main( {")
+    assert cpu.main(words) == 1
+    assert "did not compile" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert cpu.main(words) == 1
+    assert "there is no C compiler to build llm.c with" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cpu.main(["--parts", "llmc"])
+    assert "--llmc DIR" in capsys.readouterr().err
+
+
+def test_its_checkpoint_is_the_one_that_is_exported(tmp_path: Path) -> None:
+    views = write_random(tmp_path / "mine", TINY_GPT2)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "exported.bin")]) == 0
+    llmc.write_checkpoint(tmp_path / "ours.bin", TINY_GPT2, views)
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "exported.bin").read_bytes()
+
+
+# ---- scaling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts", "divisions"),
+    [
+        (1, [1], [(1, 1)]),
+        (2, [1, 2], [(1, 2), (2, 1)]),
+        (6, [1, 2, 4, 6], [(1, 6), (2, 3)]),
+        (64, [1, 2, 4, 8, 16, 32, 64], [(2**i, 2 ** (6 - i)) for i in range(7)]),
+    ],
+)
+def test_scaling_goes_up_to_all_cores(
+    cores: int, counts: list[int], divisions: list[tuple[int, int]]
+) -> None:
+    assert scaling.counts(cores) == counts
+    assert scaling.divisions(cores) == divisions
+
+
+def test_scaling_prints_threads_and_ranks_by_threads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(cpu, "bf16_offered", lambda: False)
+    monkeypatch.setattr(scaling, "available_cores", lambda: 4)
+    monkeypatch.setattr(scaling, "set_threads", asked.append)
+
+    def taken(functions: dict[str, Callable[[], object]], **how: object) -> dict[str, float]:
+        times = {}
+        for name, call in functions.items():
+            call()
+            times[name] = 0.02 / asked[-1] ** 0.5
+        return times
+
+    monkeypatch.setattr(scaling, "alternate", taken)
+    work = scaling.Work("some work", 3.0, "GB/s", lambda: None)
+    monkeypatch.setattr(scaling, "step_work", lambda mode: work)
+    monkeypatch.setattr(scaling, "op_works", lambda ops: iter(()))
+    speeds = {1: 100.0, 2: 90.0, 4: 70.0}
+    monkeypatch.setattr(scaling, "together", lambda mode, ranks, each, seconds: speeds[ranks])
+    assert cpu.main(["--scaling", "--quick"]) == 0
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
+    rows = {cell[1]: cell[2:] for cell in cells if len(cell) > 4}
+    assert rows["some work, 1 / 1 threads"][:3] == ["150 GB/s", "150 GB/s", "1.00"]
+    assert rows["some work, 2 / 1 threads"][2] == "1.41"
+    four = rows["some work, 4 / 1 threads"]
+    assert (four[0], four[2], four[-2]) == ("300 GB/s", "2.00", "50% of 4")
+    assert rows["a step, 12.6 M, float32, 4 × 1 / 1 × 4"][:3] == [
+        "70.0 tokens/s",
+        "100 tokens/s",
+        "0.70",
+    ]
+    assert asked[-1] == threads()  # as before
+
+
+@pytest.mark.slow  # two processes train a model of 12.6 M
+def test_ranks_train_at_the_same_time() -> None:
+    if available_cores() < 2:
+        pytest.skip("one core has one rank")
+    one = scaling.together("float32", 1, 1, 1.0)
+    two = scaling.together("float32", 2, 1, 1.0)
+    assert 0 < one and one < two < 3 * one
+    with pytest.raises(ValueError, match="ended before it had trained"):
+        scaling.together("float16", 1, 1, 1.0)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def test_bytes_moved_are_those_of_the_arrays_read_and_written() -> None:
+    ops = load("reference")
+    for case in small_ops([(16, 64)]):
+        if case.op not in BY_BYTES:
+            continue
+        found = case.forward(ops)()
+        out = found[0] if isinstance(found, tuple) else found
+        to, fro = bandwidth.moved(case)
+        large = [array for array in case.arrays if array.size == out.size]
+        if case.op == "embedding":
+            ids, table = case.arrays
+            assert to == ids.nbytes + out.nbytes + table[ids].nbytes
+            assert fro == ids.nbytes + out.nbytes + table.nbytes
+        else:
+            assert to == sum(array.nbytes for array in large) + out.nbytes
+            # dout, dx, and x where the backward reads it
+            reads_x = case.op in ("relu", "rmsnorm", "layernorm")
+            assert fro == (0 if case.op in ("add", "softmax") else (2 + reads_x) * out.nbytes)
+
+
+def test_every_op_bound_by_memory_has_its_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bandwidth, "PARAMETERS", 5000)
+    monkeypatch.setattr(bandwidth, "small_ops", lambda: small_ops([(16, 64)]))
+    assert cpu.main(["--quick", "--parts", "bytes"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/ a copy" in line]
+    named = [" ".join(line.split()[1:3]) for line in lines]
+    two = ("scale", "relu", "embedding", "rmsnorm", "layernorm")
+    assert sorted(named) == sorted(
+        ["adamw 12.6", "add forward", "softmax forward"]
+        + [f"{op} {way}" for op in two for way in ("forward", "backward")]
+    )
+    assert all("GB/s" in line and "≥ 0.90" in line for line in lines)

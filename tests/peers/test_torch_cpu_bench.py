@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from accel.bench import cpu
+from accel.bench.training import SMALL
 
 pytest.importorskip("torch")
 
@@ -20,7 +21,7 @@ def test_every_part_agrees_with_pytorch(part: str, capsys: pytest.CaptureFixture
 def test_a_training_step_agrees_with_pytorch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = dataclasses.replace(cpu.SMALL, n_layers=1, vocab_size=512)
+    small = dataclasses.replace(SMALL, n_layers=1, vocab_size=512)
     step = cpu.STEPS[0]._replace(config=small, batch=2, length=64)
     monkeypatch.setattr(cpu, "STEPS", [step])
     monkeypatch.setattr(cpu, "SMALL", small)
