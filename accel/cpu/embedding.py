@@ -23,7 +23,8 @@ from accel.cpu.kernels import (
     receiver,
 )
 from accel.cpu.memory import empty
-from accel.cpu.simd import at, pointer
+from accel.cpu.packing import prefetch
+from accel.cpu.simd import at, pointer, vector_columns
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
@@ -43,8 +44,11 @@ class EmbeddingCache(NamedTuple):
 @jit(**MAP)
 def _gather(like: Any, ids: int, table: int, out: int, n: int, width: int) -> None:
     index, rows, y = pointer(ids, np.int32(0)), pointer(table, like), pointer(out, like)
+    line = vector_columns(rows)  # elements of a vector, which is a cache line or a part of one
     for piece in prange((n + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(n, (piece + 1) * ROW_PIECE)):
+            if i + 1 < n:  # rows lie anywhere: the processor does not see the next one coming
+                prefetch(at(rows, np.int64(index[i + 1]) * width), 0, width, line)
             u, z = at(rows, np.int64(index[i]) * width), at(y, i * width)
             for j in range(width):
                 z[j] = u[j]
