@@ -5,7 +5,7 @@ With ``--minutes`` it first writes the run file (``sizing.py``), which takes som
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     """The figures of a run; bytes unless said otherwise."""
 
     parameters: int
+    weights_alone: int  # of them, in matrices and tables
     parts: dict[str, int]  # of them, by part of the model
     block: int  # of them, those of one layer
     master: int  # float32, on every rank
@@ -140,6 +141,7 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
     exposures = run.steps * run.tokens_per_step
     return Plan(
         parameters=n,
+        weights_alone=layout.n_decayed,
         parts=parameters_by_part(run.model),
         block=sum(
             s.size for name, (_, s) in layout.offsets.items() if name.startswith("layers.0.")
@@ -191,6 +193,48 @@ def largest_micro_batch(run: RunFile, ranks: int, level: str, limit: float) -> i
     return 0
 
 
+def others(run: RunFile, ranks: int) -> list[str]:
+    """Return the model with a layer less and one more, and with shorter windows, side by side."""
+    model, item = run.model, 2 if run.run.compute == "bf16" else 4
+
+    def line(what: str, values: Iterable[float], show: Callable[[float], str]) -> str:
+        return f"  {what:<18}" + "".join(f"{show(value):>15}" for value in values)
+
+    out = [""]
+    if isinstance(model.window, int):  # else there is a window for each layer
+        layers = [n for n in range(model.n_layers - 1, model.n_layers + 2) if n > 0]
+        models = [dataclasses.replace(model, n_layers=n) for n in layers]
+        plans = [make_plan(dataclasses.replace(run, model=m), ranks) for m in models]
+        states = [p.master + p.moments + p.gradients + p.weights for p in plans]
+        kept = [p.activations[run.run.recompute] for p in plans]
+        out += [
+            line("layers", layers, str),
+            line("parameters", (p.parameters for p in plans), lambda n: f"{n:,}"),
+            line("state of a rank", states, bytes_text),
+            line("activations", kept, bytes_text),
+            line("operations/token", (p.flops[0] for p in plans), lambda n: f"{n:.4g}"),
+        ]
+    T = model.context_length
+    lengths = [T >> i for i in range(4, -1, -1) if T >> i]
+    contexts = [dataclasses.replace(model, context_length=n) for n in lengths]
+    tokens = [run.train.micro_batch * n for n in lengths]
+    kept = [
+        activation_bytes(c, n, item)[run.run.recompute]
+        for c, n in zip(contexts, tokens, strict=True)
+    ]
+    return [
+        *out,
+        line("context", lengths, lambda n: f"{n:,}"),
+        line("activations", kept, bytes_text),
+        line("KV cache", (kv_cache_bytes(c, item) for c in contexts), bytes_text),
+        line(
+            "operations/token",
+            (training_flops(c, c.context_length, causal=False) for c in contexts),
+            lambda n: f"{n:.4g}",
+        ),
+    ]
+
+
 def gpu_lines(run: RunFile, ranks: int) -> list[str]:
     """Return what a GPU has to hold, and what fits one."""
     out = ["", "a rank's GPU, by run.recompute: by arithmetic, not measured"]
@@ -230,6 +274,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
     per_rank = p.master + p.moments + p.gradients + p.weights
     out = [
         f"parameters          {p.parameters:>22,}",
+        f"  weights alone     {p.weights_alone:>22,}  (matrices and tables, which decay)",
         *(
             f"  {part:<18}{n:>22,}  {n / p.parameters:.1%}"
             f"{' (the head, too)' if part == 'embedding' and model.tied else ''}"
@@ -251,6 +296,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
             for level, n in p.activations.items()
         ),
         *(gpu_lines(run, ranks) if run.run.backend == "cuda" else []),
+        *others(run, ranks),
         "",
         "floating-point operations",
         f"  training, a token {p.flops[0]:>22,.0f}  (6N + attention, all scores counted)",

@@ -39,13 +39,18 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", required=True, metavar="FILE")
     parser.add_argument("--pattern", default="gpt4", help="gpt4, gpt2 or a regular expression")
     parser.add_argument("--min-count", type=int, default=2, help="least count of a merged pair")
+    parser.add_argument(
+        "--max-chars", type=float, metavar="N", help="of text, as much from each of PATHS"
+    )
     parser.add_argument("--threads", type=int, default=None, help="threads that count words")
     options = parser.parse_args(argv)
+    if options.max_chars is not None and not options.max_chars > 0:
+        parser.error("--max-chars must be above 0")
     _writable(options.output)
     start = time.monotonic()
     with _reading(options) as source:
         tokenizer = train_from_iterator(
-            _some(source.texts(cut_freely=options.pattern in ("gpt4", "gpt2"))),
+            _some(_sample(source, options.max_chars, options.pattern in ("gpt4", "gpt2"))),
             options.vocab_size,
             pattern=options.pattern,
             min_count=options.min_count,
@@ -63,6 +68,20 @@ def train(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _sample(source: Source, chars: float | None, cut_freely: bool) -> Iterator[bytes]:
+    """Yield texts: all, or from each path until they have its share of so many characters."""
+    if chars is None:
+        yield from source.texts(cut_freely=cut_freely)
+        return
+    for path in source.paths:
+        left = chars / len(source.paths)
+        for text in dataclasses.replace(source, paths=[path]).texts(cut_freely=cut_freely):
+            yield text
+            left -= len(text.decode("utf-8", "surrogatepass"))
+            if left <= 0:
+                break
 
 
 def _some(texts: Iterator[bytes]) -> Iterator[bytes]:

@@ -68,6 +68,8 @@ def never() -> None:
         (["--parts", "step,steps"], "no part 'steps'"),
         (["--table", "nowhere/x.md"], "no folder nowhere"),
         (["--chart", "x.gif"], "a .png or .svg file"),
+        (["--scaling", "--threads", "1"], "--scaling takes every number of threads"),
+        (["--llmc", "."], "--parts llmc and --llmc DIR"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_measured(

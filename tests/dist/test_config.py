@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist import config, keys
+from dist import cli, config, keys
 from reference import presets
 from tests.helpers import ROOT
 from tests.helpers.runs import tables
@@ -27,6 +27,18 @@ def test_the_headline_run_is_47837_and_57221_steps() -> None:
 
 def test_gpt2_small_is_the_model_of_the_reference() -> None:
     assert config.load("gpt2-small").model == presets.GPT2_SMALL
+
+
+def test_gpt2_textbook_is_the_model_of_the_reference_and_its_weights_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert config.load("gpt2-textbook").model == presets.GPT2_TEXTBOOK
+    assert cli.main(["plan", "gpt2-textbook"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"parameters +124,356,864\n +weights alone +124,318,464 ", said)
+    assert cli.main(["plan", "gpt2-textbook", "--set", "model.vocab_size=50304"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"parameters +124,392,960\n +weights alone +124,354,560 ", said)
 
 
 @pytest.mark.parametrize("path", sorted(config.PRESETS.glob("*.toml")), ids=lambda p: p.stem)

@@ -77,6 +77,28 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at most 8 ranks" in capsys.readouterr().err
 
 
+def test_a_layer_less_and_one_more_and_shorter_windows_stand_side_by_side(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["plan", "myllm-1b", "--ranks", "8"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    layers = next(i for i, line in enumerate(lines) if line[:1] == ["layers"])
+    assert lines[layers][1:] == ["27", "28", "29"]
+    n, block = 1_055_231_744, 33_492_480
+    assert lines[layers + 1][1:] == [f"{n - block:,}", f"{n:,}", f"{n + block:,}"]
+    context = next(i for i, line in enumerate(lines) if line[:1] == ["context"])
+    assert lines[context][1:] == ["512", "1,024", "2,048", "4,096", "8,192"]
+    # each of four windows: 51,776 bytes a token and layer
+    kept = [f"{4 * (512 << i) * 28 * 51_776 / 2**30:.1f}" for i in range(5)]
+    assert lines[context + 1][1::2] == kept
+    assert lines[context + 2][2::2] == ["14.0", "28.0", "56.0", "112.0", "224.0"]
+    # a window for each layer: there is no layer more to compare with
+    words = ["plan", "laptop", "--set", "model.window=[4, 0, 4, 0, 4, 0, 4, 0]"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "context" in said and "\n  layers" not in said
+
+
 @pytest.mark.parametrize("preset", ["gpt2-small", "laptop", "demo"])
 def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", preset, "--ranks", "2", "--set", "optim.clip=0.5"]) == 0

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,29 @@ def run(
 def tok(tmp_path: Path) -> Path:
     small().save(tmp_path / "small.tok")
     return tmp_path / "small.tok"
+
+
+def test_a_sample_takes_as_much_from_each_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, letters, rows in (("a", "äb", 400), ("b", "cd", 20), ("c", "ef", 400)):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"text": letters * 10}) for _ in range(rows)]  # of 20 characters
+        (tmp_path / name / "1.jsonl").write_text("\n".join(lines))
+    seen: list[bytes] = []
+
+    def learn(texts: Iterable[bytes], *sizes: int, **options: object) -> Tokenizer:
+        seen.extend(texts)
+        return small()
+
+    monkeypatch.setattr("tokenizer.cli.train_from_iterator", learn)
+    words = ("train", *(tmp_path / name for name in "abc"), "--vocab-size", 300)
+    status, *_ = run(monkeypatch, *words, "--max-chars", "3e3", "-o", tmp_path / "t.tok")
+    assert status == 0
+    assert [seen.count(letters.encode() * 10) for letters in ("äb", "cd", "ef")] == [50, 20, 50]
+    assert len(seen) == 120
+    status, _, err, _ = run(monkeypatch, *words, "--max-chars", 0, "-o", tmp_path / "t.tok")
+    assert status == 2 and "--max-chars must be above 0" in err
 
 
 def test_train_encode_decode_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
