@@ -23,7 +23,7 @@ from accel.tolerance import (
     scaled_fp8,
 )
 from accel.verify import check_module
-from accel.verify.contract import DTYPES, applies, plain_results, reference_results
+from accel.verify.contract import DTYPES, Case, applies, plain_results, reference_results
 from accel.verify.load import as_subject
 from accel.verify.ops.attention import _moved
 from accel.verify.search import Dealer
@@ -156,6 +156,19 @@ def tenfold(where: str) -> SimpleNamespace:
 @pytest.mark.parametrize("where", ["out", "dv"])
 def test_large_scores_are_held_to_more_than_being_finite(where: str) -> None:
     assert where in wrong_results("attention", tenfold(where), where, "bf16", rounds=(15, None))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float16"])
+def test_beside_a_score_of_minus_infinity_the_others_decide(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.random((1, 8, 1, 1)).astype(np.float32) for _ in "qkv")
+    q, k[0, 3], v[0, 3] = 60 * q, -np.inf, 0
+    store = round_bf16 if dtype == "bf16" else round_float16
+    q, k, v = store(q), store(k), store(v)
+    given: dict[str, Any] = dict.fromkeys(("alibi", "key_mask", "documents"))
+    case = Case("attention", dtype, {"q": q, "k": k, "v": v} | given, {"causal": False}, None, {})
+    (out,) = [j for j in as_subject(unfused_attention(False, store)).run(case) if j.name == "out"]
+    assert out.ok, out.problem or out.closeness
 
 
 def test_a_probability_moves_as_far_as_its_scores_let_it() -> None:

@@ -161,7 +161,7 @@ class _Table(NamedTuple):
     product: Array  # the score before ALiBi
     score: Array
     size: Array  # what the terms of a score add up to in magnitude
-    seen: Array  # which keys may be seen
+    seen: Array  # which keys may be seen, and have a score
     lse: Array  # log Σ exp(score) of what is seen; +inf where that is nothing
     p: Array
     kept: Array  # κ of the dropout
@@ -187,7 +187,7 @@ def _table(v: Values) -> _Table:
         lower = v["alibi"].reshape(Hkv, -1, 1, 1) * who.distance
         score, size = score - lower, size + np.abs(lower)
 
-    seen = who.allowed()[:, None, None]
+    seen = who.allowed()[:, None, None] & (score != -np.inf)
     masked = np.where(seen, score, -np.inf)
     top = np.max(masked, axis=-1, keepdims=True)
     top = np.where(top == -np.inf, 0, top)
