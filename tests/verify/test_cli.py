@@ -6,18 +6,20 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from accel.verify import VerificationError, check_module, golden
+from accel.verify import VerificationError, check_case, check_module, check_op, golden
 from accel.verify.apart import WORKERS
 from accel.verify.cli import UNTRIED
 from accel.verify.load import as_subject
 from dist.cli import main
 from reference import ops
 from reference.ops import OPS
+from reference.types import Array
 from tests.helpers import ROOT
 
 README = ROOT / "accel" / "verify" / "README.md"
@@ -331,6 +333,14 @@ def test_wrong_usage_is_status_2(arguments: list[str], capsys: pytest.CaptureFix
     assert "myllm verify: error:" in capsys.readouterr().err
 
 
+def test_an_op_outside_the_contract_is_shown_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--op", "groupnorm"])
+    assert "myllm verify --like REF.py" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"no op 'groupnorm'.*myllm verify --like REF\.py"):
+        check_op("groupnorm", forward=lambda x: x)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -375,6 +385,24 @@ def test_the_command_that_runs_a_case_again_is_one_for_a_shell(
     (again,) = re.findall(r"again: myllm (verify .*)", capsys.readouterr().out)
     assert main(shlex.split(again)) == 1
     assert "FAIL softmax: out" in capsys.readouterr().out
+
+
+def test_the_call_that_runs_a_case_again_is_one_for_python(tmp_path: Path) -> None:
+    def forward(x: Array) -> Array:
+        return ops.softmax(x) * 2
+
+    few: dict[str, Any] = {"dtypes": ["float32"], "examples": 5, "raises": False}
+    said = {}
+    for name, save in (("saved", tmp_path), ("drawn", None)):
+        text = check_op("softmax", forward=forward, **few, save=save).text()
+        (said[name],) = re.findall(r"again: (.*)", text)
+    known = {"forward": forward, "check_case": check_case, "check_op": check_op}
+    for again in said.values():
+        again = re.sub(r"forward=[\w.<>]*forward", "forward=forward", again)
+        with pytest.raises(AssertionError, match="softmax: out"):
+            eval(again, known)
+    assert "examples=5" in said["drawn"] and "check_case(" in said["saved"]
+    check_case(next(tmp_path.rglob("*.npz")), forward=ops.softmax)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04junk", b"PK"])

@@ -1,5 +1,7 @@
 """Each precision: right kernels raise no alarm, those of the next coarser one are caught."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,9 @@ from accel.tolerance import (
     scaled_fp8,
 )
 from accel.verify import check_module
-from accel.verify.contract import DTYPES, applies, plain_results, reference_results
+from accel.verify.contract import DTYPES, Case, applies, plain_results, reference_results
 from accel.verify.load import as_subject
+from accel.verify.ops.attention import _moved
 from accel.verify.search import Dealer
 from reference.ops import OPS
 from reference.types import Array
@@ -122,6 +125,64 @@ COARSER = [
 )
 def test_a_coarser_precision_is_caught(kernel: Any, dtype: str, op: str) -> None:
     assert wrong_results(op, kernel, dtype=dtype, rounds=(15,))
+
+
+def tenfold(where: str) -> SimpleNamespace:
+    """Return 16-bit attention that takes P ten times where a query's own score is beyond 300."""
+    plain = unfused_attention(False)
+
+    def large(cache: Any) -> Array:
+        q, k, _, p, _, _, factor, _ = cache
+        s = np.abs(factor * (q @ k.swapaxes(-1, -2)))
+        own = np.take_along_axis(s, np.argmax(p, axis=-1, keepdims=True), axis=-1)
+        return np.asarray(1 + 9 * (own > 300), np.float32)
+
+    @functools.wraps(plain.attention_forward)
+    def attention_forward(*arrays: Array, **options: Any) -> Any:
+        out, cache = plain.attention_forward(*arrays, **options)
+        times = large(cache).transpose(0, 2, 1, 3) if where == "out" else 1
+        return out * np.asarray(times, np.float32), cache
+
+    def attention_backward(dout: Array, cache: Any) -> Any:
+        q, k, v, p, keep, pk, factor, G = cache
+        times = large(cache) if where == "dv" else 1
+        return plain.attention_backward(dout, (q, k, v, p * times, keep, pk * times, factor, G))
+
+    return SimpleNamespace(
+        attention_forward=attention_forward, attention_backward=attention_backward
+    )
+
+
+@pytest.mark.parametrize("where", ["out", "dv"])
+def test_large_scores_are_held_to_more_than_being_finite(where: str) -> None:
+    assert where in wrong_results("attention", tenfold(where), where, "bf16", rounds=(15, None))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float16"])
+def test_beside_a_score_of_minus_infinity_the_others_decide(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.random((1, 8, 1, 1)).astype(np.float32) for _ in "qkv")
+    q, k[0, 3], v[0, 3] = 60 * q, -np.inf, 0
+    store = round_bf16 if dtype == "bf16" else round_float16
+    q, k, v = store(q), store(k), store(v)
+    given: dict[str, Any] = dict.fromkeys(("alibi", "key_mask", "documents"))
+    case = Case("attention", dtype, {"q": q, "k": k, "v": v} | given, {"causal": False}, None, {})
+    (out,) = [j for j in as_subject(unfused_attention(False, store)).run(case) if j.name == "out"]
+    assert out.ok, out.problem or out.closeness
+
+
+def test_a_probability_moves_as_far_as_its_scores_let_it() -> None:
+    """Beside the extremes that are met when each score takes either end of its interval."""
+    rng = np.random.default_rng(0)
+    score, eta = 20 * rng.standard_normal((3, 6)), 9 * rng.random((3, 6))
+    seen = np.array([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1], [0, 0, 0, 1, 0, 0]], np.bool_)
+    z = np.where(seen, score - np.max(score, axis=-1, keepdims=True), -np.inf)
+    ends = np.array([*itertools.product((-1, 1), repeat=6)])[:, None]
+    e = np.exp(z + ends * eta)
+    p = e / e.sum(axis=-1, keepdims=True)
+    least, most = _moved(z, np.where(seen, eta, 0))
+    np.testing.assert_allclose(least, p.min(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(most, p.max(axis=0), rtol=1e-12)
 
 
 def test_tf32_and_eight_bits_are_for_what_is_multiplied_or_stored() -> None:

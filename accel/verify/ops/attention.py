@@ -158,9 +158,10 @@ class _Table(NamedTuple):
     """What attention makes of every query and key."""
 
     scale: float
+    product: Array  # the score before ALiBi
     score: Array
     size: Array  # what the terms of a score add up to in magnitude
-    seen: Array  # which keys may be seen
+    seen: Array  # which keys may be seen, and have a score
     lse: Array  # log Σ exp(score) of what is seen; +inf where that is nothing
     p: Array
     kept: Array  # κ of the dropout
@@ -180,13 +181,13 @@ def _table(v: Values) -> _Table:
     Hkv, d = v["k"].shape[2:]
     q, k, who = _by_head(v["q"], Hkv), _by_head(v["k"], Hkv), _visibility(v)
     scale = v.get("scale") or 1 / math.sqrt(d)
-    score = scale * (q @ k.swapaxes(-1, -2))
+    score = product = scale * (q @ k.swapaxes(-1, -2))
     size = abs(scale) * (np.abs(q) @ np.abs(k).swapaxes(-1, -2))
     if v.get("alibi") is not None:
         lower = v["alibi"].reshape(Hkv, -1, 1, 1) * who.distance
         score, size = score - lower, size + np.abs(lower)
 
-    seen = who.allowed()[:, None, None]
+    seen = who.allowed()[:, None, None] & (score != -np.inf)
     masked = np.where(seen, score, -np.inf)
     top = np.max(masked, axis=-1, keepdims=True)
     top = np.where(top == -np.inf, 0, top)
@@ -199,7 +200,7 @@ def _table(v: Values) -> _Table:
         B, T, Hq, _ = v["q"].shape
         keep = keep_mask((B, Hq, T, len(k[0, 0, 0])), v["dropout_p"], v["dropout_key"])
         kept = keep.reshape(score.shape) / (1 - v["dropout_p"])
-    return _Table(abs(scale), score, size, seen, lse[..., 0], p, kept)
+    return _Table(abs(scale), product, score, size, seen, lse[..., 0], p, kept)
 
 
 def magnitude(v: Values, dout: Array, u: Unit) -> Magnitudes:
@@ -256,22 +257,22 @@ def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: Unit) -> dict
     """Return s of 16-bit attention: what may be rounded to 16 bits on the way, to first order in u.
 
     Plain code adds up in float32 and rounds whatever it writes to memory. On the way to P that is
-    q or its product with the scale (which is off by A u), the score, the score with ALiBi (|s| u
-    each) and the distance from the largest: a score is off by η. Then
-    p̃ = p exp(±η) / Σ p exp(±η), of which exp and the quotient are stored. On the way to ds: dp, dp
-    with dropout, D = Σ p dp = do·out, where out was stored, dp - D, and the product with p. The
-    results are stored, dk and dv for each query head before a group is added up.
+    q or its product with the scale (which, with what ALiBi takes off, is off by A u), the score
+    before ALiBi and with it, and the distance from the largest: a score is off by η. How far P
+    moves then is counted whole (``_moved``); of it, exp is stored, which a sum is made of, and the
+    quotient. On the way to ds: dp, dp with dropout, D = Σ p dp = do·out, where out was stored,
+    dp - D, and the product with p; of dropout the factor too. The results are stored, dk and dv for
+    each query head before a group is added up. A backward that makes P again has to take scores as
+    they were in its lse: of others P has not the sum 1, and with scores of 1,000 it may be
+    anything.
     """
-    p = a.p + u.least * a.seen
     top = np.max(np.where(a.seen, a.score, -np.inf), axis=-1, keepdims=True)
-    below = np.where(a.seen, top - np.where(a.seen, a.score, 0), 0)
-    eta = np.where(a.seen, u * (a.size + 2 * np.abs(a.score) + below), 0)
-    eta = np.minimum(eta, 40)  # beyond which anything goes
-    least = np.sum(a.p * np.exp(-eta), axis=-1, keepdims=True)
-    grown = np.exp(eta) / np.where(least > 0, least, 1)
-    dp_err = p * (2 + (grown - 1) / u)  # of p, in units of u
-    more = p * grown  # what p may have become
-    pk_err = dp_err * a.kept + more * a.kept  # the product with dropout is stored
+    z = np.where(a.seen, a.score - np.where(a.seen, top, 0), -np.inf)
+    below = np.where(a.seen, -z, 0)
+    eta = np.where(a.seen, u * (a.size + np.abs(a.product) + np.abs(a.score) + below), 0)
+    least, most = _moved(z, eta)
+    p_err = np.maximum(most - a.p, a.p - least) / u + 3 * (most + u.least * a.seen)  # in units of u
+    pk_err = (p_err + 2 * most) * a.kept
 
     pk, sizes = a.p * a.kept, [np.abs(x) for x in (q, k, v, do)]
     if not np.any(do):
@@ -280,10 +281,10 @@ def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: Unit) -> dict
 
     dp = (do @ v.swapaxes(-1, -2)) * a.kept
     D = np.sum(a.p * dp, axis=-1, keepdims=True)
-    D_err = np.sum(dp_err * np.abs(dp) + 3 * more * np.abs(dp), axis=-1, keepdims=True)
+    D_err = np.sum(p_err * np.abs(dp) + 4 * most * np.abs(dp), axis=-1, keepdims=True)
     D_err = D_err + np.sum(np.abs(do * (pk @ v)), axis=-1, keepdims=True) + np.abs(D)
     off = np.abs(dp - D)
-    ds_err = dp_err * off + more * (2 * np.abs(dp) + D_err + 2 * off) + u.least * a.seen
+    ds_err = p_err * off + most * (3 * np.abs(dp) + D_err + 2 * off) + u.least * a.seen
     ds = a.p * (dp - D)
     stored = _products(a.scale, pk, ds, q, k, v, do)
     for name, by_head in (
@@ -293,6 +294,33 @@ def _stored(a: _Table, q: Array, k: Array, v: Array, do: Array, u: Unit) -> dict
         stored[name] = np.sum(np.abs(by_head), axis=2).transpose(0, 2, 1, 3)
     s = _products(a.scale, pk_err, ds_err, *sizes)
     return {name: x + 2 * np.abs(stored[name]) for name, x in s.items()}
+
+
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
+def _moved(z: Array, eta: Array) -> tuple[Array, Array]:
+    """Return the least and the most that each P may become when each score is off by η at most.
+
+    P_i = exp(z_i) / Σ exp(z_j) grows with z_i and falls with all other scores, so that it is most
+    at z_i + η_i and z_j - η_j.
+    """
+    up, down = z + eta, z - eta
+    least = 1 / (1 + np.exp(_log_of_others(up) - down))
+    most = 1 / (1 + np.exp(_log_of_others(down) - up))
+    seen = z > -np.inf
+    # exp has nothing below -745, which 2η may bring back
+    return np.where(seen & (eta < 300), least, 0), np.where(seen, most, 0)
+
+
+def _log_of_others(z: Array) -> Array:
+    """Return log Σ exp(z_j) over all j ≠ i along the last axis, without taking e_i off a sum."""
+    first = np.argmax(z, axis=-1, keepdims=True)
+    top = np.take_along_axis(z, first, axis=-1)
+    e = np.exp(z - np.where(top == -np.inf, 0, top))
+    np.put_along_axis(e, first, 0, axis=-1)
+    others = np.sum(e, axis=-1, keepdims=True)
+    rest = others - e + 1  # the largest is 1
+    np.put_along_axis(rest, first, others, axis=-1)
+    return np.asarray(np.log(rest) + np.where(top == -np.inf, 0, top))
 
 
 # ---- what a backward is given, and what goes wrong -----------------------------------------------
