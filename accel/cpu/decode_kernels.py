@@ -26,7 +26,7 @@ from numba.extending import overload
 from accel.cpu import q8_kernels
 from accel.cpu.activations import normal
 from accel.cpu.halves import as_type
-from accel.cpu.kernels import SERIAL, SUM, store
+from accel.cpu.kernels import EACH, SERIAL, SUM, store
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
 from reference.config import FeedForward
@@ -196,15 +196,19 @@ def _norm(
         s = one - one
         for j in range(width):
             s += (u[j] - mean) * (u[j] - mean)
-        r = one / np.sqrt(s * inv + eps)
-        for j in range(width):
-            z[j] = (u[j] - mean) * r * gain[j]
+        _scaled(u, mean, one / np.sqrt(s * inv + eps), gain, z, width)
         if centred:
             for j in range(width):
                 z[j] += bias[j]
 
 
-@jit(**SERIAL)
+@jit(**EACH)
+def _scaled(u: Any, mean: Any, r: Any, gain: Any, z: Any, width: int) -> None:
+    for j in range(width):
+        z[j] = (u[j] - mean) * r * gain[j]
+
+
+@jit(**EACH)
 def _turn_and_store(
     model: Any, layer: Any, token: Any, kept_like: Any, qkv: Any, positions: Any
 ) -> None:
@@ -327,7 +331,7 @@ def _attend(
             z[j] *= r
 
 
-@jit(**SERIAL)
+@jit(**EACH)
 def _activate(model: Any, x: Any, out: Any, batch: int) -> None:
     """Write the activation of each row of x: (B, 2F) for SwiGLU, else (B, F)."""
     one, width = model.one, model.hidden
