@@ -6,10 +6,8 @@ use, divided among the ranks that MPI started on this machine.
 
 import functools
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numba
 from numba.core import config
@@ -18,9 +16,6 @@ from numba.np.ufunc import parallel
 from accel import launcher, system
 
 MOST = 1024  # threads that a caller may ask for
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 SPINS = "10000"  # turns, some tens of nanoseconds each
 
@@ -114,23 +109,6 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
             parallel._set_num_threads(others)
 
     return call
-
-
-def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield ``function`` of each item, in their order, computed on all threads.
-
-    No more than a few items are ahead of what was yielded. They are taken in the caller's thread,
-    which is free to wait for a disk meanwhile; the function should leave Python to those that do.
-    """
-    n = threads()
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(n) as pool:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * n:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def ready_pool() -> None:

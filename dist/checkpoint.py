@@ -32,8 +32,8 @@ import msgspec
 import numpy as np
 import psutil
 
+from accel.ahead import in_order
 from accel.system import IN_USE, forget, move, sync_folder
-from accel.threads import in_order
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
 from dist.config import OptimKind

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from accel.threads import in_order
+from accel.ahead import in_order
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel.ahead import in_order
 from accel.q8_0 import BLOCK, to_blocks
-from accel.threads import in_order
 from dist.convert.mapping import Tensor
 from reference.types import Array
 

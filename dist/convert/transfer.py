@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from accel.threads import in_order
+from accel.ahead import in_order
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
 from reference.config import Config

@@ -8,7 +8,8 @@ import time
 import numba
 import pytest
 
-from accel.threads import alone, available_cores, in_order, threads
+from accel.ahead import in_order
+from accel.threads import alone, available_cores, threads
 from tests.helpers import ROOT
 
 # prints how many threads there are more behind some calls than before
