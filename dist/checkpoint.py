@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated, Any, NamedTuple
@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from accel.ahead import in_order
 from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
@@ -50,6 +51,7 @@ from tokenizer.files import replace_durably
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
+TOGETHER = 16  # blocks that are read, and their CRCs checked, at once
 PIECE = 32 << 20  # bytes that are written before the disk is waited for
 ADVICE = "go on from an older one: --from step-N"
 
@@ -446,39 +448,61 @@ def cutting_of(described: Manifest) -> Cutting:
     return Cutting(described.parameters)
 
 
-def read_slices(path: Path, name: str, described: Manifest, slices: Sequence[Range]) -> Array:
+def read_slices(
+    path: Path,
+    name: str,
+    described: Manifest,
+    slices: Sequence[Range],
+    cutting: Cutting | None = None,
+) -> Array:
     """Return elements low .. high - 1 of an array for each slice, with their blocks' CRCs checked.
 
-    Slices are whole blocks; what is returned holds one after the other.
+    Slices are whole blocks; what is returned holds one after the other. ``cutting`` is
+    ``cutting_of(described)``, from who reads many times.
     """
-    cutting, file_path = cutting_of(described), path / f"{name}.bin"
+    cutting, file_path = cutting or cutting_of(described), path / f"{name}.bin"
     expected = 4 * cutting.count(name)
     size = file_path.stat().st_size
     if size != expected:
         raise ValueError(
             f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
-    slices, numbers = cutting.held(name, slices), cutting.numbers(name)
+    numbers, crcs = cutting.numbers(name), described.crc32[name]
+    slices = cutting.held(name, slices)
     data = np.empty(sum(high - low for low, high in slices), "<f4")
-    done = 0
+
+    def check(read: tuple[list[Range], Array]) -> None:
+        blocks, part = read
+        for start, end in blocks:
+            held = part[start - blocks[0][0] : end - blocks[0][0]]
+            if zlib.crc32(held.data) != crcs[numbers[start]]:
+                raise ValueError(
+                    f"{file_path} is damaged: elements {start} to {end} do not have the CRC "
+                    f"they were written with; {ADVICE}"
+                )
+
     with file_path.open("rb", buffering=0) as file:
-        for low, high in slices:
-            part = data[done : done + high - low]
-            done += high - low
-            file.seek(4 * cutting.offset(name, low))
-            left = _bytes_of(part)
-            while left:
-                read = file.readinto(left)
-                if not read:
-                    raise ValueError(f"{file_path} was cut short while it was being read")
-                left = left[read:]
-            for start, end in cutting.blocks(low, high):
-                crc = zlib.crc32(part[start - low : end - low].data)
-                if crc != described.crc32[name][numbers[start]]:
-                    raise ValueError(
-                        f"{file_path} is damaged: elements {start} to {end} do not have the CRC "
-                        f"they were written with; {ADVICE}"
-                    )
+
+        def read() -> Iterator[tuple[list[Range], Array]]:
+            """Yield some blocks at a time, once they are read, and what they hold."""
+            done = 0
+            for low, high in slices:
+                file.seek(4 * cutting.offset(name, low))
+                blocks = [*cutting.blocks(low, high)]
+                for i in range(0, len(blocks), TOGETHER):
+                    some = blocks[i : i + TOGETHER]
+                    part = data[done : done + some[-1][1] - some[0][0]]
+                    done += part.size
+                    left = _bytes_of(part)
+                    while left:
+                        n = file.readinto(left)
+                        if not n:
+                            raise ValueError(f"{file_path} was cut short while it was being read")
+                        left = left[n:]
+                    yield some, part
+
+        for _ in in_order(check, read()):
+            pass
     return data.astype(np.float32, copy=False)
 
 

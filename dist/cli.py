@@ -67,6 +67,9 @@ COMMANDS: dict[str, Command] = {
     "bench generate": Command(
         "dist.bench.generate:main", "tokens written and read, beside llama.cpp"
     ),
+    "bench convert": Command(
+        "dist.bench.convert:main", "export and import, beside copying the same file"
+    ),
     "bench serve": Command("dist.bench.serve:main", "tokens a second, one answer and several"),
     "bench tokenizer": Command(
         "dist.bench.tokenizer:main", "beside tiktoken, rustbpe, Hugging Face"

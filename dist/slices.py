@@ -38,6 +38,7 @@ class Cutting:
         ends = [start + spec.size for start, spec in self.matrices.items()]
         self.muon: Range = (min(self.matrices), max(ends)) if ends else (size, size)
         self.joints = sorted({0, *self.matrices, *ends, size})  # where blocks begin anew
+        self._numbers: dict[str, dict[int, int]] = {}
 
     @classmethod
     def of(cls, layout: Layout, kind: OptimKind) -> "Cutting":
@@ -82,10 +83,12 @@ class Cutting:
 
     def numbers(self, array: str) -> dict[int, int]:
         """Return the blocks of an array, by their first element, numbered in order."""
-        first, last = self.muon if array == "v" else (self.size, self.size)
-        starts = (start for start, _ in self.blocks(0, self.size))
-        kept = (start for start in starts if not first <= start < last)
-        return {start: number for number, start in enumerate(kept)}
+        if array not in self._numbers:
+            first, last = self.muon if array == "v" else (self.size, self.size)
+            starts = (start for start, _ in self.blocks(0, self.size))
+            kept = (start for start in starts if not first <= start < last)
+            self._numbers[array] = {start: number for number, start in enumerate(kept)}
+        return self._numbers[array]
 
     # ---- what each rank owns ---------------------------------------------------------------------
 

@@ -5,12 +5,13 @@ No more than one parameter is held at a time.
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from accel.ahead import in_order
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile
@@ -28,6 +29,8 @@ from reference.types import Array
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
+PIECE = 16 * SUM_BLOCK  # elements that are written, and their CRCs computed, at once
+
 
 class Weights:
     """The weights of a checkpoint, or of the best of a run folder.
@@ -43,6 +46,7 @@ class Weights:
         self.manifest = checkpoint.read_manifest(self.path)
         self.config = checkpoint.model_of(self.manifest)
         self.layout = decoder_layout(self.config)
+        self._cutting = checkpoint.cutting_of(self.manifest)
         if self.layout.size != self.manifest.parameters:
             raise ValueError(
                 f"{self.path} holds {self.manifest.parameters:,} parameters, but its config "
@@ -57,8 +61,10 @@ class Weights:
     def read(self, name: str) -> Array:
         """Return one parameter, float32, its CRCs checked."""
         start, spec = self.layout.offsets[name]
-        low, high = checkpoint.cutting_of(self.manifest).around(start, start + spec.size)
-        blocks = checkpoint.read_slices(self.path, "master", self.manifest, [(low, high)])
+        low, high = self._cutting.around(start, start + spec.size)
+        blocks = checkpoint.read_slices(
+            self.path, "master", self.manifest, [(low, high)], self._cutting
+        )
         return blocks[start - low : start - low + spec.size].reshape(spec.shape)
 
 
@@ -186,6 +192,24 @@ def write_weights(
         raise ValueError(f"{path} is named as a run names its checkpoints: choose another name")
     layout = decoder_layout(config)
     crcs = [0] * -(-layout.size // SUM_BLOCK)
+
+    def count(piece: tuple[int, Array]) -> None:
+        """Go on with the CRCs of the blocks that a piece of the buffer lies in."""
+        at, numbers = piece
+        while numbers.size:
+            block, size = at // SUM_BLOCK, SUM_BLOCK - at % SUM_BLOCK
+            crcs[block] = zlib.crc32(numbers[:size].data, crcs[block])
+            at, numbers = at + size, numbers[size:]
+
+    def written(flat: Array, at: int) -> Iterator[tuple[int, Array]]:
+        """Yield pieces of a parameter that end where blocks do, once they are written."""
+        low = 0
+        while low < flat.size:
+            high = low + PIECE - (at + low) % PIECE
+            file.write(flat[low:high].data)
+            yield at + low, flat[low:high]
+            low = high
+
     with new_place(path) as part:
         part.mkdir()
         with (part / "master.bin").open("wb") as file:
@@ -194,13 +218,9 @@ def write_weights(
                 flat = np.ascontiguousarray(parameter(name, spec.shape), "<f4").reshape(-1)
                 if at != start or flat.size != spec.size:
                     raise ValueError(f"{name} must have shape {spec.shape}")
-                file.write(flat.data)
-                done = 0
-                while done < flat.size:  # blocks reach from one parameter into the next
-                    size = min(SUM_BLOCK - at % SUM_BLOCK, flat.size - done)
-                    block = at // SUM_BLOCK
-                    crcs[block] = zlib.crc32(flat[done : done + size].data, crcs[block])
-                    at, done = at + size, done + size
+                for _ in in_order(count, written(flat, at)):
+                    pass
+                at += flat.size
         if tokenizer is not None:
             tokenizer.save(part / TOKENIZER)
         manifest.write(

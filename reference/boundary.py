@@ -36,6 +36,7 @@ class Rules(NamedTuple):
     hint: str = "convert with .astype"
     masters: tuple[Any, ...] = ()  # the dtypes of the optimizer's arrays, if not all of ``floats``
     mixed: bool = False  # parameters may be float32 beside activations of another type
+    kept: tuple[Any, ...] = ()  # the dtypes of a KV cache, if not those of activations
     host: bool = True  # arrays are NumPy's: ids and read-only flags can be looked at
     # how to run a function on arrays of few bytes, where threads would cost more than they give
     few: Callable[[Function], Function] = lambda function: function
@@ -85,6 +86,7 @@ class Boundary:
         self.master = any(o.kind == "master" for o in op.operands)
         meets = any(o.kind == "activation" for o in op.operands)
         self.weights = tuple(weights) if rules.mixed and meets else ()
+        self.kept = tuple(o.name for o in op.operands if o.kept)
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -159,8 +161,9 @@ class Boundary:
         names = {self.op.operands[i].name: values[i] for i in self.floats}
         named = {name: a.dtype for name, a in names.items() if a is not None}
         free = {name for name in self.weights if named.get(name) == np.float32}
+        free |= {name for name in self.kept if named.get(name) in self.rules.kept}
         bound = {dtype for name, dtype in named.items() if name not in free}
-        if len(bound) == 1 and next(iter(bound)) in floats:
+        if len(bound) <= 1 and all(dtype in floats for dtype in bound):
             return
         found = ", ".join(f"{name} is {self.rules.name(dtype)}" for name, dtype in named.items())
         types = " or ".join(self.rules.name(dtype) for dtype in floats)

@@ -11,7 +11,8 @@ The rules that all ops obey::
                                          order: one array, or a tuple with None for those not given
 
 * The cache is opaque to callers. A backend keeps in it what its own backward needs.
-* dtype in = dtype out; float arrays that meet in one op have one dtype.
+* dtype in = dtype out; float arrays that meet in one op have one dtype. A KV cache may have
+  another, and so may k and v that come from it.
 * Differentiable ops never write into their arguments. ``out=`` of a backward is where parameter
   gradients go: views of the flat gradient, overwritten (``embedding_backward`` adds instead when
   ``accumulate`` is set). ``accumulate``, ``adamw``, ``muon`` and ``write_kv`` write into what they
@@ -263,8 +264,8 @@ OPS: dict[str, Op] = {
             "Scaled dot-product attention: softmax(scale · q kᵀ + bias) v, head by head.",
             (
                 Operand("q", "B T Hq d"),
-                Operand("k", "B S Hkv d"),
-                Operand("v", "B S Hkv dv"),
+                Operand("k", "B S Hkv d", kept=True),
+                Operand("v", "B S Hkv dv", kept=True),
                 Operand("alibi", "Hq", "constant", optional=True),
                 Operand("key_mask", "B S", "mask", optional=True),
                 Operand("documents", "B S", "documents", optional=True),
@@ -393,7 +394,11 @@ OPS: dict[str, Op] = {
         Op(
             "write_kv",
             "Write k and v of one layer at position, position + 1, … of each row.",
-            (_object("cache"), Operand("k", "B T Hkv d"), Operand("v", "B T Hkv d")),
+            (
+                _object("cache"),
+                Operand("k", "B T Hkv d", kept=True),
+                Operand("v", "B T Hkv d", kept=True),
+            ),
             (passed("layer", "a layer"), positions("position")),
             backward=False,
             home="kv",

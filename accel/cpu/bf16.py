@@ -11,6 +11,7 @@ one order that follows from the shapes.
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +28,13 @@ from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
+from accel.cpu.halves import BF16, to_bf16, to_float32
 from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from reference import kv
 from reference.config import Config
 from reference.types import Dropout, KVCache, Loss
 from reference.visibility import Visibility
@@ -104,11 +107,28 @@ def _outliving(shape: tuple[int, ...]) -> Array:
     return raw[first : first + int(np.prod(shape))].reshape(shape)
 
 
-def round_to_bf16(x: Array) -> Array:
-    """Return the upper halves of float32 numbers rounded to nearest even, as uint16; NaN stays."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+# --- decoding ------------------------------------------------------------------------------------
+
+
+def to_numpy(array: Array) -> Array:
+    """Return the array itself; what a KV cache keeps comes as float32."""
+    return to_float32(array)
+
+
+def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: int) -> KVCache:
+    """Return an empty cache with room for ``length`` tokens of each of ``batch`` rows, in bf16."""
+    del params
+    return kv.empty_cache(config, batch, length, partial(np.zeros, dtype=BF16))
+
+
+def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | Array) -> None:
+    """Write k, v (B, T, Hkv, d) of one layer at position, position + 1, …; int or (B,).
+
+    They are rounded to the cache's bfloat16, unless they come from a cache.
+    """
+    if cache.k[0].dtype == BF16:
+        k, v = (x if x.dtype == BF16 else to_bf16(x) for x in (k, v))
+    kv.write_kv(cache, k, v, layer=layer, position=position)
 
 
 def decode_step(
@@ -123,10 +143,10 @@ def decode_step(
     for name, weight in params.items():
         if weight.ndim == 2:
             if not isinstance(weight, PackedWeight):
-                matrices[name] = round_to_bf16(weight)
+                matrices[name] = to_bf16(weight)
                 continue
             if weight.halves is None:
-                weight.halves = round_to_bf16(weight)
+                weight.halves = to_bf16(weight)
             matrices[name] = weight.halves
     return decode(params, matrices, config, token, cache, position)
 
@@ -188,9 +208,10 @@ def attention_forward(
     """Return o (B, T, Hq, dv).
 
     Scores, softmax and sums are float32; q, k, v, the probabilities and their gradients are
-    bfloat16 where they are multiplied.
+    bfloat16 where they are multiplied. k and v may come from a KV cache.
     """
     bf16_tiles.enable()
+    k, v = to_float32(k), to_float32(v)
     return tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
 
 

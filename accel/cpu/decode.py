@@ -23,7 +23,8 @@ from accel.cpu.decode_kernels import (
     decode_token,
     model_record,
 )
-from accel.cpu.kernels import address, contiguous
+from accel.cpu.halves import BF16, FLOAT32
+from accel.cpu.kernels import address, contiguous, like
 from accel.threads import alone
 from reference.alibi import alibi_slopes
 from reference.boundary import FEW
@@ -65,15 +66,19 @@ def decode(
     ----------
     matrices : mapping
         The two-dimensional weights under their names, all of one type: that of the cache, or uint16
-        for bfloat16. ``params`` has the other weights, and tables, in the cache's type.
+        for bfloat16. ``params`` has the other weights, and tables, in the cache's type; float32
+        where the cache, too, is bfloat16.
     """
     positions = check_decode(config, token, cache, position)
     _check_arrays(params, config, cache)
     check_ids("decode_step", "token", token, config.vocab_size)
     batch, length = len(token), int(positions.max()) + 1
-    dtype = cache.k[0].dtype
     head_name = "embedding.weight" if config.tied else "head.weight"
-    weight_type = matrices[head_name].dtype
+    weight_type, dtype = matrices[head_name].dtype, cache.k[0].dtype
+    if weight_type == dtype == BF16:
+        dtype = FLOAT32
+    else:
+        check_float("decode_step", cache=cache.k[0])
     kept: list[Array] = []  # what the addresses point into
 
     def where(name: str) -> int:
@@ -125,6 +130,7 @@ def decode(
         np.array(layers, LAYER),
         np.array([token_record], TOKEN),
         weight_type.type(0),
+        like(cache.k[0]),
     )
     return out
 
@@ -180,7 +186,6 @@ def _check_arrays(params: Mapping[str, Array], config: Config, cache: KVCache) -
             raise ValueError("decode_step: the cache must be contiguous, as kv_cache makes it")
         if k.dtype != v.dtype or k.dtype != cache.k[0].dtype:
             check_float("decode_step", k=k, v=v, cache=cache.k[0])
-    check_float("decode_step", cache=cache.k[0])
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,7 @@
 
 One token does two floating-point operations for each weight it reads, so reading the weights once,
 from end to end, is all the time there is to spend: 4 bytes a weight in float32, 2 where they are
-stored as bfloat16, 1.125 as blocks of eight bits.
+stored as bfloat16, 1.125 as blocks of eight bits; and the KV cache, 4 bytes a number or 2.
 
 * A product with a weight (in, out) is cut by rows of the weight into tasks of about MATVEC_TASK
   elements. Each task reads its rows once, for all rows of the batch, and leaves a partial sum; the
@@ -25,7 +25,8 @@ from numba.extending import overload
 
 from accel.cpu import q8_kernels
 from accel.cpu.activations import normal
-from accel.cpu.kernels import SERIAL, SUM, store
+from accel.cpu.halves import as_type
+from accel.cpu.kernels import EACH, SERIAL, SUM, store
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
 from reference.config import FeedForward
@@ -64,27 +65,6 @@ def model_record(dtype: Any) -> Any:
     return record(*sizes, *get_args(FeedForward), floats=numbers, dtype=dtype)
 
 
-def _widen(w: Any) -> Any:
-    """Return a weight as a float; a uint16 holds the upper half of a float32. Kernels only."""
-    raise NotImplementedError
-
-
-@overload(_widen)
-def _widen_overload(w: Any) -> Callable[..., Any]:
-    if w == types.uint16:
-
-        def widen_bfloat16(w: Any) -> Any:
-            bits = np.uint32(np.uint32(w) << np.uint32(16))
-            return bits.view(np.float32)
-
-        return widen_bfloat16
-
-    def widen_float(w: Any) -> Any:
-        return w
-
-    return widen_float
-
-
 @jit(**SUM)
 def _matvec(
     one: Any,
@@ -116,14 +96,14 @@ def _matvec(
                 w2, w3 = at(weight, (i + 2) * n_out), at(weight, (i + 3) * n_out)
                 u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
                 for j in range(n_out):
-                    y[j] += (u0 * _widen(w0[j]) + u1 * _widen(w1[j])) + (
-                        u2 * _widen(w2[j]) + u3 * _widen(w3[j])
+                    y[j] += (u0 * as_type(one, w0[j]) + u1 * as_type(one, w1[j])) + (
+                        u2 * as_type(one, w2[j]) + u3 * as_type(one, w3[j])
                     )
                 i += 4
             while i < high:
                 w0, u0 = at(weight, i * n_out), u[i]
                 for j in range(n_out):
-                    y[j] += u0 * _widen(w0[j])
+                    y[j] += u0 * as_type(one, w0[j])
                 i += 1
     for b in range(batch):
         z = at(out, b * n_out)
@@ -161,7 +141,7 @@ def _head(
                 u = at(x, b * width)
                 s = zero
                 for j in range(width):
-                    s += u[j] * _widen(w[j])
+                    s += u[j] * as_type(one, w[j])
                 if bias_address:
                     s += bias[v]
                 out[b * vocabulary + v] = s
@@ -216,20 +196,26 @@ def _norm(
         s = one - one
         for j in range(width):
             s += (u[j] - mean) * (u[j] - mean)
-        r = one / np.sqrt(s * inv + eps)
-        for j in range(width):
-            z[j] = (u[j] - mean) * r * gain[j]
+        _scaled(u, mean, one / np.sqrt(s * inv + eps), gain, z, width)
         if centred:
             for j in range(width):
                 z[j] += bias[j]
 
 
-@jit(**SERIAL)
-def _turn_and_store(model: Any, layer: Any, token: Any, qkv: Any, positions: Any) -> None:
+@jit(**EACH)
+def _scaled(u: Any, mean: Any, r: Any, gain: Any, z: Any, width: int) -> None:
+    for j in range(width):
+        z[j] = (u[j] - mean) * r * gain[j]
+
+
+@jit(**EACH)
+def _turn_and_store(
+    model: Any, layer: Any, token: Any, kept_like: Any, qkv: Any, positions: Any
+) -> None:
     """Norm and turn queries and keys, and write keys and values into the token's slot."""
     one, heads, kv_heads, d = model.one, model.heads, model.kv_heads, model.d
     cos, sin = pointer(token.cos, one), pointer(token.sin, one)
-    k_cache, v_cache = pointer(layer.keys, one), pointer(layer.values, one)
+    k_cache, v_cache = pointer(layer.keys, kept_like), pointer(layer.values, kept_like)
     for b in range(token.batch):
         row = at(qkv, b * (heads + 2 * kv_heads) * d)
         if layer.q_norm_gain:
@@ -249,13 +235,14 @@ def _turn_and_store(model: Any, layer: Any, token: Any, qkv: Any, positions: Any
         keys, values = at(k_cache, start), at(v_cache, start)
         new_keys, new_values = at(row, heads * d), at(row, (heads + kv_heads) * d)
         for j in range(kv_heads * d):
-            keys[j] = new_keys[j]
-            values[j] = new_values[j]
+            keys[j] = as_type(kept_like, new_keys[j])
+            values[j] = as_type(kept_like, new_values[j])
 
 
 @jit(**SUM)
 def _attend(
     one: Any,
+    kept_like: Any,
     scale: Any,
     qkv: Any,
     keys_address: int,
@@ -280,7 +267,8 @@ def _attend(
     is that of the longest row.
     """
     zero = one - one
-    k_cache, v_cache = pointer(keys_address, one), pointer(values_address, one)
+    k_cache = pointer(keys_address, kept_like)
+    v_cache = pointer(values_address, kept_like)
     slopes = pointer(slopes_address, one)
     group = heads // kv_heads
     blocks = (min(length, slots) + KEY_BLOCK - 1) // KEY_BLOCK
@@ -308,7 +296,7 @@ def _attend(
                 k = at(k_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 dot = zero
                 for j in range(d):
-                    dot += q[j] * k[j]
+                    dot += q[j] * as_type(one, k[j])
                 s[t] = dot * scale - slope * (position - first - t)
                 m = max(m, s[t])
             l = zero
@@ -320,7 +308,7 @@ def _attend(
                 v = at(v_cache, ((b * slots + first + t) * kv_heads + g) * d)
                 p = s[t]
                 for j in range(d):
-                    o[j] += p * v[j]
+                    o[j] += p * as_type(one, v[j])
             store(result, 0, m)
             store(result, 1, l)
     for row in range(batch * heads):
@@ -343,7 +331,7 @@ def _attend(
             z[j] *= r
 
 
-@jit(**SERIAL)
+@jit(**EACH)
 def _activate(model: Any, x: Any, out: Any, batch: int) -> None:
     """Write the activation of each row of x: (B, 2F) for SwiGLU, else (B, F)."""
     one, width = model.one, model.hidden
@@ -378,11 +366,11 @@ def _copy(x: Any, out: Any, n: int) -> None:
 
 
 @jit(**SERIAL)
-def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
+def decode_token(models: Any, layers: Any, tokens: Any, like: Any, kept_like: Any) -> None:
     """Run the layers on x (B, D), in place, and write the logits.
 
     ``models`` and ``tokens`` are one record each, ``layers`` one for each layer; ``like`` is a
-    scalar of the matrices' type.
+    scalar of the matrices' type, ``kept_like`` one of the cache's.
     """
     model, token = models[0], tokens[0]
     one, width, batch, d = model.one, model.width, token.batch, model.d
@@ -403,10 +391,10 @@ def decode_token(models: Any, layers: Any, tokens: Any, like: Any) -> None:
         else:
             _copy(x, h, batch * width)
         _multiply(one, like, h, w.wqkv, w.bqkv, qkv, partial, batch, width, fused)
-        _turn_and_store(model, w, token, qkv, positions)
+        _turn_and_store(model, w, token, kept_like, qkv, positions)
         _attend(
-            one, model.scale, qkv, w.keys, w.values, token.slopes, positions, attended, scores,
-            joined, batch, heads, kv_heads, d, w.slots, w.window, token.length,
+            one, kept_like, model.scale, qkv, w.keys, w.values, token.slopes, positions, attended,
+            scores, joined, batch, heads, kv_heads, d, w.slots, w.window, token.length,
         )  # fmt: skip
         _multiply(one, like, attended, w.wo, w.bo, h, partial, batch, heads * d, width)
         _add_to(x, h, batch * width)

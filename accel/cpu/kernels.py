@@ -45,6 +45,11 @@ MAP: dict[str, Any] = {
 }
 SUM = MAP | {"fastmath": _LIBERTIES | {"reassoc"}}  # sums may be split over the lanes of a vector
 SERIAL = SUM | {"parallel": False}  # called from another kernel, within a task or between them
+# The same for what has no sum. A loop that LLVM cuts into vectors has a second form, one element at
+# a time, which it takes where arrays lie less than some vectors apart; were it free to choose the
+# order of a product of three, each form might choose its own, and short arrays get other bits by
+# where they lie.
+EACH = MAP | {"parallel": False}
 
 FEW_THREADS = 8  # for more than these, products are cut anew
 EVEN = 0.9  # of the time of the thread that works longest, at least, every thread then works too

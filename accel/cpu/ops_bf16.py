@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.cpu import bf16
+from accel.cpu.halves import BF16
 from accel.cpu.ops import RULES, SOURCES
 from accel.threads import alone
 from reference.boundary import Rules, offer
@@ -13,6 +14,7 @@ from reference.ops import OPS, backend
 ROUNDING = Rules(
     {np.dtype(np.float32): "float32"},
     "products round it to bfloat16; load the backend with compute='float32' for other types",
+    kept=(BF16,),
     few=alone,
 )
 _sources = (vars(bf16), *SOURCES)

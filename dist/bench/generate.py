@@ -3,8 +3,9 @@
 The model has the shape of a preset and weights drawn at random, since speed does not depend on what
 they say. llama.cpp (``pip install llama-cpp-python``, which needs cmake) reads the GGUF file of the
 same weights in the same precision, with as many threads, its own choice of kernels, and keys and
-values in float32 as here. Both write one token after the other behind a prompt, and read a prompt;
-they take turns, and medians are taken. What both are asked for is the logits, no sampling.
+values of as many bits as here: float32, or 16 (which are float16 there). Both write one token after
+the other behind a prompt, and read a prompt; they take turns, and medians are taken. What both are
+asked for is the logits, no sampling.
 """
 
 import importlib.util
@@ -76,7 +77,7 @@ def _measure(preset: str, mode: str, tokens: int, n: int) -> Iterator[Row]:
         sides = {"ours": _ours(path, mode, prompt + tokens)}
         if importlib.util.find_spec("llama_cpp") is not None:
             gguf.export(Weights(path), Path(folder) / "model.gguf", KINDS[mode])
-            sides["theirs"] = _llama(Path(folder) / "model.gguf", prompt + tokens)
+            sides["theirs"] = _llama(Path(folder) / "model.gguf", mode, prompt + tokens)
         taken = list(
             rounds({k: partial(_turn, side, prompt, tokens) for k, side in sides.items()}, n + 1)
         )
@@ -129,11 +130,11 @@ def _ours(path: Path, mode: str, length: int) -> Callable[[], Reader]:
     return begin
 
 
-def _llama(path: Path, length: int) -> Callable[[], Reader]:
+def _llama(path: Path, mode: str, length: int) -> Callable[[], Reader]:
     import llama_cpp
 
-    f32 = llama_cpp.GGML_TYPE_F32
-    kept: dict[str, Any] = {"type_k": f32, "type_v": f32, "n_ctx": length, "n_batch": PROMPT}
+    number = llama_cpp.GGML_TYPE_F16 if mode == "bf16" else llama_cpp.GGML_TYPE_F32
+    kept: dict[str, Any] = {"type_k": number, "type_v": number, "n_ctx": length, "n_batch": PROMPT}
     n = {"n_threads": threads(), "n_threads_batch": threads()}
     model = llama_cpp.Llama(str(path), verbose=False, **n, **kept)
 

@@ -21,7 +21,8 @@ from reference.params import decoder_layout
 from reference.types import Array
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
-CHUNK = 1 << 20  # elements that are converted at once
+CHUNK = 1 << 18  # elements that are converted at once: as many bytes as fit a processor's cache
+BAND = 16  # float32 in a cache line
 
 
 class Key(NamedTuple):
@@ -49,40 +50,51 @@ class Tensor(NamedTuple):
     ours: str
     columns: slice  # of the last axis of ours
     transposed: bool
-    head: int  # width of the heads whose halves RoPE turns together in theirs; 0: as ours
-
-    def _order(self, low: int, high: int) -> slice | Array:
-        """Return which columns of ours are theirs low .. high - 1."""
-        if not self.head:
-            return slice(self.columns.start + low, self.columns.start + high)
-        theirs = np.arange(low, high)
-        within = theirs % self.head  # theirs has 0, 2, 4, … first, then 1, 3, 5, …
-        half = self.head // 2
-        pair, side = within % half, within // half
-        return self.columns.start + theirs - within + 2 * pair + side
+    head: int  # width of the heads, along their first axis, whose halves RoPE turns; 0: as ours
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield stretches of the first axis of theirs, of which none is large."""
-        rows = max(1, CHUNK // math.prod(self.shape[1:]))
+        """Yield stretches of the first axis of theirs, whole heads, of which none is large."""
+        whole = self.head or 1
+        rows = max(1, CHUNK // math.prod(self.shape[1:]) // whole) * whole
         for low in range(0, self.shape[0], rows):
             yield low, min(low + rows, self.shape[0])
 
-    def _place(self, low: int, high: int) -> tuple[Any, ...]:
-        """Return where theirs low .. high - 1 of the first axis lie in ours."""
-        if len(self.shape) == 1:
-            return (self._order(low, high),)
-        if self.transposed:
-            return (slice(None), self._order(low, high))
-        return (slice(low, high), self._order(0, self.shape[1]))
+    def _of(self, parameter: Array, low: int, high: int) -> Array:
+        """Return what theirs low .. high - 1 of the first axis are in ours: a view."""
+        first = self.columns.start
+        if self.transposed or len(self.shape) == 1:
+            return parameter[..., first + low : first + high]
+        return parameter[low:high, self.columns]
+
+    def _turned(self, rows: Array, *parts: int) -> Array:
+        """Return rows whose heads are ``parts`` with the two exchanged: pairs, and sides of one."""
+        if not self.head:
+            return rows
+        apart = rows.reshape(-1, *parts, *rows.shape[1:])
+        return apart.swapaxes(1, 2).reshape(rows.shape)
 
     def take(self, parameter: Array, low: int, high: int) -> Array:
         """Return theirs low .. high - 1 of the first axis, out of our parameter."""
-        part = parameter[self._place(low, high)]
-        return np.ascontiguousarray(part.T if self.transposed else part)
+        part = self._of(parameter, low, high)
+        if self.transposed:
+            part = transpose(part, np.empty(part.shape[::-1], part.dtype))
+        # ours has both sides of a pair together, theirs all first sides and then the others
+        return np.ascontiguousarray(self._turned(part, self.head // 2, 2))
 
     def put(self, parameter: Array, low: int, high: int, values: Array) -> None:
         """Write theirs low .. high - 1 of the first axis into our parameter."""
-        parameter[self._place(low, high)] = values.T if self.transposed else values
+        part, values = self._of(parameter, low, high), self._turned(values, 2, self.head // 2)
+        if self.transposed:
+            transpose(values, part)
+        else:
+            part[...] = values
+
+
+def transpose(source: Array, target: Array) -> Array:
+    """Write the transpose of a matrix: a band at a time, whose cache lines are used whole."""
+    for row in range(0, len(source), BAND):
+        target[:, row : row + BAND] = source[row : row + BAND].T
+    return target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel.ahead import in_order
 from accel.q8_0 import BLOCK, to_blocks
 from dist.convert.mapping import Tensor
 from reference.types import Array
@@ -87,13 +88,15 @@ def write_tensor(
     ValueError
         When it holds a number that the kind cannot.
     """
-    for low, high in tensor.chunks():
-        values = tensor.take(ours, low, high)
+
+    def encoded(chunk: tuple[int, int]) -> Array:
         try:
-            encoded = KINDS[kind].encode(values)
+            return np.ascontiguousarray(KINDS[kind].encode(tensor.take(ours, *chunk)))
         except ValueError as error:
             raise ValueError(f"{tensor.name} {error}") from None
-        file.write(np.ascontiguousarray(encoded).data)
+
+    for values in in_order(encoded, tensor.chunks()):
+        file.write(values.data)
 
 
 class Stored(NamedTuple):

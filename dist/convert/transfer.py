@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from accel.ahead import in_order
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
 from reference.config import Config
@@ -53,12 +54,17 @@ def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Ar
 
     def parameter(name: str, shape: tuple[int, ...]) -> Array:
         whole = np.empty(shape, np.float32)
-        for tensor in parts[name]:
-            for low, high in tensor.chunks():
-                values = stored[tensor.name].rows(low, high)
-                if not np.isfinite(values).all():
-                    raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
-                tensor.put(whole, low, high, values)
+
+        def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
+            tensor, (low, high) = at
+            values = stored[tensor.name].rows(low, high)
+            if not np.isfinite(values).all():
+                raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
+            tensor.put(whole, low, high, values)
+
+        chunks = ((tensor, chunk) for tensor in parts[name] for chunk in tensor.chunks())
+        for _ in in_order(fetch, chunks):
+            pass
         return whole
 
     return parameter

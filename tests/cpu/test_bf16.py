@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import accel
 from accel.cpu import bf16_gemm, bf16_tiles, memory
+from accel.cpu.halves import to_bf16
 from accel.cpu.simd import start
 from reference import model
 from reference import ops as plain
@@ -229,12 +230,10 @@ def test_a_former_result_of_parameters_gives_the_present_weights(ops):
 
 
 def test_rounding_row_by_row_is_to_nearest_even():
-    from accel.cpu.bf16 import round_to_bf16
-
     x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     x[:4] = [np.nan, np.inf, -np.inf, -0.0]
     x[4:6] = np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)  # ties
-    got = (round_to_bf16(x).astype(np.uint32) << 16).view(np.float32)
+    got = (to_bf16(x).astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got, rounded(x))
 
 

@@ -170,6 +170,28 @@ def test_a_nan_in_a_weight_reaches_the_loss() -> None:
     assert np.isnan(gradient(accel.load("cpu"), config, flat)[0])
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_where_weights_lie_in_memory_changes_no_bit_of_a_token(name: str) -> None:
+    config, ops, rng = MODELS[name], accel.load("cpu"), np.random.default_rng(5)
+    layout, flat = decoder_layout(config), weights(config, np.float32)
+    found = set()
+    for _ in range(60):
+        # so that weights, and what decoding works in, fall into gaps of the heap
+        others = [np.empty(n, np.uint8) for n in rng.integers(1, 3_000, rng.integers(1, 300))]
+        rng.shuffle(others)
+        del others[::2]
+        start = int(rng.integers(0, 16))
+        here = np.empty(layout.size + 16, np.float32)[start : start + layout.size]
+        here[:] = flat
+        params = layout.views(here)
+        cache = ops.kv_cache(params, config, 2, 4)
+        for position in range(3):
+            token = np.array([3, 5 + position], np.int32)
+            logits = ops.decode_step(params, config, token, cache, position)
+        found.add(logits.tobytes())
+    assert len(found) == 1
+
+
 # what every backend refuses, and what only one that reads raw memory must
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"position": 12}, "position must lie in 0..11"),

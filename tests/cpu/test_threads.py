@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 
 import numba
 import pytest
 
-from accel.threads import alone, available_cores
+from accel.ahead import in_order
+from accel.threads import alone, available_cores, threads
 from tests.helpers import ROOT
 
 # prints how many threads there are more behind some calls than before
@@ -65,3 +67,27 @@ def test_alone_leaves_the_number_of_threads_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         alone(fails)()
     assert numba.get_num_threads() == before
+
+
+def test_in_order_is_a_few_items_ahead_and_ends_with_the_first_that_fails() -> None:
+    taken: list[int] = []
+
+    def items():
+        for i in range(50):
+            taken.append(i)
+            yield i
+
+    def square(i: int) -> int:
+        time.sleep(0.002 * (i % 3 == 0))  # so that later ones are done earlier
+        if i == 40:
+            raise ValueError("forty")
+        return i * i
+
+    found = in_order(square, items())
+    assert next(found) == 0 and len(taken) <= 2 * threads() + 1
+    some = [next(found) for _ in range(39)]
+    assert some == [i * i for i in range(1, 40)]
+    with pytest.raises(ValueError, match="forty"):
+        next(found)
+    assert len(taken) < 50 or threads() > 4
+    assert [*in_order(square, [])] == []

@@ -1,5 +1,7 @@
 """The trainer's benchmark runs, and holds what it finds against what is promised."""
 
+from pathlib import Path
+
 import pytest
 
 from dist import cli
@@ -71,4 +73,40 @@ def test_what_cannot_be_generated_is_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "generate", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_conversions_are_timed_beside_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "convert",
+        "demo",
+        "--rounds",
+        "1",
+        "--formats",
+        "gguf-q8_0",
+        "--folder",
+        str(tmp_path),
+    ]
+    assert cli.main(["bench", *words]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "| gguf-q8_0: " in line]
+    assert ["/ copying" in row for row in rows] == [True, False, True, False]
+    assert all(" ms |" in row for row in rows[::2]) and all(" MiB |" in row for row in rows[1::2])
+    assert all("≤ 2.00" in row for row in rows[::2]) and all("met" in row for row in rows[1::2])
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "must be at least 1"),
+        (["--formats", "onnx"], "no format 'onnx'; known: safetensors, "),
+    ],
+)
+def test_a_conversion_that_cannot_be_timed_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "convert", *words])
     assert said in capsys.readouterr().err

@@ -3,8 +3,10 @@
 import tomllib
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import accel
 from dist import cli, config
 from dist.plan import kv_cache_bytes, make_plan, parameters_by_part, score_bytes
 from reference.flops import forward_flops
@@ -35,6 +37,16 @@ def test_a_layer_with_a_window_keeps_no_more_of_the_cache() -> None:
     few = replace(MYLLM_1B, window=(*[1_024] * 27, 0))
     assert kv_cache_bytes(few, 2) == (27 + 8) * 2**20
     assert kv_cache_bytes(replace(few, position="alibi"), 2) == 224 * 2**20
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+@pytest.mark.parametrize("window", ["0", "[4, 0, 4, 0, 4, 0, 4, 0]"])
+def test_the_cpu_keeps_as_many_bytes_of_a_sequence_as_planned(compute: str, window: str) -> None:
+    run = config.load("laptop", [f"run.compute={compute}", f"model.window={window}"])
+    ops = accel.load("cpu", compute=compute)
+    params = {"embedding.weight": np.zeros((1, 1), np.float32)}
+    cache = ops.kv_cache(params, run.model, 1, run.model.context_length)
+    assert sum(a.nbytes for a in (*cache.k, *cache.v)) == make_plan(run, 1).kv_cache
 
 
 def test_windows_of_a_run_file_come_back_from_the_resolved_one() -> None:

@@ -84,12 +84,13 @@ def test_texts_that_come_and_go_are_written_as_if_each_were_alone(
         assert gone == (len(text.written) < text.n)
 
 
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ["myllm", "gpt2", "qk_norm_windows"])
 def test_the_bits_of_a_text_on_the_cpu_do_not_depend_on_the_others(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_module, "PIECE", 2)
-    backend, config = load("cpu"), MODELS[name]
+    backend, config = load("cpu", compute=compute), MODELS[name]
     params = parameters(backend, name, np.float32)
     texts, arrivals, quits = scene(config.context_length)
     drive(Batch(backend, params, config, 3), arrivals, quits)
@@ -100,9 +101,10 @@ def test_the_bits_of_a_text_on_the_cpu_do_not_depend_on_the_others(
             assert here.tobytes() == there.tobytes()
 
 
-def test_nor_where_products_and_keys_are_cut_into_tasks() -> None:
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_nor_where_products_and_keys_are_cut_into_tasks(compute: str) -> None:
     config = toy(MYLLM_1B, d_model=192, d_ff=512, d_head=32, context_length=640)
-    layout, backend = decoder_layout(config), load("cpu")
+    layout, backend = decoder_layout(config), load("cpu", compute=compute)
     params = backend.parameters(layout.views(layout.init(1)))
     ids = [int(i) for i in np.random.default_rng(0).integers(0, config.vocab_size, 600)]
     texts = [Text(ids[:3], 20), Text(ids, 9), Text(ids[3:7], 15)]

@@ -132,7 +132,8 @@ def test_ops_without_a_backward_keep_the_dtype(backend: str, dtype: Any) -> None
     ops.adamw(*flat, step=1, n_decayed=3, grad_scale=np.float64(0.5), **scalars)
     assert all(array.dtype == dtype for array in flat)
     cache = ops.kv_cache({"embedding.weight": head}, TINY, 2, 4)
-    assert cache.k[0].dtype == dtype and np.shape(cache.v) == (2, 2, 4, 2, 6)
+    kept = np.uint16 if backend == "cpu bf16" else dtype
+    assert cache.k[0].dtype == kept and np.shape(cache.v) == (2, 2, 4, 2, 6)
 
 
 def test_the_embedding_gradient_can_be_added_onto_another(ops: Any) -> None:
@@ -163,8 +164,8 @@ def test_accumulate_adds_in_place(ops: Any) -> None:
 
 
 def test_write_kv_writes_each_row_where_it_stands(ops: Any) -> None:
-    cache = KVCache(list(np.zeros((2, 2, 5, 1, 3))), list(np.zeros((2, 2, 5, 1, 3))))
-    k, v = np.ones((2, 2, 1, 3)), np.full((2, 2, 1, 3), 2.0)
+    cache = KVCache(*(list(np.zeros((2, 2, 5, 1, 3), np.float32)) for _ in range(2)))
+    k, v = np.ones((2, 2, 1, 3), np.float32), np.full((2, 2, 1, 3), 2, np.float32)
     ops.write_kv(cache, k, v, layer=1, position=np.array([0, 3]))
     written = np.asarray(cache.k)[..., 0, 0] == 1
     np.testing.assert_array_equal(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from dist import cli
-from dist.convert import huggingface
+from dist import checkpoint, cli, weights
+from dist.convert import huggingface, mapping
 from dist.convert.families import HUGGING_FACE
 from dist.weights import Weights
 from reference.config import Config
@@ -42,6 +42,25 @@ def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, byte
 def test_export_then_import_is_the_identity_bit_for_bit(config: Config, tmp_path: Path) -> None:
     mine, back = out_and_back(tmp_path, config)
     assert mine == back
+
+
+@pytest.mark.parametrize("config", [replace(QWEN3, d_head=10), GPT2], ids=["qwen3", "gpt2"])
+def test_the_size_of_pieces_changes_no_byte(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads stay whole, and blocks with CRCs reach over several parameters or the other way."""
+    config = replace(config, vocab_size=5_000, tied=False)
+    once = out_and_back(tmp_path / "once", config)
+    for size in (1, 7, 700, 40_000):
+        monkeypatch.setattr(mapping, "CHUNK", size if size > 1 else 32)
+        monkeypatch.setattr(mapping, "BAND", size)
+        monkeypatch.setattr(checkpoint, "TOGETHER", size)
+        monkeypatch.setattr(weights, "PIECE", size * weights.SUM_BLOCK)
+        again = out_and_back(tmp_path / str(size), config)
+        assert once[0] == once[1] == again[0] == again[1]
+        for name in ("model.safetensors", "config.json"):
+            files = [tmp_path / folder / "hf" / name for folder in ("once", str(size))]
+            assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
