@@ -6,6 +6,9 @@ operations that its arithmetic asks for, and their share of the ceiling; then a 
 the model. Attention is checked against the reference at a small size in the process that is timed;
 with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's.
 
+With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
+would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).
+
 Times of ops are medians between events on the GPU, after a first call that compiles. Many calls
 are queued behind copies that keep the GPU busy, so that it goes from one to the next without
 waiting for Python, which takes longer over a small op than the GPU does. Where it did wait, as for
@@ -22,7 +25,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from accel.bench import report
+from accel.bench import predict, report
 from accel.bench.cases import OpCase
 from accel.bench.report import Row
 from accel.bench.timing import Function, check, medians, relative_error
@@ -62,10 +65,30 @@ def main(argv: list[str]) -> int:
         help="what our training step recomputes instead of keeping it (default none)",
     )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
+    p.add_argument(
+        "--parts",
+        nargs="+",
+        choices=["ops", "attention", "step", "peer"],
+        help="what to measure (default all but attention alone, which ops has, too)",
+    )
+    p.add_argument(
+        "--model",
+        choices=list(predict.MODELS),
+        help="print what this GPU would take, by the machine code of the kernels; needs none",
+    )
     given = report.parse(p, argv)
     asked = 1 if given.batch is None else given.batch
     if min(asked, given.length, given.layers, given.repeats) < 1:
         p.error("all numbers must be positive")
+    if given.parts is not None and ("peer" in given.parts) != (given.peer is not None):
+        p.error("--parts peer and --peer torch go together")
+    config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
+    if given.model is not None:
+        shape = given.batch or default_batch(predict.MODELS[given.model].room, False), given.length
+        about = f"predicted of an NVIDIA {given.model}, {shape[0]} sequences of {shape[1]:,}"
+        return report.run(
+            p, given, about, {"the machine code": lambda: predict.rows(given.model, config, *shape)}
+        )
     import accel
 
     ops = accel.load("cuda", compute="bf16")
@@ -75,17 +98,23 @@ def main(argv: list[str]) -> int:
     bench = Bench(ops, cupy, given.repeats)
     bench.check()
     bench.measure_ceilings()
-    config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
     room = cupy.cuda.runtime.memGetInfo()[1]
     shape = given.batch or default_batch(room, peer is not None), given.length
+
+    def cases() -> Iterator[OpCase]:
+        return bench.cases(MYLLM_1B, *shape, 1 << 28)
+
     parts = {
-        "ops": lambda: bench.op_rows(bench.cases(MYLLM_1B, *shape, 1 << 28)),
+        "ops": lambda: bench.op_rows(cases()),
+        "attention": lambda: bench.op_rows(case for case in cases() if case.op == "attention"),
         "step": lambda: bench.step(config, *shape, given.recompute),
     }
     if peer is not None:
         small = dataclasses.replace(config, n_layers=min(2, config.n_layers))
         check_peer(ops, peer, small, 1, min(given.length, 256))
         parts["peer"] = lambda: bench.compare(peer, config, *shape, given.recompute)
+    asked_for = given.parts or [part for part in parts if part != "attention"]
+    parts = {part: rows for part, rows in parts.items() if part in asked_for}
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     about = (
         f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "

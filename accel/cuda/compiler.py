@@ -99,7 +99,9 @@ def compile_kernels(
     try:
         nvrtc.compileProgram(program, options_of(architecture, defines))
         log = nvrtc.getProgramLog(program)
-        return bytes(nvrtc.getCUBIN(program)), read_usage(log)
+        # CuPy's binding cuts the last byte off as if it ended a text; it is one of the zeros of the
+        # last program header's alignment
+        return bytes(nvrtc.getCUBIN(program)) + b"\0", read_usage(log)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         raise CompileError(f"NVRTC refuses {name}.cu for {architecture}:\n{log}") from error
@@ -138,7 +140,7 @@ def read_usage(log: str) -> list[Usage]:
 def cubin_file(source: str, architecture: str, defines: Mapping[str, int]) -> Path:
     """Return a file with the machine code of a kernel file, compiled now or earlier."""
     text = sources.join(sources.parts(source))
-    parts = [text, *options_of(architecture, defines), repr(nvrtc_version())]
+    parts = [text, *options_of(architecture, defines), repr(nvrtc_version()), "whole"]
     name = f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.cubin"
     folder = (default_root() or Path(tempfile.mkdtemp(prefix="myllm-"))) / "cuda"
     path = folder / name

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from accel.bench.predict import Launch, tiles_of_blocks
 from accel.cuda import attention, ops_bf16, sources
 from accel.cuda import device as devices
 from reference.types import Array
@@ -115,6 +116,15 @@ def test_causal_attention_keeps_the_multiprocessors_busy(B: int, warpgroups: boo
         each = attention.OWN // tile
         assert sum(work) == B * HQ * each * tiles * (tiles + 1) // 2  # all of the triangle, once
         assert efficiency(work) >= 0.97, kernel
+        assert predicted(kernel, tile, grids(B, warpgroups)[kernel], None) == sorted(work)[::-1]
+
+
+def predicted(kernel: str, tile: int, grid: tuple[int, int, int], window: int | None) -> list[int]:
+    """Return the tiles of each block by the arithmetic of ``myllm bench cuda --model``."""
+    given = {"T": T, "S": T, "behind": window - 1 if window else 2 * T, "ahead": 0}
+    if kernel == "attention_dkv":
+        given["heads"] = HQ // grid[0]
+    return tiles_of_blocks(Launch("", kernel, grid, 256, given, {}), tile)
 
 
 @PATHS
@@ -123,8 +133,10 @@ def test_attention_in_a_window_keeps_the_multiprocessors_busy(
     B: int, window: int, warpgroups: bool
 ) -> None:
     for kernel, tile in table(warpgroups).items():
-        work = work_of_blocks(kernel, tile, grids(B, warpgroups, window=window)[kernel], window)
+        grid = grids(B, warpgroups, window=window)[kernel]
+        work = work_of_blocks(kernel, tile, grid, window)
         assert efficiency(work) >= 0.97, kernel
+        assert predicted(kernel, tile, grid, window) == sorted(work)[::-1]
 
 
 def test_kernels_learn_their_tile_from_where_it_is_counted_here() -> None:

@@ -1,19 +1,23 @@
 """NVRTC compiles every kernel for the GPUs that matter, with no driver and no headers.
 
-``python -m pytest tests/cuda/test_compile.py -s`` prints the table of registers and spills.
+``python -m pytest tests/cuda/test_compile.py -s`` prints the table of registers and spills,
+and what a round of attention's loops is made of.
 """
 
+import struct
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from accel.cuda import compiler, sources
+from accel.bench.predict import PRODUCTS, WARPS
+from accel.cuda import attention, compiler, machine_code, sources
 from accel.cuda.compiler import CompileError, compile_kernels, cubin_file, read_usage
 from tests.cuda_shim import require
 
-require.nvrtc()
+require.nvdisasm()
 
 Defines = dict[str, int]
 
@@ -49,6 +53,22 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
 VARIANTS = list(variants())
 SPILLING = ("attention_wgmma", "attention_dkv", 1)
 
+# Kernels whose arrays are read and written 16 bytes at a time: how many loads and stores of these
+# there are in the code. All other accesses are for edges and misaligned arrays.
+WIDE = {
+    "add": (2, 1), "add_bias": (1, 1), "scale": (1, 1), "dropout": (1, 1), "relu_forward": (1, 1),
+    "relu_backward": (2, 1), "gelu_forward": (1, 1), "gelu_backward": (2, 1),
+    "gelu_tanh_forward": (1, 1), "gelu_tanh_backward": (2, 1), "swiglu_forward": (2, 1),
+    "swiglu_backward": (3, 2), "embedding_forward": (1, 1), "rope": (1, 1), "scale_into": (1, 1),
+    "accumulate": (2, 1), "adamw": (4, 3), "softmax": (2, 1),
+}  # fmt: skip
+# Those that walk over rows more than once: as many at least.
+WIDE_AT_LEAST = {
+    "cross_entropy": (2, 1), "rmsnorm_forward": (2, 1), "rmsnorm_backward": (4, 1),
+    "layernorm_forward": (3, 1), "layernorm_backward": (4, 1), "sum_heads": (1, 1),
+    "partial_sums": (1, 0), "copy_strided": (1, 0), "to_bf16_array": (1, 0),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("architecture", "source", "defines"), VARIANTS, ids=str)
 def test_every_kernel_compiles_and_keeps_to_its_registers(
@@ -67,6 +87,67 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(
         # 11 registers too many for documents at the full width, out of the loop's reach
         spare = 44 if (source, u.kernel, defines.get("MASKED")) == SPILLING else 0
         assert u.spills <= spare and u.stack <= spare and not u.serial, u
+    tiles = attention.WGMMA if source == "attention_wgmma" else attention.MMA
+    for kernel, code in machine_code.disassemble(cubin).items():
+        spilling = (source, kernel, defines.get("MASKED")) == SPILLING
+        check_machine_code(kernel, code, defines, tiles, spilling)
+
+
+def check_machine_code(
+    kernel: str, code: machine_code.Code, defines: Defines, tiles: Any, spilling: bool
+) -> None:
+    """Look for spills, narrow accesses, and tensor instructions too many or too few."""
+    whole, a_round = machine_code.count(code), machine_code.count(machine_code.hot_loop(code))
+    assert not whole.local or spilling, f"{kernel}: {whole.local} loads and stores of spills"
+    wide = tuple(whole.accesses.get((what, 16), 0) for what in ("LDG", "STG"))
+    assert wide == WIDE.get(kernel, wide), kernel
+    assert all(n >= least for n, least in zip(wide, WIDE_AT_LEAST.get(kernel, (0, 0)), strict=True))
+    assert bool(a_round.flops) == ("HEAD" in defines)
+    if a_round.flops:
+        print(f"  {kernel:24} {a_round}")
+        # its scores and gradients of scores are rows × HEAD × tile, each product once
+        rows = a_round.flops * WARPS // (2 * PRODUCTS[kernel] * attention.OWN * defines["HEAD"])
+        assert rows in tiles[kernel].rows
+        assert (
+            a_round.flops * WARPS == 2 * PRODUCTS[kernel] * attention.OWN * rows * defines["HEAD"]
+        )
+        assert a_round.local <= 22 * spilling
+        # tiles come 16 bytes at a time: both of them, and two floats a row for dk and dv
+        threads = 32 * WARPS
+        copied = 2 * rows * defines["HEAD"] * 2 // 16 // threads
+        floats = {("LDGSTS", 4): 1} if kernel == "attention_dkv" else {}
+        copies = {what: n for what, n in a_round.accesses.items() if what[0] == "LDGSTS"}
+        assert copies == {("LDGSTS", 16): copied, **floats}, kernel
+        if tiles is attention.MMA:  # a product is 16 × 8 × 16, a load four matrices of 8 × 8
+            assert a_round.tensor * 4096 == a_round.flops
+            # a warp loads its rows of the block's own tiles, and the products' other side whole
+            loaded = tiles[kernel].own * attention.OWN + WARPS * PRODUCTS[kernel] * rows
+            assert a_round.ldsm * 512 * WARPS == 2 * defines["HEAD"] * loaded
+
+
+def test_the_whole_file_is_kept() -> None:
+    """CuPy's binding cuts off the last byte, which nvdisasm and readelf miss."""
+    cubin, _ = compile_kernels(
+        sources.join(sources.parts("reduce")), "reduce", "sm_80", {"BF16": 0}
+    )
+    headers, sections = struct.unpack_from("<QQ", cubin, 32)
+    sizes = struct.unpack_from("<4H", cubin, 54)
+    assert len(cubin) >= max(headers + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+
+
+def test_spills_and_narrow_accesses_are_seen() -> None:
+    text = (
+        sources.text_of("device.cuh")
+        + """
+KERNEL narrow(const float* x, float* y, int n) {
+    float kept[64];
+    for (int i = 0; i < 64; ++i) kept[i] = x[i * n];
+    for (int i = 0; i < n; ++i) y[i] = kept[(i * n) % 64];
+}"""
+    )
+    cubin, _ = compile_kernels(text, "narrow", "sm_80", {})
+    found = machine_code.count(machine_code.disassemble(cubin)["narrow"])
+    assert found.local and set(found.accesses) == {("LDG", 4), ("STG", 4)}
 
 
 def test_a_stack_is_seen() -> None:

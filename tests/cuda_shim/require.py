@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from accel.cuda import machine_code
 from accel.cuda.compiler import nvrtc_version
 from tests.cuda_shim.device import missing
 
@@ -23,6 +24,15 @@ def nvrtc() -> None:
         return _without(why, "MYLLM_REQUIRE_NVRTC")
     try:
         nvrtc_version()
+    except ImportError as error:
+        _without(str(error), "MYLLM_REQUIRE_NVRTC")
+
+
+def nvdisasm() -> None:
+    """Skip without nvdisasm, too; with MYLLM_REQUIRE_NVRTC=1 that is a failure."""
+    nvrtc()
+    try:
+        machine_code.nvdisasm()
     except ImportError as error:
         _without(str(error), "MYLLM_REQUIRE_NVRTC")
 

@@ -1,37 +1,145 @@
-"""All that a GPU is wanted for, in one go: every GPU test, then ``myllm bench cuda``.
+"""All that a GPU is wanted for, in parts of at most ten minutes, into one folder.
 
-Run from the root of the repository, after ``pip install -e ".[cuda13,test]"``::
+From the root of the repository, after ``pip install -e ".[cuda13,test]"``, or with no pip where
+CuPy, Numba, mpi4py, pytest and Hypothesis are installed (what else is missing is said, and which
+part it keeps from running)::
 
-    python -m tests.gpu
+    python -m tests.gpu [FOLDER] [--minutes 10]
 
-With a PyTorch for CUDA installed (``pip install torch``), the benchmark also times its training
-step in turn with ours.
+Parts run in the order of what matters first: correctness, repeatability, the trainer, attention's
+times, the step beside PyTorch's, races and accesses by compute-sanitizer, the other kernels' times.
+When the minutes are up it stops; the same command goes on after the last part, and of tests after
+the last test, that ended. FOLDER (gpu-results) gets NAME.log of each part, NAME.tests of each
+part's tests, and NAME.status once a part is over: passed, failed, or why it was skipped.
+
+Exit status: 0 all is over and nothing failed, 1 something failed, 3 there is more to do.
 """
 
+import argparse
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.gpu import journal
+
+MORE = 3  # exit status
+TESTED = ("cupy", "numba", "pytest", "hypothesis", "filelock")
+TRAINED = (*TESTED, "mpi4py", "msgspec", "psutil", "regex", "rich", "safetensors", "threadpoolctl")
+HANGS = 120  # seconds that a test is given after the time is up
 
 
-def torch_has_a_gpu() -> bool:
-    """Whether PyTorch is installed and can use the GPU."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
+class Part(NamedTuple):
+    """One thing to run."""
 
-    return bool(torch.cuda.is_available())
+    name: str
+    minutes: float  # that it takes: it is not begun with less left, but for tests, which stop
+    command: tuple[str, ...]  # after this Python's name
+    needs: tuple[str, ...]  # modules
+    tool: str = ""  # that it runs under
+
+    @property
+    def tests(self) -> bool:
+        """Whether it is one of pytest's."""
+        return "pytest" in self.command
 
 
-def main() -> int:
-    """Run the tests, then the benchmark; the status is that of the first to fail."""
-    # what other libraries warn of is shown, and costs no test its run
-    tests = [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "default", "tests/gpu"]
-    bench = [sys.executable, "-m", "dist", "bench", "cuda", *sys.argv[1:]]
-    if "--peer" not in sys.argv and torch_has_a_gpu():
-        bench += ["--peer", "torch"]
-    status = [subprocess.run(command, check=False).returncode for command in (tests, bench)]
-    return next((s for s in status if s), 0)
+def tests(*what: str) -> tuple[str, ...]:
+    """Return the command of some tests; what other libraries warn of costs none its run."""
+    return "-m", "pytest", "-q", "-rs", "-W", "default", "-p", "tests.gpu.journal", *what
+
+
+def bench(*what: str) -> tuple[str, ...]:
+    """Return the command of some rows of the benchmark."""
+    return "-m", "dist", "bench", "cuda", "--parts", *what
+
+
+CUDA, CORES = "tests/gpu/test_cuda.py", "attention_on_tensor_cores and whole"
+PARTS = (
+    Part("correctness", 0.5, tests(CUDA, "-k", "not same_bits"), TESTED),
+    Part("repeatability", 0.5, tests(CUDA, "-k", "same_bits"), TESTED),
+    Part("trainer", 0.5, tests("tests/gpu/test_trainer.py"), TRAINED),
+    Part("attention", 2, bench("attention"), TRAINED),
+    Part("step", 4, bench("step"), TRAINED),
+    Part("step-beside-torch", 4, bench("step", "peer", "--peer", "torch"), (*TRAINED, "torch")),
+    Part("racecheck", 0.5, tests(CUDA, "-k", CORES), TESTED, "--tool=racecheck"),
+    Part("memcheck", 0.5, tests(CUDA, "-k", CORES), TESTED, "--tool=memcheck"),
+    Part("ops", 2, bench("ops"), TRAINED),
+)
+
+
+def why_not(part: Part) -> str:
+    """Say what keeps a part from running; nothing where nothing does."""
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"skipped: needs {', '.join(missing)}"
+    if part.tool and shutil.which("compute-sanitizer") is None:
+        return "skipped: needs compute-sanitizer, of the CUDA toolkit"
+    return ""
+
+
+def run(part: Part, folder: Path, until: float) -> str:
+    """Run a part and return its status; empty when there is more of it to do."""
+    kept = folder / f"{part.name}.tests"
+    told = {"GPU_JOURNAL": str(kept.resolve()), "GPU_UNTIL": str(until)}
+    under = ["compute-sanitizer", part.tool, "--error-exitcode=9"] if part.tool else []
+    with (folder / f"{part.name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*under, sys.executable, *part.command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **told},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(max(0.0, until - time.time()) + HANGS * part.tests)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            # the test that hung is passed over next time; what is no test is not tried again
+            return "" if part.tests else "failed: its time was up"
+    if not part.tests:
+        return "passed" if status == 0 else f"failed: exit status {status}"
+    if status == 2 and time.time() > until:  # pytest was stopped
+        return ""
+    words = list(journal.read(kept).values())
+    wrong = sum(word in ("failed", "began") for word in words)
+    if status not in (0, 1, 5) or wrong or not words:  # 5: all had ended before
+        return f"failed: {wrong} of {len(words)} tests, exit status {status}"
+    skipped = words.count("skipped")
+    return f"passed: {len(words) - skipped} tests" + (f", {skipped} skipped" if skipped else "")
+
+
+def main(argv: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
+    """Go on where the last call stopped, and return the exit status."""
+    p = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("folder", type=Path, nargs="?", default=Path("gpu-results"))
+    p.add_argument("--minutes", type=float, default=10, help="until it stops (default 10)")
+    given = p.parse_args(argv)
+    until = time.time() + 60 * given.minutes - 5
+    given.folder.mkdir(parents=True, exist_ok=True)
+    statuses = []
+    for part in parts:
+        ended = given.folder / f"{part.name}.status"
+        if not ended.exists():
+            said = why_not(part)
+            if not said and time.time() + 60 * part.minutes < until:
+                print(f"{part.name} …", flush=True)
+                said = run(part, given.folder, until)
+            if not said:
+                print(f"{part.name}: the time is up; the same command goes on here")
+                return MORE
+            ended.write_text(said + "\n", encoding="utf-8")
+        statuses.append(ended.read_text(encoding="utf-8").strip())
+        print(f"{part.name}: {statuses[-1]}", flush=True)
+    return int(any(said.startswith("failed") for said in statuses))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,410 @@
+"""``myllm bench cuda --model H100``: what a GPU that is not here would take, by arithmetic.
+
+The launchers run as on a GPU, on arrays without memory, and what they ask for is written down: each
+launch of a training step, and each product. A launch takes as long as the slowest of
+
+    memory   the bytes of its arrays, each once, or as often as ``TIMES`` says
+    tensor, shared memory, MUFU, FMA, light, issue
+             what the way that is run most gives a multiprocessor to do, counted in the machine
+             code that NVRTC makes for that GPU (``accel.cuda.machine_code``)
+
+Attention's blocks walk over tiles. One by warpgroups is played: two warpgroups issue a round of the
+loop in order to one queue of the tensor cores and one of the other units, wait for their groups of
+products where the code does, and meet at its barriers; where that takes longer than any unit is
+busy, it is bound by "waits". By ``mma.sync`` nothing is played: its warps are taken to fill each
+other's gaps, so that the prediction is the most that can be had. Blocks are then dealt out as the
+hardware does. Products of cuBLAS take the speed that somebody measured of the best shapes.
+
+Left out: caches, latencies (of memory, of exponentials), starts of kernels, what power does to the
+clock, and ways that are run less often. So a prediction is the least time that is possible by this
+arithmetic; GPUS.md says how much longer two GPUs took.
+"""
+
+import contextlib
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.bench.report import Row
+from accel.bench.training import SETTINGS
+from accel.cuda import attention, ops_bf16
+from accel.cuda import device as devices
+from accel.cuda.arena import Arena
+from accel.cuda.compiler import cubin_file
+from accel.cuda.device import Argument
+from accel.cuda.machine_code import Code, Counts, count, disassemble, hot_loop, way
+from accel.cuda.sources import signature
+from reference.config import Config
+from reference.flops import attention_flops, training_flops
+from reference.model import loss_backward, loss_forward
+from reference.params import decoder_layout
+from reference.types import Array
+
+
+class Gpu(NamedTuple):
+    """A GPU by what is published of it; all of a cycle are of one multiprocessor."""
+
+    architecture: str
+    shared_limit: int  # bytes of shared memory of a block
+    processors: int  # multiprocessors
+    clock: float  # cycles a second at which the data sheet's operations are done
+    tensor: int  # operations of dense bf16 products with float32 sums a cycle
+    by_mma: float  # the share of them that mma.sync reaches
+    fma: int  # float32 multiply-adds a cycle
+    memory: float  # bytes a second
+    product: float  # operations a second of the best large bf16 product that was measured
+    link: float  # bytes a second to other GPUs, each way
+    room: int  # bytes of memory
+
+    @property
+    def warpgroups(self) -> bool:
+        """Whether it multiplies by wgmma."""
+        return self.architecture == "sm_90a"
+
+
+# Multiprocessors, clocks, operations, bandwidths and links: NVIDIA's H100 architecture white paper
+# (989.4 TFLOP/s = 132 · 4,096 · 1.83 GHz), data sheets of the H100 SXM, the H200 SXM and the A100
+# 80 GB SXM (312 = 108 · 2,048 · 1.41), and Ada architecture white paper, appendix A (165.2 = 128 ·
+# 512 · 2.52). fma, and LIGHT, MUFU and ISSUE below: CUDA C++ Programming Guide, "Arithmetic
+# Instructions". by_mma: Luo et al. 2024 (arXiv 2402.13499). product: S. Bekman, "Machine Learning
+# Engineering", "Maximum Achievable Matmul FLOPS"; the RTX 4090 is not in it: its peak.
+_HOPPER = Gpu(
+    "sm_90a", 227 << 10, 132, 1.83e9, 4096, 0.62, 128, 3.35e12, 794.5e12, 450e9, 80 * 10**9
+)
+MODELS = {
+    "H100": _HOPPER,
+    "H200": _HOPPER._replace(memory=4.8e12, room=141 * 10**9),
+    "A100": Gpu(
+        "sm_80", 163 << 10, 108, 1.41e9, 2048, 1.0, 64, 2.039e12, 267.9e12, 300e9, 80 * 10**9
+    ),
+    "RTX4090": Gpu(
+        "sm_89", 99 << 10, 128, 2.52e9, 512, 1.0, 128, 1.008e12, 165.2e12, 32e9, 24 * 10**9
+    ),
+}
+LIGHT, MUFU, ISSUE = 64, 16, 128  # threads' instructions a cycle
+SHARED = 128  # bytes of shared memory a cycle: 32 banks of 4
+QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
+WARPS = 8  # of an attention block, of which one fits a multiprocessor
+
+# How often a kernel moves an array that it does not move once; 0: by its output's size, not its own
+TIMES = {
+    ("adamw", "master"): 2, ("adamw", "m"): 2, ("adamw", "v"): 2, ("accumulate", "dst"): 2,
+    ("add_bias", "y"): 2, ("cross_entropy", "logits"): 3, ("embedding_forward", "table"): 0,
+}  # fmt: skip
+PRODUCTS = {"attention_forward": 2, "attention_dq": 3, "attention_dkv": 4}  # of a tile
+
+
+class Launch(NamedTuple):
+    """What a launcher asked for."""
+
+    source: str
+    kernel: str
+    grid: tuple[int, int, int]
+    threads: int
+    given: Mapping[str, Any]  # the arguments by name
+    defines: Mapping[str, int]
+
+    @property
+    def moved(self) -> float:
+        """Bytes to and from memory."""
+        arrays = {name: a for name, a in self.given.items() if isinstance(a, np.ndarray)}
+        times = {name: TIMES.get((self.kernel, name), 1) for name in arrays}
+        gathered = sum(arrays["out"].nbytes for n in times.values() if n == 0)
+        return gathered + sum(times[name] * a.nbytes for name, a in arrays.items())
+
+
+class Prediction(NamedTuple):
+    """What a kernel or a product is predicted to take."""
+
+    seconds: float
+    bound: str
+    moved: float
+    operations: float
+
+
+class _Memory:
+    """Memory that is not there; an array of it must never be read."""
+
+    def __init__(self, at: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any):
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (at, False),
+            "shape": shape,
+            "typestr": np.dtype(dtype).str,
+            "version": 3,
+        }
+
+
+class Recorder:
+    """A device that does nothing but write down what it is asked for."""
+
+    def __init__(self, gpu: Gpu):
+        self.shared_limit, self.warpgroups = gpu.shared_limit, gpu.warpgroups
+        self.asked: list[Launch | tuple[int, int, int]] = []  # launches; products (m, n, k)
+        self.arena = Arena(self)
+        self._end = 1 << 40  # of the addresses that were given out
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        at = self._end
+        self._end += -(-max(1, math.prod(shape) * np.dtype(dtype).itemsize) // 256) * 256
+        return np.asarray(_Memory(at, shape, dtype, None))
+
+    def piece(
+        self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
+    ) -> Array:
+        return np.asarray(_Memory(self.address(block) + start, shape, dtype, owner))
+
+    def upload(self, array: Array) -> Array:
+        return self.empty(array.shape, array.dtype)
+
+    def download(self, array: Array) -> Array:
+        """Return zeros; the check of ids finds none that is wrong."""
+        if array.shape == (2,) and array.dtype == np.int32:
+            return np.array([2**31 - 1, 1], np.int32)
+        return np.zeros(array.shape, array.dtype)
+
+    def address(self, array: Array) -> int:
+        return int(array.ctypes.data)
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        *,
+        shared: int,
+        defines: Mapping[str, int],
+    ) -> None:
+        names = (name for name, _ in signature(source, kernel).parameters)
+        given = dict(zip(names, arguments, strict=True))
+        self.asked.append(Launch(source, kernel, grid, threads, given, defines))
+
+    def gemm_ex(self, *given: Any) -> None:
+        self.asked.append(given[2:5])
+
+    def expired(self, block: Array) -> None:
+        pass
+
+    def trim(self) -> None:
+        pass
+
+    def clear(self, array: Array) -> None:
+        pass
+
+    def write(self, array: Array, values: Array) -> None:
+        pass
+
+    def stream(self) -> int:
+        return 0
+
+    def name(self) -> str:
+        return "predicted"
+
+    def memory(self) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def recording(gpu: Gpu) -> Iterator[Recorder]:
+    """Let the launchers write down what they ask of a GPU."""
+    device = Recorder(gpu)
+    before = devices.use(device)
+    try:
+        yield device
+    finally:
+        devices.use(before)
+
+
+@functools.cache
+def _code(source: str, kernel: str, defines: tuple[tuple[str, int], ...], to: str) -> Code:
+    return disassemble(cubin_file(source, to, dict(defines)).read_bytes())[kernel]
+
+
+def busy(c: Counts, gpu: Gpu, warps: float) -> dict[str, float]:
+    """Return the cycles that each unit of a multiprocessor needs for so many warps."""
+    rate = gpu.tensor * (1 if gpu.warpgroups and not c.ldsm else gpu.by_mma)
+    return {
+        "tensor": warps * c.flops / rate,
+        "shared memory": warps * c.shared / SHARED,
+        "MUFU": warps * 32 * c.mufu / MUFU,
+        "FMA": warps * 32 * c.fma / gpu.fma,
+        "light": warps * 32 * c.light / LIGHT,
+        "issue": warps * 32 * c.issued / ISSUE,
+    }
+
+
+def played(taken: Code, gpu: Gpu, rounds: int = 16) -> float:
+    """Return the cycles of a round of a loop that two warpgroups go through, meeting at barriers.
+
+    Each quarter of a multiprocessor has one warp of either. Its tensor core takes products one
+    after the other. What lies between two places where the code hands over or waits takes a warp as
+    long as the assembler lets it stall, and no less than the busiest other unit.
+    """
+    steps: list[tuple[str, float, float]] = []  # what, cycles of a unit, cycles of the warp
+    for matters, part in itertools.groupby(
+        taken, lambda i: i.name if i.stem in ("HGMMA", "WARPGROUP", "BAR") else ""
+    ):
+        between = list(part)
+        for i in between if matters else ():
+            if i.stem == "HGMMA":
+                cycles = max(i.flops / gpu.tensor, i.shared / SHARED) * QUARTERS
+                steps.append(("product", cycles, i.stall))
+                if "gsb0" in i.operands:
+                    steps.append(("group", 0, 0))
+            elif "DEPBAR" in i.name:
+                steps.append(("wait", int(i.operands.split(",")[1], 16), 0))
+            elif i.stem == "BAR":
+                steps.append(("meet", 0, 0))
+        if not matters:
+            units = busy(count(between), gpu, QUARTERS)
+            unit = max(units[name] for name in ("MUFU", "FMA", "light", "issue"))
+            steps.append(("work", unit, sum(i.stall for i in between)))
+    now, at, groups, last = [0.0, 0.0], [0, 0], ([0.0] * 4, [0.0] * 4), [0.0, 0.0]
+    free = {"product": 0.0, "work": 0.0}
+    ends, end = [0.0], rounds * len(steps)
+    while min(at) < end:
+        who = min((0, 1), key=lambda w: (at[w] >= end, now[w], w))
+        if steps[at[who] % len(steps)][0] == "meet":
+            if at[1 - who] < at[who]:  # the other is to come
+                who = 1 - who
+            elif at[1 - who] == at[who]:
+                now = [max(now)] * 2
+        what, cycles, own = steps[at[who] % len(steps)]
+        if what in free:
+            free[what] = max(now[who], free[what]) + cycles
+            now[who] += own
+            if what == "product":
+                last[who] = free[what]
+            else:
+                now[who] = max(now[who], free[what])
+        elif what == "group":
+            groups[who].append(last[who])
+        elif what == "wait":
+            now[who] = max(now[who], groups[who][-1 - int(cycles)])
+        at[who] += 1
+        if at[who] % len(steps) == 0 and who == 0:
+            ends.append(now[0])
+    return (ends[-1] - ends[rounds // 2]) / (rounds - rounds // 2)
+
+
+def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
+    """Return the tiles of ``rows`` rows that each block of attention walks over, most first."""
+    g = launch.given
+    T, S, behind, ahead = (int(g[name]) for name in ("T", "S", "behind", "ahead"))
+    by_keys = launch.kernel == "attention_dkv"
+    n, walked, back, fore = (S, T, ahead, behind) if by_keys else (T, S, behind, ahead)
+    shift = T - S if by_keys else S - T  # of positions
+    found = []
+    for first in range(0, n, attention.OWN):
+        begin = max(0, first + shift - back)
+        end = min(walked, min(first + attention.OWN, n) + shift + fore)
+        tiles = -(-end // rows) - begin // rows if end > begin else 0
+        found.append(tiles * int(g.get("heads", 1)))
+    return sorted(found * (launch.grid[0] * launch.grid[1]), reverse=True)
+
+
+def predict(asked: Launch | tuple[int, int, int], gpu: Gpu) -> Prediction:
+    """Return what one launch or product is predicted to take."""
+    if not isinstance(asked, Launch):
+        m, n, k = asked
+        work = 2.0 * m * n * k
+        return Prediction(work / gpu.product, "tensor", 2.0 * (m * k + k * n + m * n), work)
+    arguments = tuple(sorted(asked.defines.items()))
+    code = _code(asked.source, asked.kernel, arguments, gpu.architecture)
+    once, moved = count(way(code)), asked.moved
+    share = gpu.processors * gpu.clock
+    taken = hot_loop(code)
+    if taken:
+        a_round = count(taken)
+        head = asked.defines["HEAD"]
+        products = 2 * PRODUCTS[asked.kernel] * attention.OWN * head  # of a row that is walked over
+        tiles = tiles_of_blocks(asked, WARPS * a_round.flops // products)
+        units = busy(a_round, gpu, WARPS)
+        cycles = max(*units.values(), played(taken, gpu) if gpu.warpgroups else 0.0)
+        outside = max(busy(once, gpu, WARPS).values()) - cycles * (once.flops > 0)
+        free = [0.0] * gpu.processors
+        for n in tiles:
+            heapq.heapreplace(free, free[0] + n * cycles + max(0.0, outside))
+        seconds = max(free) / gpu.clock
+        bound = max(units, key=lambda unit: units[unit])
+        if cycles > 1.05 * units[bound]:
+            bound = "waits"
+        work = float(sum(tiles) * WARPS * a_round.flops)
+    else:
+        threads = math.prod(asked.grid) * asked.threads
+        a_thread = sum(16 * n for (_, width), n in once.accesses.items() if width == 16)
+        # loops are run as often as it takes to move the bytes; of loops without 16-byte accesses it
+        # is not known
+        rounds = max(1.0, moved / (threads * a_thread)) if a_thread else 0.0
+        units = busy(once, gpu, threads / 32 * rounds)
+        bound = max(units, key=lambda unit: units[unit])
+        seconds, work = units[bound] / share, 0.0
+    if moved / gpu.memory >= seconds:
+        bound = "memory"
+    return Prediction(max(seconds, moved / gpu.memory), bound, moved, work)
+
+
+def step(config: Config, B: int, T: int, gpu: Gpu) -> dict[str, tuple[int, Prediction]]:
+    """Return kernel -> (launches, all of them together) of a training step."""
+    layout = decoder_layout(config)
+    with recording(gpu) as device:
+        master, m, v, grad = (device.empty((layout.size,), np.float32) for _ in range(4))
+        params = ops_bf16.parameters(layout.views(master))
+        device.asked.clear()  # not in every step
+        ids = device.empty((B, T), np.int32)
+        with ops_bf16.step():
+            _, cache = loss_forward(ops_bf16, params, config, ids, ids)
+            loss_backward(1.0, cache, layout.views(grad))
+            del cache
+        ops_bf16.global_norm(grad)
+        settings = {"step": 1, "n_decayed": layout.n_decayed, "grad_scale": 1.0, **SETTINGS}
+        ops_bf16.adamw(master, m, v, grad, **settings)
+    found: dict[str, tuple[int, Prediction]] = {}
+    for asked in device.asked:
+        name = asked.kernel if isinstance(asked, Launch) else "products (cuBLAS)"
+        one = predict(asked, gpu)
+        n, sum_of = found.get(name, (0, Prediction(0.0, one.bound, 0.0, 0.0)))
+        sums = (a + b for a, b in zip(sum_of[2:], one[2:], strict=True))
+        found[name] = n + 1, Prediction(sum_of.seconds + one.seconds, one.bound, *sums)
+    return found
+
+
+def rows(name: str, config: Config, B: int, T: int) -> Iterator[Row]:
+    """Yield the table: each kernel of a step, attention, the step, and eight GPUs."""
+    gpu = MODELS[name]
+    kernels = step(config, B, T, gpu)
+    for kernel, (n, p) in sorted(kernels.items(), key=lambda item: -item[1][1].seconds):
+        amount = f"{p.moved / 1e9:.2f} GB, {p.moved / p.seconds / 1e12:.2f} TB/s"
+        if p.operations:
+            amount += f", {p.operations / p.seconds / 1e12:.0f} TFLOP/s done"
+        yield Row(f"{kernel}, {n} of a step", p.seconds, note=f"{p.bound}: {amount}")
+    layers = config.n_layers
+    work = B * T * attention_flops(T, config.n_heads, config.d_head, causal=True)
+    parts = {"forward": ("attention_forward",), "backward": ("attention_dq", "attention_dkv")}
+    extra = ("attention_delta", "sum_heads")
+    for what, names in parts.items():
+        of = names + (extra if what == "backward" else ())
+        seconds = sum(kernels[k][1].seconds for k in of if k in kernels) / layers
+        asked = work * (1 if what == "forward" else 2.5)
+        yield Row(
+            f"attention (causal) {what}", seconds, note=f"{asked / seconds / 1e12:.0f} TFLOP/s"
+        )
+    seconds = sum(p.seconds for _, p in kernels.values())
+    asked = B * T * training_flops(config, T, causal=True)
+    note = f"{B * T / seconds:,.0f} tokens/s, {asked / seconds / 1e12:.0f} TFLOP/s"
+    yield Row(f"training step, {layers} layers", seconds, note=note)
+    alone = sum(kernels[k][1].seconds for k in ("adamw", "square_sums"))
+    size, W = decoder_layout(config).size, 8
+    # slices of the gradient to who owns them, the new weights back, and their copies in bf16
+    sent = (W - 1) / W * size * (4 + 4) / gpu.link
+    copied = (W - 1) / W * size * (4 + 2) / gpu.memory
+    whole = seconds - alone * (W - 1) / W + sent + copied
+    yield Row(f"the same on {W} GPUs", whole, note=f"{W * B * T / whole:,.0f} tokens/s")

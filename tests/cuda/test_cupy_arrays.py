@@ -1,0 +1,80 @@
+"""The launchers on CuPy's own arrays: op cases by the rule, and steps with the shim's bits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.cuda import device as devices
+from accel.cuda import ops, ops_bf16
+from tests.cuda_shim import require
+from tests.cuda_shim.device import ShimDevice, ShimError
+from tests.helpers.cuda_cases import (
+    attention_by_the_rule,
+    attention_cases,
+    by_the_rule,
+    cases,
+    rounded,
+    run_backend,
+)
+from tests.helpers.cuda_models import batch, bf16_weights, parameters, train
+from tests.helpers.models import MODELS
+
+require.shim()
+require.nvrtc()
+
+from tests.cuda_shim.cupy_arrays import CuPyArrays, host  # noqa: E402
+
+TILED = [*attention_cases(((64, 64),))]
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[CuPyArrays]:
+    found = CuPyArrays()
+    before = devices.use(found)
+    yield found
+    devices.use(before)
+
+
+@pytest.mark.parametrize("case", [*cases()], ids=[f"{c[0]}: {c[1]}" for c in cases()])
+def test_an_op_keeps_to_the_rule_in_both_modes(case: Any) -> None:
+    for module, mode in ((ops, "float32"), (ops_bf16, "bf16")):
+        for name, closeness in by_the_rule(module, case, mode).items():
+            assert closeness.ok, (mode, name, closeness)
+
+
+@pytest.mark.parametrize("case", TILED, ids=[what for _, what, _, _ in TILED])
+def test_attention_keeps_to_the_rule(case: Any) -> None:
+    op, _, arrays, options = case
+    got = run_backend(ops_bf16, op, rounded(arrays), options)
+    for name, closeness in attention_by_the_rule(case, got).items():
+        assert closeness.ok, (name, closeness)
+
+
+@pytest.mark.parametrize("name", ["myllm", "gpt2", "dropout"])
+@pytest.mark.parametrize("module", [ops, ops_bf16], ids=["float32", "bf16"])
+def test_steps_have_the_bits_of_those_on_numpy_s_arrays(
+    device: CuPyArrays, name: str, module: Any
+) -> None:
+    config = MODELS[name]
+    flat, data = bf16_weights(config, parameters(config)), batch(config)
+    mine = train(module, config, flat, data, 3)
+    assert device.arena.capacity  # the third step's arrays are pieces of one block
+    devices.use(ShimDevice())
+    theirs = train(module, config, flat, data, 3)
+    assert mine[0] == theirs[0]
+    for a, b in zip(mine[1:], theirs[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_views_are_of_the_same_memory_and_other_arrays_are_refused(device: CuPyArrays) -> None:
+    array = device.upload(np.arange(24, dtype=np.float32).reshape(2, 3, 4))
+    view = array[:, 1:, ::2]
+    np.testing.assert_array_equal(host(view), np.arange(24).reshape(2, 3, 4)[:, 1:, ::2])
+    host(view)[...] = -1
+    assert (host(array) == -1).sum() == view.size
+    with pytest.raises(ShimError, match="CuPy's arrays is wanted, got ndarray"):
+        devices.launch("elementwise", "add", 1, a=np.ones(4), b=array, y=array, n=4)
+    with pytest.raises(AssertionError):
+        device.download(array[:, 0])
