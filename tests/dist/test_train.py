@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +161,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     def updated(self: Stepper, *arguments: Any) -> None:
         update(self, *arguments)
         updates.release()
+        if self.updates in (4, 5):
+            time.sleep(0.5)  # so that writing takes as long
 
     def slow(path: Path, *what: Any) -> dict[int, int]:
         # after the step that is saved two more are taken while its weights are written
@@ -177,7 +180,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         one, other = (checkpoint.load_master(Path(c.run.out) / name) for c in (config, meanwhile))
         np.testing.assert_array_equal(one, other)
     saves = [r for r in monitor.read_metrics(Path(meanwhile.run.out)) if "save_ms" in r]
-    assert [r["step"] for r in saves] == [3, 6] and saves[0]["write_ms"] > saves[0]["save_ms"]
+    assert [r["step"] for r in saves] == [3, 6] and saves[0]["save_ms"] < 0.2 * saves[0]["write_ms"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_removed(
