@@ -241,7 +241,8 @@ def test_a_copy_of_a_run_of_two_ranks_at_any_fsync_goes_on_to_the_same_bits(
     asked, copies = tmp_path / "asked", tmp_path / "copies"
     asked.mkdir()
     copies.mkdir()
-    run, askers = start(config, 2, ASK=str(asked)), set()
+    run = start(config, 2, ASK=str(asked))
+    askers: set[str] = set()
     while run.process.poll() is None:
         time.sleep(0.002)
         for ask in asked.iterdir():
