@@ -19,6 +19,7 @@ from accel import system
 from accel.system import ENDING, HANDED_ON, cores
 from dist.comm import warn
 from dist.monitor import say_lost
+from dist.stopping import NOHUP
 from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
 
 
@@ -100,34 +101,43 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     ``Started`` says, is ended after ``timeout`` seconds, or ``FLOOR``.
     """
     mpirun, kind = find_mpirun()
+    env = environment(ranks)
+    # what the caller has us ignore stays ignored: SIGHUP under nohup
+    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    if kind == "openmpi":
+        # it passes whole lines on, so that one that moves would be seen when it has ended, and
+        # gives its ranks the system's own answer to SIGHUP
+        env.pop("MYLLM_TERMINAL", None)
+        if "SIGHUP" in (number.name for number in ENDING if number not in heard):
+            env[NOHUP] = "1"
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
     received: list[int] = []
-    system.adopt()  # what mpirun leaves behind
-    process = subprocess.Popen(
-        command(mpirun, kind, ranks, arguments),
-        env=environment(ranks),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **system.out_of_reach(),
-        **system.ends_with_us(),  # and mpirun ends its ranks
-    )
-
-    streams = ((process.stdout, 1), (process.stderr, 2))
-    passing = [threading.Thread(target=_pass_on, args=pair, daemon=True) for pair in streams]
-    for thread in passing:
-        thread.start()
+    processes: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         # asked a third time: no more patience
         received.append(number)
-        process.send_signal(handed_on if len(received) < 3 else signal.SIGTERM)
+        for process in processes:
+            process.send_signal(handed_on if len(received) < 3 else signal.SIGTERM)
 
-    # what the caller has us ignore stays ignored: SIGHUP under nohup
-    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
-    started = Started(ranks, timeout or FLOOR)
     try:
+        system.adopt()  # what mpirun leaves behind
+        process = subprocess.Popen(
+            command(mpirun, kind, ranks, arguments),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **system.out_of_reach(),
+            **system.ends_with_us(),  # and mpirun ends its ranks
+        )
+        processes.append(process)
+        streams = ((process.stdout, 1), (process.stderr, 2))
+        passing = [threading.Thread(target=_pass_on, args=pair, daemon=True) for pair in streams]
+        for thread in passing:
+            thread.start()
+        started = Started(ranks, timeout or FLOOR)
         while (status := _wait(process)) is None:
             if received:
                 process.send_signal(handed_on)

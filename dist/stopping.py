@@ -12,6 +12,8 @@ from accel import launcher
 from accel.system import ENDING, HANDED_ON
 from dist.comm import warn
 
+NOHUP = "MYLLM_NOHUP"  # in the environment: our launcher was told to ignore SIGHUP
+
 
 class StopRequest:
     """A signal that asks the run to end after the step under way, leaving a checkpoint.
@@ -54,6 +56,9 @@ class StopRequest:
 
         MPI must have been started: it catches signals of its own, in place of ours.
         """
+        for number in ENDING:
+            if number.name == "SIGHUP" and NOHUP in os.environ:
+                signal.signal(number, signal.SIG_IGN)
         heard = [
             number
             for number in self.SIGNALS

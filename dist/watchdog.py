@@ -8,7 +8,7 @@ what work at what step. A rank that has been at one place for longer than its li
 - one that is at work, outside of MPI, judges itself: it loops, or waits for something else;
 - one that waits in MPI for others judges those that are not heard of any more: they were stopped,
   or hold Python's interpreter in a call that does not return;
-- if all are heard of and all wait, it is MPI or the network.
+- if all were heard of just now and all wait, it is MPI or the network.
 
 A rank that waits for one that is heard of and at work does nothing: that one knows its own limit.
 
@@ -45,6 +45,7 @@ import psutil
 from accel.system import end_within
 
 TICK = 0.5  # seconds between two datagrams
+QUIET = 6 * TICK  # nobody hangs who was heard of so lately: a busy machine lets threads wait
 FLOOR = 300.0  # seconds
 FACTOR = 20
 FIRST = 1800.0  # seconds
@@ -204,18 +205,21 @@ class Watch:
         limit = self.limit
         if seconds < limit or not self._all_heard.is_set():
             return
-        silent = [r for r in self._others if self._clock - self._heard[r] >= limit / 2]
+        unheard = {r: self._clock - self._heard[r] for r in self._others}
+        silent = [r for r in self._others if unheard[r] >= max(limit / 2, QUIET)]
         heard = [r for r in self._others if r not in silent]
         if place.waiting:
             if any(not self._places[r].waiting for r in heard):
                 return
+            if not silent and any(unheard[r] > 2 * TICK for r in heard):
+                return  # one of them may have been stopped
             # of several that wait the first speaks
             if seconds < limit + 2 * TICK * sum(r < self.rank for r in heard):
                 return
         if silent:
             culprits = [
                 f"rank {r} hangs{self._or_network(r)}: nothing has been heard of it for "
-                f"{self._clock - self._heard[r]:.0f} s, since {self._places[r]}"
+                f"{unheard[r]:.0f} s, since {self._places[r]}"
                 for r in silent
             ]
         elif place.waiting:

@@ -76,9 +76,11 @@ def test_on_a_gpu_that_is_too_old_or_without_cublas(monkeypatch: pytest.MonkeyPa
         accel.load("cuda")
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.cublas", sys)
     monkeypatch.setenv("MPI_LOCALRANKID", "3")
-    with pytest.raises(ImportError, match=r"compute capability 8\.0 .* this one has 7\.x"):
-        accel.load("cuda")
-    assert asked == [0]  # the fourth rank on a machine with one GPU
+    for count in (1, 2, 8):
+        monkeypatch.setattr(runtime, "getDeviceCount", lambda count=count: count)
+        with pytest.raises(ImportError, match=r"compute capability 8\.0 .* this one has 7\.x"):
+            accel.load("cuda")
+    assert asked == [0, 1, 3]  # the fourth rank on a machine with so many GPUs
 
 
 def test_a_warning_of_cupy_s_import_is_shown_and_no_error(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dist.config import from_tables
 from dist.data import TrainingData, Windows, make_batch
 from dist.shards import Dataset
 from dist.writer import ShardWriter, WriterState
+from tests.helpers.damage import flip
 from tests.helpers.runs import EOS, VOCAB, prepare, random_walk, tables, write_dataset
 
 
@@ -144,6 +145,20 @@ def test_check_finds_one_changed_bit(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(ValueError, match=r"00001\.mask has changed"):
         shards.check_crcs(folder)
+
+
+def test_a_byte_that_changed_while_packing_went_on_is_found(tmp_path: Path) -> None:
+    """The CRCs are of what was written, not of what lies at the path in the end."""
+    ids = random_walk(300)
+    writer = ShardWriter(tmp_path / "d", VOCAB, 700)
+    writer.write(ids)
+    writer.state()  # on the disk
+    flip(tmp_path / "d" / "00000.bin", shards.HEADER_BYTES + 99)
+    writer.write(ids)
+    facts = {"vocab_size": VOCAB, "eos": EOS, "window": None, "documents": 1}
+    writer.finish(**facts, tokenizer_sha256=None)
+    with pytest.raises(ValueError, match=r"00000\.bin has changed"):
+        shards.check_crcs(tmp_path / "d")
 
 
 def test_foreign_token_files_can_be_read(tmp_path: Path) -> None:

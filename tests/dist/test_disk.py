@@ -26,6 +26,18 @@ from tests.helpers.runs import (
 Said = pytest.CaptureFixture[str]
 
 
+def fails_at(broken: int) -> Callable[[int], None]:
+    """Return an fsync whose call of this number fails."""
+    sync, calls = os.fsync, itertools.count()
+
+    def fsync(descriptor: int) -> None:
+        if next(calls) == broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    return fsync
+
+
 def test_a_copy_of_a_run_at_any_fsync_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,24 +126,38 @@ def test_a_full_disk_ends_a_packing_that_goes_on_when_there_is_room(
         shutil.rmtree(out)
 
 
+def test_a_disk_that_fails_at_any_write_of_a_packing_is_one_sentence_and_loses_nothing(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    few = ["--processes", "1", "--shard-tokens", "20000"]
+    assert cli.main([*words(texts, tmp_path / "whole"), *few]) == 0
+    monkeypatch.setattr(pack, "JOURNAL_SECONDS", 0.0)
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 1000)
+    for broken in itertools.count():
+        capsys.readouterr()
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", fails_at(broken))
+            status = cli.main([*words(texts, tmp_path / str(broken)), *few])
+        if status == 0:
+            break  # it had fewer writes
+        said = capsys.readouterr().err
+        assert status == 1 and said.count("\n") == 1 and "Input/output error" in said
+        assert cli.main([*words(texts, tmp_path / str(broken)), *few]) == 0
+        assert contents(tmp_path / str(broken)) == contents(tmp_path / "whole")
+    assert broken > 10
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_disk_that_fails_at_any_write_is_one_sentence_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said, first: int
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2, run__eval_every=2)
     assert train(config) == 0
-    whole, sync, failed = digest(config), os.fsync, 0
+    whole, failed = digest(config), 0
     for broken in range(first, 24, 3):
-        calls = itertools.count()
-
-        def fsync(descriptor: int, calls: Any = calls, broken: int = broken) -> None:
-            if next(calls) == broken:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            sync(descriptor)
-
         run = with_run(config, out=str(tmp_path / str(broken)))
         capsys.readouterr()
-        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "fsync", fails_at(broken))
         status = train(run)
         monkeypatch.undo()
         said = capsys.readouterr().err

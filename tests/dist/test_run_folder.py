@@ -1,5 +1,6 @@
 """The folder of a run: what is damaged, missing or swapped in it, and what is not ours."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,9 @@ def test_no_damage_to_a_file_is_accepted_in_silence(run: RunFile, capsys: Said) 
                 # it is named, or what is beside it and does not fit
                 named = str((base.parent / name).parent) in said
                 assert status == 1 and said.count("\n") == 1 and named, (name, what, said)
+                if what == "flipped" and name.suffix in (".bin", ".mask"):
+                    place = r"(at byte|bytes from|elements) [\d,]+"
+                    assert str(base.parent / name) in said and re.search(place, said), said
     # a lock has no content; the newest checkpoint is found without latest; what a metrics file lost
     # is not needed; a shard's damage in a block that the run did not read is not seen
     loose = {name for name, _ in harmless}

@@ -61,6 +61,37 @@ def test_time_in_which_the_watch_did_not_run_does_not_count(
     assert judged[-1] == 20 * watchdog.TICK
 
 
+@pytest.mark.parametrize(
+    ("unheard", "named"),
+    [
+        ((3.5, 1.4, 0.2), "rank 1 hangs: "),  # rank 2 waits for a core
+        ((0.2, 1.4, 0.2), None),
+        ((2.9, 0.2, 0.2), None),  # of rank 1 it is not certain yet
+        ((0.2, 0.9, 0.2), "the ranks hang in MPI: "),
+    ],
+)
+def test_who_was_heard_of_lately_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    unheard: tuple[float, ...],
+    named: str | None,
+) -> None:
+    """Ranks 1 to 3 were last heard of so many seconds ago, and wait in MPI as rank 0 does."""
+    place = watchdog.Place("step", 3, 28, "all_gather", True)
+    watch = Watch(0, 4)
+    watch.limit, watch._clock = 2.0, 100.0
+    watch._machines = ["here"] * 4
+    watch._places = dict.fromkeys((1, 2, 3), place)
+    watch._heard = {rank: 100.0 - ago for rank, ago in enumerate(unheard, 1)}
+    watch._all_heard.set()
+    monkeypatch.setattr(watchdog, "end_within", lambda seconds: True)
+    monkeypatch.setattr(watch, "_send", lambda place: None)
+    monkeypatch.setattr(watch, "_leave", lambda: None)
+    watch._judge(place, 2.0)
+    said = capsys.readouterr().err
+    assert said.count(" hang") == (named is not None) and (named or "") in said
+
+
 @pytest.mark.parametrize(("address", "unheard"), [("127.0.0.1", []), ("192.0.2.1", [0, 1])])
 def test_ranks_that_cannot_hear_each_other_know_it(
     monkeypatch: pytest.MonkeyPatch, address: str, unheard: list[int]

@@ -1,7 +1,8 @@
 """``myllm`` with a fault on one rank: FAULT="RANK WHERE HOW" python -m tests.helpers.failing ARGS.
 
 ``FIRST``, in the environment, is how long the first piece of work of a kind, and the start of MPI,
-may last.
+may last. ``ASK`` is a folder: before each fsync a file is made there, and what was to be fsynced
+waits until somebody has removed it.
 """
 
 import ctypes
@@ -9,14 +10,17 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dist.train
 from dist import checkpoint, cli, comm, launch, monitor, watchdog
 from dist.step import Stepper
 from reference.types import Loss
+from tests.helpers.processes import FAULT
 
 PLACES: dict[str, tuple[Any, str]] = {
     "start": (dist.train.Trainer, "_open"),
@@ -36,11 +40,13 @@ def is_rank(number: int) -> bool:
 
 def fail(how: str) -> None:
     """Fail in one of many ways; "slow" is none of them."""
+    Path(sys.argv[2]).with_suffix(FAULT).touch()
     match how:
         case "raise":
             raise RuntimeError("a fault planted on one rank")
-        case "disk":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+        case "ENOSPC" | "EROFS" | "EIO":
+            number = getattr(errno, how)
+            raise OSError(number, os.strerror(number), "the-file")
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
@@ -93,6 +99,20 @@ def spoil(number: int, where: str, value: float) -> None:
     Stepper._micro_batch = faulty  # type: ignore[method-assign]
 
 
+def ask_before_fsync(folder: Path) -> None:
+    """Have every fsync wait for somebody who looks at what it finds on the disk."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        asked = folder / f"{os.getpid()}-{threading.get_ident()}"
+        asked.touch()
+        while asked.exists():
+            time.sleep(0.001)
+        sync(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+
+
 plain = launch.command
 
 
@@ -107,6 +127,8 @@ if __name__ == "__main__":
     launch.command = command
     if "FIRST" in os.environ:
         watchdog.FIRST = watchdog.FLOOR = float(os.environ["FIRST"])
+    if "ASK" in os.environ:
+        ask_before_fsync(Path(os.environ["ASK"]))
     if "FAULT" in os.environ:
         rank, where, how = os.environ["FAULT"].split()
         if where == "teardown":  # when MPI has ended

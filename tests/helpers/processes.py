@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from accel.system import cores
 from dist.config import RunFile
 from tests.helpers import ROOT
 from tests.helpers.runs import ENVIRONMENT, save_run_file
 
 STARTED: list[Path] = []  # run files
 PATIENCE = 60  # seconds; what is looked for would last longer, or for ever
+FAULT = ".fault"  # of a file beside the run file, made at the moment of a fault that was planted
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # where a rank finds its number: MPICH, Open MPI
 
 
@@ -40,6 +42,10 @@ class Started(NamedTuple):
         """Send a signal to one of its processes."""
         os.kill(of_run(run_file(self.config))[whom], number)
 
+    def since_fault(self) -> float:
+        """Return the seconds since a planted fault came."""
+        return time.time() - run_file(self.config).with_suffix(FAULT).stat().st_mtime
+
     def end(self, seconds: float = PATIENCE) -> tuple[int, str, str]:
         """Wait until all its processes have ended; return status, output and errors."""
         status = self.process.wait(seconds)
@@ -48,8 +54,9 @@ class Started(NamedTuple):
 
 
 def start(config: RunFile, ranks: int, *arguments: str, **environment: str) -> Started:
-    """Start ``myllm train``; with ``FAULT`` or ``FIRST``, which ``failing.py`` reads."""
-    module = "tests.helpers.failing" if environment.keys() & {"FAULT", "FIRST"} else "dist"
+    """Start ``myllm train``; with ``FAULT``, ``FIRST`` or ``ASK``, which ``failing.py`` reads."""
+    planted = environment.keys() & {"FAULT", "FIRST", "ASK"}
+    module = "tests.helpers.failing" if planted else "dist"
     path = save_run_file(config, run_file(config))
     with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
         process = subprocess.Popen(
@@ -61,6 +68,11 @@ def start(config: RunFile, ranks: int, *arguments: str, **environment: str) -> S
         )
     STARTED.append(path)
     return Started(config, process)
+
+
+def of_processor(seconds: float) -> float:
+    """Return how long it takes here and now what takes so long where no core is shared."""
+    return seconds * max(1.0, os.getloadavg()[0] / cores())
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

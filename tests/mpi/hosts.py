@@ -62,22 +62,28 @@ class Hosts(NamedTuple):
         """Set a host's link "up" or "down"."""
         ip("-n", self.names[host], "link", "set", "eth0", state)
 
+    def shape(self, how: str) -> None:
+        """Send what each host sends through a queue of the kernel's."""
+        for name in self.names:
+            words = f"tc qdisc replace dev eth0 root {how}"
+            ip("netns", "exec", name, *words.split())
+
     def limit(self, rate: str) -> None:
         """Let each host send no more than a rate, "80mbit" say."""
-        for name in self.names:
-            words = f"tc qdisc replace dev eth0 root tbf rate {rate} burst 64kb latency 1s"
-            ip("netns", "exec", name, *words.split())
+        self.shape(f"tbf rate {rate} burst 64kb latency 1s")
 
     def processes(self) -> list[int]:
         """Return the processes on all hosts."""
         return [int(pid) for name in self.names for pid in ip("netns", "pids", name).split()]
 
-    def start(self, config: RunFile, ranks: int, **environment: str) -> Started:
+    def start(
+        self, config: RunFile, ranks: int, hostfile: bool = False, **environment: str
+    ) -> Started:
         """Start ``myllm train`` from the first host, with as many ranks on each host."""
         path = save_run_file(config, run_file(config))
         with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
             process = subprocess.Popen(
-                [self.ssh, self.names[0], *self.mpirun(ranks), *myllm(path)],
+                [self.ssh, self.names[0], *self.mpirun(ranks, hostfile), *myllm(path)],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": str(ROOT)},
                 stdin=subprocess.DEVNULL,
@@ -87,16 +93,22 @@ class Hosts(NamedTuple):
             )
         return Started(config, process)
 
-    def mpirun(self, ranks: int) -> list[str]:
-        """Return the words that start ``ranks`` ranks on each host."""
+    def mpirun(self, ranks: int, hostfile: bool = False) -> list[str]:
+        """Return the words that start ``ranks`` ranks on each host, of a file or of a list."""
         path, kind = launch.find_mpirun()
         n = ["-n", str(ranks * len(self.names))]
+        file = self.ssh.with_name("hostfile")
+        if hostfile:
+            slots = ":" if kind == "mpich" else " slots="
+            file.write_text("".join(f"{name}{slots}{ranks}\n" for name in self.names))
         if kind == "mpich":
-            agent = ["-launcher", "ssh", "-launcher-exec", str(self.ssh)]
-            return [path, *agent, "-hosts", ",".join(self.names), "-ppn", str(ranks), *n]
-        agent = ["--prtemca", "plm_ssh_agent", str(self.ssh)]
-        slots = ",".join(f"{name}:{ranks}" for name in self.names)
-        words = [path, *agent, "--host", slots, *n, "--bind-to", "none"]
+            where = ["-hosts", ",".join(self.names), "-ppn", str(ranks)]
+            where = ["-f", str(file)] if hostfile else where
+            return [path, "-launcher", "ssh", "-launcher-exec", str(self.ssh), *where, *n]
+        where = ["--host", ",".join(f"{name}:{ranks}" for name in self.names)]
+        where = ["--hostfile", str(file)] if hostfile else where
+        words = [path, "--prtemca", "plm_ssh_agent", str(self.ssh), *where, *n]
+        words += ["--bind-to", "none"]
         return [*words, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
     def all_gone(self, seconds: float = PATIENCE) -> None:

@@ -48,11 +48,13 @@ def test_hosts_are_cleared_away_after_a_failure() -> None:
     assert not net.ssh.exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_hosts_learn_the_same_bits_as_one(net: Hosts, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "hostfile"), [(1, False), (2, True)])
+def test_two_hosts_learn_the_same_bits_as_one(
+    net: Hosts, tmp_path: Path, ranks: int, hostfile: bool
+) -> None:
     config = prepare(tmp_path, run__eval_every=3, model__dropout_residual=0.2)
     before = [net.sent(host) for host in (0, 1)]
-    status, out, err = net.start(config, ranks).end()
+    status, out, err = net.start(config, ranks, hostfile).end()
     assert status == 0, err
     assert f"{2 * ranks} ranks" in out
     assert digest(config) == alone(config)
@@ -81,9 +83,13 @@ def test_a_link_that_goes_down_ends_the_run_on_all_hosts(
     assert all(f"rank {rank} at " in stacks for rank in range(2 * ranks))
 
 
-def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["tbf rate 1mbit burst 64kb latency 1s", "netem delay 10ms"])
+def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path, how: str) -> None:
     config = prepare(tmp_path, run__timeout=2.0)
-    net.limit("1mbit")
+    try:
+        net.shape(how)
+    except OSError as error:
+        pytest.skip(f"this kernel has no {how.split()[0]}: {error}")
     status, _, err = net.start(config, 1).end()
     assert status == 0, err
     assert digest(config) == alone(config)

@@ -1,22 +1,28 @@
 """Many ranks: the same bits, and no rank ever left waiting."""
 
+import contextlib
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from dist import checkpoint
 from dist.config import RunFile
 from dist.monitor import read_metrics
 from tests.helpers import ROOT
-from tests.helpers.processes import of_run, run_file, start, wait_for
+from tests.helpers import runs as here
+from tests.helpers.processes import of_processor, of_run, run_file, start, wait_for
 from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
 
 pytestmark = pytest.mark.mpi
@@ -114,14 +120,14 @@ def test_open_mpi_passes_these_tests_too(tmp_path: Path) -> None:
     assert "no tests ran" not in done.stdout
 
 
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+def test_a_run_resumes_on_other_ranks_and_threads(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__backend="cpu", run__checkpoint_every=2, run__keep=9)
     assert train(config, 2)[0] == 0
     whole = digest(config)
     latest = Path(config.run.out) / "checkpoints" / "latest"
-    for ranks in (4, 1):
+    for ranks, threads in ((4, "1"), (1, "2")):
         latest.write_text("step-00000002\n")
-        assert train(config, ranks)[0] == 0
+        assert train(config, ranks, MYLLM_THREADS=threads)[0] == 0
         assert digest(config) == whole
 
 
@@ -156,9 +162,9 @@ def test_a_disk_that_takes_no_metrics_ends_all_ranks_with_a_sentence(
     tmp_path: Path, steps: int, ranks: int
 ) -> None:
     config = prepare(tmp_path, train__steps=steps)
-    status, out, err = train(config, ranks, FAULT="0 metrics disk")
+    status, out, err = train(config, ranks, FAULT="0 metrics ENOSPC")
     assert status == 1
-    assert err.count("metrics.jsonl: No space left on device") == 1
+    assert err.count("the-file: No space left on device") == 1
     assert "Traceback" not in err
     assert "step    3/1000" not in out
 
@@ -179,10 +185,78 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_once(
     config = prepare(tmp_path, run__eval_every=4, run__checkpoint_every=6)
     run = start(config, 4, FAULT=f"{rank} {where} raise")
     status, out, err = run.end()
+    assert run.since_fault() < of_processor(5)
     assert status == 1
     assert err.count("RuntimeError: a fault planted") == 1, err
     assert err.count(f"myllm train: rank {rank}: a fault planted on one rank") == 1
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "how"),
+    [
+        (1, "checkpoint", "ENOSPC"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, "checkpoint", "EROFS"), (1, "evaluation", "EIO"), (0, "step", "EIO"))
+        ),
+    ],
+)
+def test_a_disk_that_fails_one_rank_is_one_sentence_and_the_run_goes_on(
+    tmp_path: Path, rank: int, where: str, how: str
+) -> None:
+    config = prepare(tmp_path, run__eval_every=4, run__checkpoint_every=2, train__steps=8)
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert here.train(whole) == 0
+    run = start(config, 2, FAULT=f"{rank} {where} {how}")
+    status, _, err = run.end()
+    assert run.since_fault() < of_processor(5)
+    assert status == 1 and err.count(os.strerror(getattr(errno, how))) == 1, err
+    assert err.startswith("myllm train: ") and "Traceback" not in err
+    folder = Path(config.run.out) / "checkpoints"
+    for step in checkpoint.steps(folder):
+        checkpoint.load_master(folder / checkpoint.folder_name(step))
+    assert train(config, 2)[0] == 0 and digest(config) == digest(whole)
+
+
+@contextlib.contextmanager
+def stopped(config: RunFile) -> Iterator[None]:
+    """Let no rank of a run do anything."""
+    there = of_run(run_file(config)).items()
+    ranks = [psutil.Process(pid) for name, pid in there if name.startswith("rank")]
+    for rank in ranks:
+        rank.suspend()
+    wait_for(lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks))
+    yield
+    for rank in ranks:
+        rank.resume()
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_run_of_two_ranks_at_any_fsync_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """What a crash of the machine leaves, whichever rank was about to fsync what."""
+    config = prepare(tmp_path, run__checkpoint_every=2, run__eval_every=2, run__keep=1)
+    asked, copies = tmp_path / "asked", tmp_path / "copies"
+    asked.mkdir()
+    copies.mkdir()
+    run = start(config, 2, ASK=str(asked))
+    askers: set[str] = set()
+    while run.process.poll() is None:
+        time.sleep(0.002)
+        for ask in asked.iterdir():
+            with stopped(config):
+                shutil.copytree(config.run.out, copies / f"{len(list(copies.iterdir())):03d}")
+            askers.add(ask.name.split("-")[0])
+            ask.unlink()
+    assert run.end()[0] == 0
+    whole, moments = digest(config), sorted(copies.iterdir())
+    assert len(askers) == 2 and len(moments) > 20
+    for copy in moments:
+        resumed = with_run(config, out=str(copy))
+        assert here.train(resumed) == 0
+        assert digest(resumed) == whole, copy
 
 
 def test_a_shard_that_is_damaged_ends_all_ranks_with_a_sentence(tmp_path: Path) -> None:
