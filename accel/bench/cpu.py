@@ -27,6 +27,7 @@ from reference.boundary import FEW
 from reference.config import Config
 from reference.ops import HOST, Ops, backend
 from reference.presets import GPT2_SMALL
+from reference.types import KVCache
 
 LARGE = Config(
     vocab_size=8192,
@@ -222,13 +223,15 @@ class Bench:
             for position in (128, 512):
                 cache = model.ops.kv_cache(model.params, SMALL, 1, 1024)
                 rng, theirs = np.random.default_rng(2), None
-                for layer in (*cache.k, *cache.v):
-                    layer[...] = rng.standard_normal(layer.shape)
+                for layer, k in enumerate(cache.k):
+                    drawn = rng.standard_normal((2, *k.shape), np.float32)
+                    model.ops.write_kv(cache, *drawn, layer=layer, position=0)
                 token = np.array([7], np.int32)
                 ours = partial(model.ops.decode_step, model.params, SMALL, token, cache, position)
                 what = f"decode a token, {mode} weights / torch float32, position {position}"
                 if self.peer is not None:
-                    theirs = self.peer.decoder(SMALL, model.initial, cache, position)
+                    kept = KVCache(*(list(map(model.ops.to_numpy, layers)) for layers in cache))
+                    theirs = self.peer.decoder(SMALL, model.initial, kept, position)
                     # Q8_0 rounds weights three times as coarsely as bfloat16
                     limit = {"float32": 1e-4, "bf16": 3e-2}.get(mode, 9e-2)
                     check(what, relative_error(ours(), theirs()), limit)
