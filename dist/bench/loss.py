@@ -40,8 +40,8 @@ from tokenizer.files import replace_durably
 from tokenizer.read import Source
 
 BAR, GOAL = 0.40, 0.25  # of PyTorch's time
-PROBE_STEPS = 20  # that tell how many steps the minutes have
-PROBE_SKIPPED = 5
+PROBE_STEPS = 60  # that tell how many steps the minutes have
+PROBE_SKIPPED = 20  # while memory is found, and the processor's clock rises
 EVALUATIONS = 20
 EVAL_TOKENS = 32_768
 PLAN = "plan.json"
