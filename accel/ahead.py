@@ -15,7 +15,7 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     No more than a few items are ahead of what was yielded. They are taken in the caller's thread,
     which is free to wait for a disk meanwhile; the function should leave Python to those that do.
     """
-    from accel.threads import threads  # and Numba with it, which not every command needs
+    from accel.threads import threads  # and Numba with it, which who has nothing to do does without
 
     n = threads()
     waiting: deque[Future[R]] = deque()

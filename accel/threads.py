@@ -90,6 +90,12 @@ def _checked(name: str, value: object) -> int:
     return value
 
 
+def team() -> int:
+    """Return on how many threads a parallel kernel runs that is called now, from this one."""
+    ready_pool()
+    return int(numba.get_num_threads())
+
+
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function's kernels run in the caller's thread, and in no other.
 

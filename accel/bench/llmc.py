@@ -105,7 +105,7 @@ def write_checkpoint(path: Path, config: Config, weights: Mapping[str, Array]) -
 
 
 def write_inputs(folder: Path, model: Training, tokens: Array) -> None:
-    """Write all that the program reads: weights, one batch as both its texts, and a tokenizer."""
+    """Write all that the program reads: weights, and one batch as both its texts."""
     write_checkpoint(folder / CHECKPOINT, model.config, model.initial)
     (folder / DATA).mkdir(parents=True)
     header = np.zeros(256, "<i4")

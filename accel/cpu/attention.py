@@ -9,7 +9,6 @@ and dv are as well, so that joining them costs nothing.
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from accel.cpu import attention_kernels
@@ -26,6 +25,7 @@ from accel.cpu.attention_layout import (
 )
 from accel.cpu.kernels import address
 from accel.cpu.memory import empty
+from accel.threads import team
 from reference.types import Array, Dropout
 from reference.visibility import Visibility
 
@@ -167,7 +167,7 @@ def readable(x: Array) -> Array:
 
 def scratch(elements: int, dtype: np.dtype) -> Array:
     """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
-    return empty((numba.get_num_threads(), -(-elements // 16) * 16), dtype)
+    return empty((team(), -(-elements // 16) * 16), dtype)
 
 
 def gradients(sizes: Sizes, dtype: np.dtype) -> tuple[Array, Array, Array]:

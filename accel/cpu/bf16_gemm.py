@@ -21,7 +21,6 @@ size.
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import get_thread_id, prange
@@ -39,6 +38,7 @@ from accel.cpu.kernels import FEW_THREADS, MAP, SERIAL, address, cut_evenly
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from accel.threads import team
 
 Array = npt.NDArray[Any]
 
@@ -185,7 +185,7 @@ def multiply_rows(
     enable()
     row_panels, column_panels = _group(panels(rows), b.shape[0])
     own = row_panels * panels(depth) * STEP + _SPARE
-    scratch = empty((numba.get_num_threads(), own), np.uint32)
+    scratch = empty((team(), own), np.uint32)
     _multiply_rows(
         address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
         out.strides[0] // 4, 0 if bias is None else address(bias),
@@ -198,7 +198,7 @@ def multiply_rows(
 def _group(rows: int, columns: int) -> tuple[int, int]:
     """Return the row panels and the column panels of a task: all columns, if tasks are enough."""
     group = _even(rows, ROW_PANELS)
-    if (threads := numba.get_num_threads()) > FEW_THREADS:
+    if (threads := team()) > FEW_THREADS:
         row_groups, column_groups = cut_evenly(rows, columns, threads, -(-rows // group), rows)
         return -(-rows // row_groups), -(-columns // column_groups)
     return group, -(-columns // min(columns, -(-TASKS // -(-rows // group))))

@@ -22,7 +22,7 @@ split over our threads is as fast as this only where the split follows the numbe
 from typing import Any
 
 import numpy.typing as npt
-from numba import get_num_threads, prange
+from numba import prange
 
 from accel.cpu.kernels import FEW_THREADS, MAP, address, cut_evenly, like
 from accel.cpu.memory import empty
@@ -37,6 +37,7 @@ from accel.cpu.simd import (
     vector_columns,
 )
 from accel.jit import jit
+from accel.threads import team
 
 Array = npt.NDArray[Any]
 
@@ -174,7 +175,7 @@ def gemm(
     if row_tasks > TOGETHER:
         row_tasks = round(row_tasks / TOGETHER) * TOGETHER
     column_tasks = min(panels, -(-MIN_TASKS // row_tasks))
-    if (threads := get_num_threads()) > FEW_THREADS:
+    if (threads := team()) > FEW_THREADS:
         most = max(high // FEW_ROWS, row_tasks)
         row_tasks, column_tasks = cut_evenly(-(-high // SIX), panels, threads, row_tasks, most)
     right = empty(panels * width * depth, out.dtype)

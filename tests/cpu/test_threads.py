@@ -9,7 +9,7 @@ import numba
 import pytest
 
 from accel.ahead import in_order
-from accel.threads import alone, available_cores, threads
+from accel.threads import SPINS, alone, available_cores, threads
 from tests.helpers import ROOT
 
 # prints how many threads there are more behind some calls than before
@@ -54,6 +54,41 @@ def test_small_work_stays_in_one_thread(calls: str, more: int) -> None:
         check=True,
     )
     assert int(done.stdout) == more
+
+
+# prints Numba's pool
+FIRST = """
+import sys
+import numba, numpy as np
+import accel
+
+ops = accel.load("cpu", compute=sys.argv[1])
+x = np.ones((1024, 384), np.float32)
+if sys.argv[2] == "attention":
+    q = x.reshape(1, 512, 12, 64)
+    ops.attention_forward(q, q, q)
+else:
+    ops.linear_forward(x, np.ones((384, 384), np.float32))
+print(numba.threading_layer())
+"""
+
+
+@pytest.mark.parametrize(
+    "compute, op", [("float32", "linear"), ("float32", "attention"), ("bf16", "linear")]
+)
+def test_threads_soon_sleep_whatever_op_comes_first(compute: str, op: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, compute, op],
+        cwd=ROOT,
+        env={**env, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if done.stdout.strip() != "omp":
+        pytest.skip(f"Numba's pool is {done.stdout.strip()} here, not OpenMP")
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
 
 
 def test_alone_leaves_the_number_of_threads_as_it_was() -> None:
