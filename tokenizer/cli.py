@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,13 +76,21 @@ def _sample(source: Source, chars: float | None, cut_freely: bool) -> Iterator[b
     if chars is None:
         yield from source.texts(cut_freely=cut_freely)
         return
+    advance, before = source.advance or (lambda done: None), 0
     for path in source.paths:
         left = chars / len(source.paths)
-        for text in dataclasses.replace(source, paths=[path]).texts(cut_freely=cut_freely):
+        # what is passed over counts as read
+        one = dataclasses.replace(source, paths=[path], advance=partial(_behind, advance, before))
+        before += one.total_bytes
+        for text in one.texts(cut_freely=cut_freely):
             yield text
             left -= len(text.decode("utf-8", "surrogatepass"))
             if left <= 0:
                 break
+
+
+def _behind(advance: Callable[[int], None], before: int, done: int) -> None:
+    advance(before + done)
 
 
 def _some(texts: Iterator[bytes]) -> Iterator[bytes]:

@@ -13,6 +13,7 @@ import pytest
 from dist import cli
 from tests.helpers.tokenizer_texts import corpus, small
 from tokenizer import Tokenizer, read, train_from_iterator
+from tokenizer.cli import _sample
 from tokenizer.read import Source
 
 
@@ -65,6 +66,17 @@ def test_a_sample_takes_as_much_from_each_path(
     assert len(seen) == 120
     status, _, err, _ = run(monkeypatch, *words, "--max-chars", 0, "-o", tmp_path / "t.tok")
     assert status == 2 and "--max-chars must be above 0" in err
+
+
+def test_progress_of_a_sample_does_not_go_back(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            (tmp_path / name / f"{number}.txt").write_text("x" * 1000)
+    told: list[int] = []
+    source = Source([str(tmp_path / name) for name in "ab"], advance=told.append)
+    assert len(list(_sample(source, 4e3, False))) == 4
+    assert told == sorted(told) and told[0] <= 1000 and told[-1] >= 4000
 
 
 def test_train_encode_decode_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
