@@ -136,7 +136,8 @@ def _converted(folder: Path, words: list[str], made: str) -> Taken:
     )
     seconds = time.perf_counter() - began
     if done.returncode:
-        raise ValueError(done.stderr.strip().splitlines()[-1])
+        said = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise ValueError(said[-1])
     return Taken(seconds, int(done.stdout.split("needed ")[1]))
 
 

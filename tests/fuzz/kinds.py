@@ -400,7 +400,7 @@ def prompts(rng: random.Random, world: World) -> Input:
         ("seed", 0.3),
     ):
         value = mutate.word(rng)
-        many = option == "tokens" and value.isdigit() and int(value) > 1000  # asked, and written
+        many = option == "tokens" and value.isdigit() and float(value) > 1000  # asked, and written
         if rng.random() < likely and not many:
             words.append(f"--{option}={value}")
     return Input("prompts", {}, [[*words, *rng.choice([[], ["--chat"]])]])
