@@ -400,7 +400,8 @@ def find(path: str | Path) -> Path:
             found = pointed(folder, pointer)
             if found is not None:
                 return found
-    raise FileNotFoundError(f"{path} is no checkpoint and no folder of a run that has one")
+    name = f"{path}" if f"{path}".isprintable() else repr(f"{path}")
+    raise FileNotFoundError(f"{name} is no checkpoint and no folder of a run that has one")
 
 
 def read_manifest(path: Path) -> Manifest:
