@@ -4,12 +4,11 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 
 from accel.bench.training import SMALL
-from accel.cpu import bf16, bf16_gemm, gemm, loss
+from accel.cpu import attention, bf16, bf16_gemm, gemm, loss
 from accel.cpu.attention_layout import Sizes, cut_runs, forward_tasks
 from accel.cpu.embedding import COLUMNS, PIECES
 from accel.cpu.kernels import PIECE, ROW_PIECE, SUM_PIECE
@@ -63,8 +62,8 @@ def groups(n: int, group: int) -> list[int]:
 
 
 def cut_for(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    monkeypatch.setattr(numba, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(gemm, "get_num_threads", lambda: threads)
+    for module in (gemm, bf16_gemm, attention):
+        monkeypatch.setattr(module, "team", lambda: threads)
 
 
 @pytest.mark.parametrize("name", MODELS)
