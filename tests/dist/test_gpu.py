@@ -5,6 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from accel.bench.predict import MODELS, recording
 from accel.cuda import device as devices
 from accel.cuda import ops, ops_bf16
 from dist import cli, config, gpu, plan
@@ -14,7 +15,6 @@ from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, MYLLM_1B
 from reference.types import Array
-from tests.cuda_shim.dry import DryDevice
 
 GB = 10**9
 
@@ -32,9 +32,7 @@ def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute:
     bf16 = model is MYLLM_1B
     module, layout = ops_bf16 if bf16 else ops, decoder_layout(model)
     tokens = B * model.context_length
-    device = DryDevice()
-    before = devices.use(device)
-    try:
+    with recording(MODELS["H100"]) as device:
         params = module.parameters(layout.views(zeros(layout.size)))
         gradients = layout.views(zeros(layout.size))
         ids = devices.empty((B, model.context_length), np.int32)
@@ -42,8 +40,6 @@ def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute:
             _, cache = loss_forward(module, params, model, ids, ids, recompute=recompute)
             loss_backward(1.0, cache, gradients)
             del cache
-    finally:
-        devices.use(before)
     item = 2 if bf16 else 4
     kept = plan.activation_bytes(model, tokens, item)[recompute]
     planned = gpu.gpu_memory(0, model, kept, tokens, item)
