@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
-from accel.cpu.kernels import MAP, PIECE, ROW_PIECE, address, contiguous, like
+from accel.cpu.kernels import COMPILED, MAP, PIECE, ROW_PIECE, address, contiguous, like
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
@@ -101,7 +101,7 @@ _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 
 def normal(x: Any) -> Any:
     """Return (Φ(x), exp(-x²/2)); kernels only."""
-    raise NotImplementedError
+    raise TypeError(COMPILED)
 
 
 @overload(normal, jit_options={"fastmath": {"contract"}})

@@ -26,7 +26,7 @@ from numba.extending import overload
 from accel.cpu import q8_kernels
 from accel.cpu.activations import normal
 from accel.cpu.halves import as_type
-from accel.cpu.kernels import EACH, SERIAL, SUM, store
+from accel.cpu.kernels import COMPILED, EACH, SERIAL, SUM, store
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
 from reference.config import FeedForward
@@ -154,7 +154,7 @@ def _by_type(blocks: Any, floats: Any) -> Callable[..., Any]:
     """
 
     def multiply(*arguments: Any) -> None:
-        raise TypeError("kernels alone call this: it is compiled, never run")
+        raise TypeError(COMPILED)
 
     @overload(multiply)
     def multiply_overload(*arguments: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
-from accel.cpu.kernels import MAP, PIECE, address, contiguous, like
+from accel.cpu.kernels import COMPILED, MAP, PIECE, address, contiguous, like
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
@@ -28,7 +28,7 @@ _NAN = 0x7FC0
 
 def as_type(target: Any, x: Any) -> Any:
     """Return x in the type of ``target``, of which one may be uint16. Kernels only."""
-    raise NotImplementedError
+    raise TypeError(COMPILED)
 
 
 @overload(as_type)

@@ -51,6 +51,8 @@ SERIAL = SUM | {"parallel": False}  # called from another kernel, within a task 
 # where they lie.
 EACH = MAP | {"parallel": False}
 
+COMPILED = "kernels alone call this: it is compiled, never run"
+
 FEW_THREADS = 8  # for more than these, products are cut anew
 EVEN = 0.9  # of the time of the thread that works longest, at least, every thread then works too
 

@@ -17,6 +17,7 @@ from numba.extending import intrinsic, overload
 from accel.cpu.elementwise import scale_into, scaled
 from accel.cpu.gemm import gemm
 from accel.cpu.kernels import (
+    COMPILED,
     SERIAL,
     SUM,
     address,
@@ -40,7 +41,7 @@ CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a produ
 
 def _turned(bits: Any) -> Any:
     """Invert the bits of negative numbers but the sign: integers then order as the floats do."""
-    raise NotImplementedError
+    raise TypeError(COMPILED)
 
 
 @overload(_turned)
