@@ -17,7 +17,7 @@ from numba import prange
 from accel.bench.cases import BY_BYTES, OpCase, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error
-from accel.bench.training import SETTINGS
+from accel.bench.training import PARAMETERS, adamw, adamw_state
 from accel.cpu.kernels import MAP, PIECE, address
 from accel.cpu.memory import empty
 from accel.cpu.simd import pointer
@@ -26,7 +26,7 @@ from accel.threads import threads
 from reference.ops import Ops
 
 BAR = 0.9
-PARAMETERS = 12_600_000
+ADAMW_BYTES = 28  # of a number: weight, moments and gradient read, all but the last written
 FAR = 512e6  # bytes that a copy moves, more than caches hold
 
 
@@ -84,11 +84,7 @@ def calls(ops: Ops, cases: Iterable[OpCase]) -> Iterator[tuple[str, Function, fl
             _, cache = forward()
             backward = partial(getattr(ops, f"{case.op}_backward"), case.dout, cache)
             yield what.replace(" ", " backward ", 1), backward, fro
-    state = [
-        np.abs(np.random.default_rng(i).standard_normal(PARAMETERS, np.float32)) for i in range(4)
-    ]
-    adamw = partial(ops.adamw, *state, step=9, n_decayed=PARAMETERS, **SETTINGS)
-    yield "adamw 12.6 M", adamw, 28.0 * PARAMETERS
+    yield "adamw 12.6 M", adamw(ops, adamw_state(PARAMETERS)), float(ADAMW_BYTES * PARAMETERS)
 
 
 def rows(ops: Ops, *, quick: bool) -> Iterator[Row]:

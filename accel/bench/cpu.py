@@ -20,7 +20,7 @@ from accel.bench import bandwidth, llmc, report, scaling
 from accel.bench.cases import OpCase, attention, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, within
-from accel.bench.training import SETTINGS, SMALL, Training
+from accel.bench.training import SMALL, Training, adamw, adamw_state
 from accel.cpu.ops import SOURCES
 from accel.threads import alone, available_cores, set_threads, threads
 from reference.boundary import FEW
@@ -170,18 +170,16 @@ class Bench:
                 case, ops = attention(length, batch, mode), load("cpu", compute=mode)
                 yield from self.ops(ops, [case], mode=mode, sample=0.05, budget=25)
 
-    def adamw(self, n: int = 12_600_000) -> Row:
+    def adamw(self) -> Row:
         """Compare AdamW."""
-        ops, rng, theirs = load("cpu"), np.random.default_rng(0), None
-        state = [rng.standard_normal(n, dtype=np.float32) for _ in range(4)]
-        state[2] = np.abs(state[2])
+        ops, state, theirs = load("cpu"), adamw_state(), None
         if self.peer is not None:
             theirs, weights = self.peer.adamw(*state)
             mine = [array.copy() for array in state]
-            ops.adamw(*mine, step=9, n_decayed=n, **SETTINGS)
+            adamw(ops, mine)()
             theirs()
             check("adamw", relative_error(mine[0], weights()), 1e-6)
-        ours = partial(ops.adamw, *state, step=9, n_decayed=n, **SETTINGS)
+        ours = adamw(ops, state)
         return self.beside("adamw, 12.6 M / fused", 0.9, ours, theirs, budget=15)
 
     def small_ops(self) -> Iterator[Row]:

@@ -124,13 +124,14 @@ def steps(program: Path, folder: Path) -> Generator[tuple[float, float], None, N
     """
     ours, theirs = _terminal()
     env = {**os.environ, "OMP_NUM_THREADS": str(threads())}
-    with (
-        open(ours, encoding="utf-8", errors="replace") as said,
-        subprocess.Popen(
-            [program], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
-        ) as process,
-    ):
-        os.close(theirs)
+    with open(ours, encoding="utf-8", errors="replace") as said:
+        try:
+            process = subprocess.Popen(
+                [program], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=theirs,
+                stderr=theirs,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
         last = ""
         try:
             while line := _line(said):
@@ -140,6 +141,7 @@ def steps(program: Path, folder: Path) -> Generator[tuple[float, float], None, N
             process.wait()
         finally:
             process.kill()
+            process.wait()
     raise ValueError(f"llm.c's trainer ended early (status {process.returncode}): {last}")
 
 

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel import load
+from accel.bench.bandwidth import ADAMW_BYTES
 from accel.bench.cases import attention
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate
-from accel.bench.training import SETTINGS, SMALL, Training
+from accel.bench.training import PARAMETERS, SMALL, Training, adamw, adamw_state
 from accel.threads import available_cores, set_threads, threads
 from reference.ops import Ops
 
@@ -81,10 +82,8 @@ def op_works(ops: Ops) -> Iterator[Work]:
     loss = partial(ops.linear_cross_entropy_forward, x, head, targets)
     work = 3 * 2e-9 * rows * width * vocabulary
     yield Work(f"head and loss, ({rows}, {width}), V = {vocabulary}", work, "GFLOP/s", loss)
-    n = 12_600_000
-    state = [np.abs(normal(n)) for _ in range(4)]
-    adamw = partial(ops.adamw, *state, step=9, n_decayed=n, **SETTINGS)
-    yield Work("adamw, 12.6 M", 28e-9 * n, "GB/s", adamw)
+    work = 1e-9 * ADAMW_BYTES * PARAMETERS
+    yield Work("adamw, 12.6 M", work, "GB/s", adamw(ops, adamw_state()))
 
 
 def rows(modes: list[str], *, quick: bool) -> Iterator[Row]:

@@ -1,11 +1,12 @@
 """A model of ours in training on random tokens: what both backends' benchmarks step."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from accel.bench.timing import Array, check, relative_error
+from accel.bench.timing import Array, Function, check, relative_error
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import clip_scale
@@ -31,6 +32,20 @@ SMALL = Config(
     d_ff=1024,
     context_length=1024,
 )
+PARAMETERS = 12_600_000  # of SMALL, about
+
+
+def adamw_state(n: int = PARAMETERS) -> list[Array]:
+    """Return weights, both moments and a gradient of n numbers."""
+    rng = np.random.default_rng(0)
+    state = [rng.standard_normal(n, dtype=np.float32) for _ in range(4)]
+    state[2] = np.abs(state[2])
+    return state
+
+
+def adamw(ops: Ops, state: list[Array]) -> Function:
+    """Return AdamW's ninth step of a state."""
+    return partial(ops.adamw, *state, step=9, n_decayed=state[0].size, **SETTINGS)
 
 
 class Training:
