@@ -28,7 +28,7 @@ from dist import sizing, warm
 from dist.bench import nanogpt
 from dist.bench.loss_data import Text, prepare
 from dist.config import RunFile
-from dist.data import Windows
+from dist.data import held_out
 from dist.lock import locked
 from dist.monitor import read_metrics
 from dist.sizing import Size
@@ -352,7 +352,7 @@ class Bench:
             raise ValueError(f"{contender.name} failed: {last_words(run)}")
 
     def _curve(self, run: RunFile) -> Curve:
-        heldout = Windows(run.data.heldout, run)
+        (heldout,) = held_out(run)
         factor = self.plan.text.bits_per_nat(heldout, run.run.eval_windows)
         seconds, at, bits = 0.0, [], []
         for record in read_metrics(Path(run.run.out)):

@@ -11,7 +11,7 @@ from dist import cli
 from dist.bench import loss, nanogpt
 from dist.bench.loss import Bench, Contender, Curve
 from dist.bench.loss_data import prepare
-from dist.data import Windows
+from dist.data import Windows, held_out
 from dist.sizing import Size
 from dist.stopping import StopRequest
 
@@ -131,7 +131,7 @@ def test_windows_of_nanogpt_are_followed_by_their_targets(text: str, tmp_path: P
     ids, targets = nanogpt.draw(tokens, run, np.random.default_rng(0))
     assert ids.shape == targets.shape == (4, 8)
     assert np.array_equal(targets, ids + 1) and len(set(ids[:, 0])) > 1
-    batches = nanogpt.heldout_batches(Windows(run.data.heldout, run), run)
+    batches = nanogpt.heldout_batches(held_out(run)[0], run)
     for ids, targets in batches:
         assert np.all(targets[:, -1] == nanogpt.IGNORED)
         assert np.array_equal(targets[:, :-1], ids[:, 1:])
