@@ -85,6 +85,7 @@ class Optim:
     beta2: float = 0.95  # of its running mean of the square
     eps: float = 1e-8  # beside the root of that
     weight_decay: float = 0.1  # a step takes lr · this of each weight
+    embedding_rate: float = 1.0  # of the token embedding, and of a head tied to it, × train.lr
     decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
     clip: float = 1.0  # greatest norm of the gradient; 0: no clipping
 
@@ -245,7 +246,11 @@ def check(config: RunFile) -> None:
     for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(config.optim, name) < 1:
             raise ValueError(f"optim.{name} must lie in [0, 1), got {getattr(config.optim, name)}")
-    for name, rate in (("train.lr", train.lr), ("optim.eps", config.optim.eps)):
+    for name, rate in (
+        ("train.lr", train.lr),
+        ("optim.eps", config.optim.eps),
+        ("optim.embedding_rate", config.optim.embedding_rate),
+    ):
         if not 0 < rate < math.inf:
             raise ValueError(f"{name} must be a positive number, got {rate}")
     if bool(data.train) == bool(data.phases):

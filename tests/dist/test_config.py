@@ -80,6 +80,8 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("train.lr=" + "[" * 50_000, r"train\.lr must be a number"),
         ("run.out=", r"run\.out must name a folder"),
         ("optim.beta2=1.0", r"optim\.beta2 must lie in"),
+        ("optim.embedding_rate=0", r"optim\.embedding_rate must be a positive number, got 0"),
+        ("optim.embedding_rate=inf", r"optim\.embedding_rate must be a positive number, got inf"),
         ("run.compute=q8_0", r"nothing can be trained in eight bits; choose 'float32', 'bf16' or"),
         ("run.patience=0", r"run\.patience must be at least 1"),
         ("run.eval_every=-1", r"run\.eval_every must not be negative"),
