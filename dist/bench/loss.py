@@ -93,6 +93,7 @@ NANOGPT = [
     'model.position="learned"',
     "train.lr=1e-3",
     "optim.beta2=0.99",
+    "optim.embedding_rate=1.0",
 ]
 NANOGPT_WARMUP = 100
 MUON_RATE = 4.0  # times that of AdamW: dist/sweep/muon
@@ -130,6 +131,8 @@ class Contender(NamedTuple):
             words = [f"optim.kind={self.how}"]
             if self.how == "muon":
                 words.append(f"train.lr={MUON_RATE * size.lr}")
+                # the embedding has the rate that it has beside AdamW
+                words.append(f"optim.embedding_rate={max(1.0, size.embedding_rate / MUON_RATE)}")
         else:
             full = [f"model.n_kv_heads={size.n_heads}", f"model.d_ff={4 * size.d_model}"]
             words = [*full, *NANOGPT]

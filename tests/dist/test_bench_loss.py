@@ -106,6 +106,10 @@ def test_pytorch_trains_what_nanogpt_publishes_on_as_many_tokens(text: str, tmp_
     assert (ours.model.norm, ours.model.ffn, ours.optim.kind) == ("rmsnorm", "swiglu", "adamw")
     muon = MUON.run(plan)
     assert muon.optim.kind == "muon" and muon.train.lr == pytest.approx(4e-2)
+    assert {run.optim.embedding_rate for run in (ours, muon, theirs)} == {1.0}
+    swept = plan._replace(size=plan.size._replace(embedding_rate=8.0))
+    rates = {c: c.run(swept).optim.embedding_rate for c in (ADAMW, MUON, EAGER)}
+    assert rates == {ADAMW: 8.0, MUON: 2.0, EAGER: 1.0}  # of Muon's rate, four times AdamW's
 
 
 def test_minutes_become_steps_by_the_time_of_a_few(
