@@ -121,6 +121,7 @@ def pack(argv: Sequence[str]) -> int:
     """``myllm pack``."""
     from accel.system import cores
     from dist import pack as packing
+    from dist.duplicates import SHARED, SHINGLE
     from dist.evaluate import load_tokenizer
     from dist.shards import TOKENIZER, check_crcs, read_manifest
 
@@ -166,6 +167,12 @@ def pack(argv: Sequence[str]) -> int:
         default=defaults["heldout"],
         help="fraction of the documents held out for evaluation (default %(default)s)",
     )
+    args.add_argument(
+        "--drop-near-duplicates",
+        action="store_true",
+        help=f"drop held-out documents of whose runs of {SHINGLE} words training text has "
+        f"{100 * SHARED:g}%% or more; reads the texts three times",
+    )
     args.add_argument("--shard-tokens", type=int, default=defaults["shard_tokens"])
     args.add_argument("--processes", type=int, default=cores())
     given = args.parse_args(argv)
@@ -188,6 +195,7 @@ def pack(argv: Sequence[str]) -> int:
         heldout=given.heldout,
         shard_tokens=given.shard_tokens,
         max_chars=given.max_chars,
+        distinct=given.drop_near_duplicates,
     )
     started = time.monotonic()
     total = packing.plain_bytes(given.inputs)
@@ -224,6 +232,8 @@ def pack(argv: Sequence[str]) -> int:
             f"{summary.tokens[split]:,} tokens"
         )
     left_out = f"; left out: {summary.bad_lines} bad lines, {summary.empty} empty documents"
+    if given.drop_near_duplicates:
+        left_out += f", {summary.near} near-duplicates"
     print(
         f"{bytes_text(summary.n_bytes)} of text in {duration(time.monotonic() - started)}{left_out}"
     )

@@ -46,9 +46,15 @@ class Data:
     """Where windows come from: ``train`` alone, or ``phases`` one after the other."""
 
     train: str = ""  # a folder written by `myllm pack`, or a .bin file
-    heldout: str = ""  # the same, for evaluation; empty: none
+    heldout: str | tuple[str, ...] = ""  # the same, for evaluation, or a list; empty: none
     phases: tuple[Phase, ...] = ()  # each a mixture of sources for a number of tokens
     isolate_documents: bool = False  # attention does not cross from one document into the next
+
+    @property
+    def heldout_sets(self) -> tuple[str, ...]:
+        """The held-out sets, each of which is evaluated."""
+        one = isinstance(self.heldout, str) and self.heldout
+        return (one,) if one else tuple(self.heldout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,7 @@ class Optim:
     beta2: float = 0.95  # of its running mean of the square
     eps: float = 1e-8  # beside the root of that
     weight_decay: float = 0.1  # a step takes lr · this of each weight
+    embedding_rate: float = 1.0  # of the token embedding, and of a head tied to it, × train.lr
     decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
     clip: float = 1.0  # greatest norm of the gradient; 0: no clipping
 
@@ -94,7 +101,7 @@ class Run:
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
     eval_every: int = 0  # steps; 0: at the end only
-    eval_windows: int = 64  # held-out windows looked at, from the first
+    eval_windows: int = 64  # held-out windows looked at, of each set, from the first
     checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
     keep: int = 2  # newest checkpoints kept, beside the best
     patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
@@ -239,11 +246,19 @@ def check(config: RunFile) -> None:
     for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(config.optim, name) < 1:
             raise ValueError(f"optim.{name} must lie in [0, 1), got {getattr(config.optim, name)}")
-    for name, rate in (("train.lr", train.lr), ("optim.eps", config.optim.eps)):
+    for name, rate in (
+        ("train.lr", train.lr),
+        ("optim.eps", config.optim.eps),
+        ("optim.embedding_rate", config.optim.embedding_rate),
+    ):
         if not 0 < rate < math.inf:
             raise ValueError(f"{name} must be a positive number, got {rate}")
     if bool(data.train) == bool(data.phases):
         raise ValueError("[data] needs either train (a packed folder) or phases")
+    paths = [Path(path) for path in data.heldout_sets]
+    for text, path in zip(data.heldout_sets, paths, strict=True):
+        if not text or paths.count(path) > 1:
+            raise ValueError(f"each of data.heldout must be another packed folder, got {text!r}")
     if data.phases and train.steps:
         raise ValueError(
             f"train.steps ({train.steps}) and data.phases both say how long the run is: leave "
@@ -397,6 +412,10 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         return value
+    if choices == (str, tuple[str, ...]) and not isinstance(value, str):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
+        return tuple(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int and not (isinstance(value, int) and is_number):
         raise ValueError(f"{name} must be a whole number, got {value!r}")

@@ -8,19 +8,13 @@ files, and files that a program wrote, such as tables of character codes.
 import re
 import sysconfig
 import tokenize
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
-
-from reference.types import Array
 
 TESTS = {"test", "tests", "idle_test"}
 INSTALLED = {"site-packages", "dist-packages"}
 GENERATED = re.compile(r"auto-?generated|generated (by|from|with)|do not edit", re.IGNORECASE)
 GENERATED_WITHIN = 300  # characters from the start of a file
-SHINGLE = 8  # words
 
 
 class Text(NamedTuple):
@@ -49,39 +43,3 @@ def standard_library() -> list[Text]:
 
     texts += [Text(f"topic {name}", text.strip() + "\n") for name, text in sorted(topics.items())]
     return texts
-
-
-def shingles(text: str) -> Array:
-    """Return a hash of every run of eight words, sorted and once each: (n,) uint64.
-
-    Of a text shorter than that, of all its words.
-    """
-    words = re.findall(r"\w+", text)
-    codes = np.array([hash_of(word) for word in words], np.uint64)
-    n = max(1, len(codes) - SHINGLE + 1)
-    total = np.zeros(n, np.uint64)
-    for i in range(min(SHINGLE, len(codes))):
-        total = total * np.uint64(0x9E3779B97F4A7C15) + codes[i : i + n]
-    return np.unique(total)
-
-
-def hash_of(word: str) -> int:
-    """Return 64 bits of a word, the same in every process (FNV-1a)."""
-    value = 0xCBF29CE484222325
-    for byte in word.encode("utf-8", "surrogatepass"):
-        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return value
-
-
-def near_duplicates(candidates: Sequence[str], others: Sequence[str], share: float) -> list[bool]:
-    """Tell of each candidate whether the others hold at least ``share`` of its shingles.
-
-    Containment in all the others together is stricter than likeness to any one of them: a text
-    pasted together from several is found too.
-    """
-    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *(shingles(t) for t in others)]))
-    found = []
-    for text in candidates:
-        mine = shingles(text)
-        found.append(bool(np.isin(mine, known, assume_unique=True).mean() >= share))
-    return found

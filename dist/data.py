@@ -1,6 +1,7 @@
 """From windows of token ids to what the model is fed."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +92,21 @@ class Windows:
     def batch(self, start: int, stop: int) -> Batch:
         """Return the windows start .. stop - 1 as they lie."""
         return make_batch([self.read(i) for i in range(start, stop)], self.eos)
+
+
+def held_out(config: RunFile) -> list[Windows]:
+    """Return the held-out sets of a run, in the order of its file."""
+    return [Windows(path, config) for path in config.data.heldout_sets]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return what tells paths apart: data/web/heldout and data/code/heldout are web and code."""
+    names = [list(Path(path).parts) for path in paths]
+    for end in (-1, 0):
+        while all(len(parts) > 1 for parts in names) and len({p[end] for p in names}) == 1:
+            for parts in names:
+                del parts[end]
+    return ["/".join(parts) for parts in names]
 
 
 class TrainingData:

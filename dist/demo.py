@@ -22,8 +22,9 @@ from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
 from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
-from dist.corpus import Text, near_duplicates, standard_library
+from dist.corpus import Text, standard_library
 from dist.data import Batch, Windows, on_backend
+from dist.duplicates import SHARED, near_duplicates
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
 from dist.launch import find_mpirun, launch
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 HELDOUT = 0.05  # of the documents
-SHARED = 0.3  # of its eight-word runs in training text: a held-out document is dropped from here on
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
 PROBE_STEPS = 10  # that tell how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
@@ -145,7 +145,7 @@ def prepare_corpus(paths: Paths) -> None:
     texts = standard_library()
     held = [t for t in texts if pack.is_held_out(t.text.encode(), HELDOUT)]
     rest = [t for t in texts if not pack.is_held_out(t.text.encode(), HELDOUT)]
-    doubles = near_duplicates([t.text for t in held], [t.text for t in rest], SHARED)
+    doubles = near_duplicates([t.text for t in held], [t.text for t in rest])
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
     again = [t for t in rest if is_prose(t)] * (PROSE_COPIES - 1)

@@ -36,10 +36,15 @@ class Document(NamedTuple):
     end: bool = True  # whether the model is to learn to write the eos behind it
 
     @property
-    def chars(self) -> int:
-        """Characters of its text, without those that we put in."""
+    def texts(self) -> list[str]:
+        """The text of its parts, without those that we put in."""
         texts = [part.text for part in self.parts if not part.control]
-        return sum(len(t if isinstance(t, str) else t.decode("utf-8", "replace")) for t in texts)
+        return [t if isinstance(t, str) else t.decode("utf-8", "replace") for t in texts]
+
+    @property
+    def chars(self) -> int:
+        """Characters of its text."""
+        return sum(map(len, self.texts))
 
     @property
     def content(self) -> bytes:

@@ -1,7 +1,7 @@
 """How well a model predicts text it has not seen."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +42,19 @@ class Evaluation(NamedTuple):
         bits = self.bits_per_byte
         said = "" if bits is None else f", {bits:.3f} bits per byte"
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{said}"
+
+
+def pooled(results: Sequence[Evaluation]) -> Evaluation:
+    """Return what was found of several sets as that of one: every token counts the same."""
+    if len(results) == 1:
+        return results[0]
+    targets = sum(r.n_targets for r in results)
+    sizes = [r.n_bytes for r in results if r.n_bytes is not None]
+    return Evaluation(
+        sum_of(r.loss * r.n_targets for r in results) / targets,
+        targets,
+        sum(sizes) if len(sizes) == len(results) else None,
+    )
 
 
 def load_tokenizer(path: Path, sha256: str | None) -> "Tokenizer":

@@ -30,6 +30,7 @@ import numpy as np
 
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
+from dist.duplicates import near_duplicates
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -61,6 +62,7 @@ class Settings(NamedTuple):
     shard_tokens: int = 100_000_000
     chat: bool = False  # prompt and completion become turns of a chat
     max_chars: float | None = None  # of all texts, the held-out ones among them
+    distinct: bool = False  # held-out documents that training text nearly has are dropped
 
 
 class Encoded(NamedTuple):
@@ -80,6 +82,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     packed: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     chats: dict[Split, Count] = msgspec.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     empty: Count = 0
+    near: Count = 0  # held-out documents dropped as near-duplicates
     n_bytes: Count = 0
     bad_lines: Count = 0
 
@@ -105,6 +108,7 @@ class Summary(NamedTuple):
     n_bytes: int
     bad_lines: int
     empty: int
+    near: int
 
 
 def special_id(tokenizer: "Tokenizer", *names: str) -> int:
@@ -293,6 +297,8 @@ def pack(
         raise ValueError(f"the held-out fraction must lie in [0, 1), got {settings.heldout}")
     if settings.max_chars is not None and not settings.max_chars > 0:
         raise ValueError(f"--max-chars must be above 0, got {settings.max_chars:g}")
+    if settings.distinct and not settings.heldout:
+        raise ValueError("--drop-near-duplicates drops held-out documents, but --heldout is 0")
     if not 0 <= settings.window <= settings.shard_tokens or processes < 1:
         raise ValueError(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
@@ -313,6 +319,8 @@ def _pack(
 ) -> Summary:
     given = expand(inputs)
     files = given.files
+    if settings.distinct and "-" in files:
+        raise ValueError("--drop-near-duplicates reads the texts three times: give files, not -")
     for remark in given.remarks():
         report(remark)
     encoder = Encoder(settings)
@@ -334,19 +342,28 @@ def _pack(
         if bad_lines > journal_bad_lines:  # else it was said the first time
             report(f"{said} (left out)")
 
-    found = read_documents(
-        files, settings.field, bad_line if skip_bad_lines else None, settings.chat
-    )
-    documents = itertools.islice(_first(found, settings.max_chars), counts.read, None)
+    def texts(bad: Callable[[str], None]) -> Iterator[Document]:
+        leave_out = bad if skip_bad_lines else None
+        found = read_documents(files, settings.field, leave_out, settings.chat)
+        return _first(found, settings.max_chars)
+
+    near: set[int] = set()
+    if settings.distinct:
+        report("looking for held-out documents that training text nearly has")
+        near = nearly_trained_on(lambda: texts(lambda said: None), settings.heldout)
+    documents = itertools.islice(texts(bad_line), counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
         for writer in writers.values():
             stack.callback(writer.close)
         for batch in encode_all(documents, settings, processes):
             for encoded in batch:
-                counts.read += 1
+                number, counts.read = counts.read, counts.read + 1
                 if not encoded.n_bytes:
                     counts.empty += 1
+                    continue
+                if number in near:
+                    counts.near += 1
                     continue
                 split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
@@ -370,6 +387,11 @@ def _pack(
             raise ValueError(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
                 f"and {counts.empty} were empty; give more documents, or a smaller --heldout"
+            )
+        if counts.near and not counts.packed["heldout"]:
+            raise ValueError(
+                f"all {counts.near} held-out documents are near-duplicates of training text: give "
+                "a larger --heldout, other texts, or leave --drop-near-duplicates out"
             )
         if settings.heldout and not counts.packed["heldout"]:
             raise ValueError(
@@ -397,7 +419,23 @@ def _pack(
         counts.n_bytes,
         bad_lines,
         counts.empty,
+        counts.near,
     )
+
+
+def nearly_trained_on(documents: Callable[[], Iterator[Document]], fraction: float) -> set[int]:
+    """Return the numbers of the held-out documents that training text nearly has.
+
+    The texts are read twice: what is remembered grows with the held-out part alone.
+    """
+    held = {
+        number: " ".join(document.texts)
+        for number, document in enumerate(documents())
+        if is_held_out(document.content, fraction)
+    }
+    others = (" ".join(d.texts) for d in documents() if not is_held_out(d.content, fraction))
+    doubles = near_duplicates(list(held.values()), others)
+    return {number for number, double in zip(held, doubles, strict=True) if double}
 
 
 def _begin(out: Path, mark: str, report: Callable[[str], None]) -> Journal:

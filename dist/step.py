@@ -319,14 +319,27 @@ class Stepper:
         for (low, high), m, v, mine in states:
             if low in self.cutting.matrices:
                 self._muon(low, high, m, mine, lr, scale)
-            elif high > low:
-                self._adamw(low, high, m, v, mine, lr, scale)
+                continue
+            for start, end, rate in self._rates(low, high):
+                here = slice(start - low, end - low)
+                self._adamw(start, end, m[here], v[here], mine[here], lr * rate, scale)
         between = time.perf_counter()
         self.reduction.gather(self.master)
         gathered = time.perf_counter()
         self.refresh()
         self.clock.comm += gathered - between
         self.clock.backend += between - started + time.perf_counter() - gathered
+
+    def _rates(self, low: int, high: int) -> list[tuple[int, int, float]]:
+        """Return a range in pieces of one rate each, in units of that of the step."""
+        rate = self.optim.embedding_rate
+        first, spec = self.layout.offsets["embedding.weight"]
+        last = first + (spec.size if rate != 1 else 0)
+        edges = sorted({low, high, *(edge for edge in (first, last) if low < edge < high)})
+        return [
+            (start, end, rate if first <= start < last else 1.0)
+            for start, end in itertools.pairwise(edges)
+        ]
 
     def _adamw(
         self, low: int, high: int, m: Array, v: Array, grad: Array, lr: float, scale: float

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from dist import checkpoint, mode, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import RunFile, from_tables
-from dist.data import TrainingData, Windows, any_known
-from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
+from dist.data import TrainingData, Windows, any_known, held_out, short_names
+from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.lock import locked
 from dist.step import Stepper
 from dist.stopping import StopRequest
@@ -78,7 +79,7 @@ class Trainer:
         self._held = ExitStack()  # the lock of the run's folder, on rank 0
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
-        self.heldout: Windows | None = None
+        self.heldout: list[Windows] = []
         self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
         comm.watch.follow(self.out, config.run.timeout)
         folder = self.out / CHECKPOINTS
@@ -125,8 +126,13 @@ class Trainer:
         if run.backend == "reference":
             threadpool_limits(1)  # BLAS adds up in an order that depends on its threads
         self.data = TrainingData(self.config)
-        if self.config.data.heldout:
-            self.heldout = Windows(self.config.data.heldout, self.config)
+        self.heldout = held_out(self.config)
+        for windows in self.heldout:
+            theirs, ours = windows.dataset.tokenizer_sha256, self.data.tokenizer_sha256
+            if theirs is not None and ours is not None and theirs != ours:
+                raise ValueError(
+                    f"{windows.dataset.path} was not packed with the tokenizer of the training data"
+                )
         # any source's: they were all packed with the same
         self.tokenizer_path = self.data.sources[0].dataset.tokenizer
         self.tokenizer = None
@@ -247,7 +253,7 @@ class Trainer:
             if self.guards.exhausted:
                 self._give_up()
             last = self.step == config.steps
-            if self.heldout is not None and (last or _due(self.step, run.eval_every)):
+            if self.heldout and (last or _due(self.step, run.eval_every)):
                 self._evaluate()
             if _due(self.step, run.sample_every):
                 self._sample()
@@ -359,20 +365,29 @@ class Trainer:
     # ---- now and then ------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        assert self.heldout is not None
         self.comm.watch.begin("evaluation", self.step)
-        result = evaluate(
-            self.ops,
-            self.stepper.params,
-            self.config.model,
-            self.heldout,
-            n_windows=self.config.run.eval_windows,
-            micro_batch=self.config.train.micro_batch,
-            comm=self.comm,
-            lengths=self.lengths,
-        )
+        results = [
+            evaluate(
+                self.ops,
+                self.stepper.params,
+                self.config.model,
+                windows,
+                n_windows=self.config.run.eval_windows,
+                micro_batch=self.config.train.micro_batch,
+                comm=self.comm,
+                lengths=self.lengths,
+            )
+            for windows in self.heldout
+        ]
+        result = pooled(results)
         self.console.say(f"step {self.step}: held-out {result}")
-        self._write(evaluation_record(self.step, result))
+        parts: dict[str, Evaluation] = {}
+        if len(results) > 1:
+            names = short_names(self.config.data.heldout_sets)
+            parts = dict(zip(names, results, strict=True))
+        for name, part in parts.items():
+            self.console.say(f"  {name}: {part}")
+        self._write(evaluation_record(self.step, result, parts))
         if math.isfinite(result.loss) and (self.best is None or result.loss < self.best):
             self.best = result.loss
             self._save(best=True)
@@ -468,11 +483,15 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def evaluation_record(step: int, result: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as a line of ``metrics.jsonl``."""
+def evaluation_record(
+    step: int, result: Evaluation, parts: Mapping[str, Evaluation]
+) -> dict[str, Any]:
+    """Return an evaluation as a line of ``metrics.jsonl``; ``parts`` are several sets by name."""
     return {
         "step": step,
         "heldout_loss": result.loss,
         "perplexity": result.perplexity,
         "bits_per_byte": result.bits_per_byte,
+        **{f"heldout_loss/{name}": part.loss for name, part in parts.items()},
+        **{f"bits_per_byte/{name}": part.bits_per_byte for name, part in parts.items()},
     }

@@ -14,7 +14,7 @@ from dist.comm import Solo
 from dist.commands import parser
 from dist.config import from_tables, load
 from dist.data import Windows
-from dist.evaluate import evaluate, load_tokenizer, token_lengths
+from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
 
 
 def add_model(args: Any) -> None:
@@ -33,12 +33,12 @@ def eval_(argv: Sequence[str]) -> int:
     """``myllm eval``."""
     args = parser(
         "eval",
-        "Measure how well a model predicts a packed dataset: loss, perplexity, bits per byte.",
+        "Measure how well a model predicts packed datasets: loss, perplexity, bits per byte.",
         "myllm eval runs/laptop data/mine/heldout",
     )
     add_model(args)
-    args.add_argument("data", nargs="?", help="a packed folder (default: the run's held-out one)")
-    args.add_argument("--windows", type=int, help="windows, at most (default: all)")
+    args.add_argument("data", nargs="*", help="packed folders (default: the run's held-out ones)")
+    args.add_argument("--windows", type=int, help="windows of each, at most (default: all)")
     args.add_argument(
         "--tasks",
         action="append",
@@ -60,33 +60,39 @@ def eval_(argv: Sequence[str]) -> int:
         train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
         tables = {**tables, "data": {"train": "-"}, "train": train, "run": {"out": "-"}}
     config = from_tables(tables)
-    path = given.data or config.data.heldout
-    if not path:
+    sets = [Windows(path, config) for path in given.data or config.data.heldout_sets]
+    if not sets:
         raise ValueError("the run has no held-out data: name a packed folder")
-    windows = Windows(path, config)
-    sha = windows.dataset.tokenizer_sha256
-    if sha is not None and sha != model.state.tokenizer_sha256:
-        raise ValueError(f"{path} was packed with another tokenizer than the model's")
+    for windows in sets:
+        sha = windows.dataset.tokenizer_sha256
+        if sha is not None and sha != model.state.tokenizer_sha256:
+            path = windows.dataset.path
+            raise ValueError(f"{path} was packed with another tokenizer than the model's")
     lengths = None
     if model.tokenizer is not None:
         lengths = token_lengths(
             load_tokenizer(model.tokenizer, model.state.tokenizer_sha256), config.model.vocab_size
         )
-    started = time.perf_counter()
-    result = evaluate(
-        model.ops,
-        model.params,
-        model.config,
-        windows,
-        n_windows=given.windows or windows.dataset.n_windows,
-        micro_batch=config.train.micro_batch,
-        comm=Solo(),
-        lengths=lengths,
-    )
-    print(
-        f"{model.path} on {path}: {result} ({result.n_targets:,} tokens in "
-        f"{monitor.duration(time.perf_counter() - started)})"
-    )
+    results = []
+    for windows in sets:
+        started = time.perf_counter()
+        result = evaluate(
+            model.ops,
+            model.params,
+            model.config,
+            windows,
+            n_windows=given.windows or windows.dataset.n_windows,
+            micro_batch=config.train.micro_batch,
+            comm=Solo(),
+            lengths=lengths,
+        )
+        results.append(result)
+        print(
+            f"{model.path} on {windows.dataset.path}: {result} ({result.n_targets:,} tokens in "
+            f"{monitor.duration(time.perf_counter() - started)})"
+        )
+    if len(results) > 1:
+        print(f"{model.path} on all {len(results)}: {pooled(results)}")
     return 0
 
 
@@ -135,6 +141,7 @@ def plot(argv: Sequence[str]) -> int:
 
 _KINDS = ("png", "svg")
 AXES = {"step": "step", "tokens": "tokens", "time": "minutes of steps"}
+EACH = "bits_per_byte/"  # of one of several held-out sets, in metrics.jsonl
 FIRST = 0.1  # of the steps, whose losses may lie above the picture
 
 
@@ -142,7 +149,8 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     """Draw curves of loss and learning rate of some runs into files, by a key of ``AXES``.
 
     The axis of the loss ends above what comes after the first tenth of a run, so that the fall from
-    the first step does not press the rest flat.
+    the first step does not press the rest flat. Bits per byte of several held-out sets
+    stand between the two.
 
     Raises
     ------
@@ -153,11 +161,15 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    loss_axes, lr_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    read = [monitor.read_metrics(run) for run in runs]
+    several = any(name.startswith(EACH) for records in read for r in records for name in r)
+    figure = Figure(figsize=(8, 8 if several else 6), layout="constrained")
+    heights = [3, 2, 1] if several else [3, 1]
+    loss_axes, *middle, lr_axes = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     shown: list[float] = []  # losses that the picture must hold
-    for number, run in enumerate(runs):
-        records = monitor.read_metrics(run)
+    for number, (run, records) in enumerate(zip(runs, read, strict=True)):
         steps = [r for r in records if r.get("loss") is not None and "lr" in r]
         evals = [r for r in records if r.get("heldout_loss") is not None]
         if not steps:
@@ -181,12 +193,26 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
                 markersize=4,
                 label=f"{run.name}: held out",
             )
+        for key in dict.fromkeys(name for r in evals for name in r if name.startswith(EACH)):
+            known = [r for r in evals if r.get(key) is not None]
+            name = key.removeprefix(EACH)
+            middle[0].plot(
+                [places[r["step"]] for r in known],
+                [r[key] for r in known],
+                "o-",
+                markersize=4,
+                label=name if len(runs) == 1 else f"{run.name}: {name}",
+            )
         lr_axes.plot(x, [r["lr"] for r in steps], color=color)
     margin = 0.05 * (max(shown) - min(shown)) or 0.1
     loss_axes.set_ylim(min(shown) - margin, max(shown) + margin)
     loss_axes.set_ylabel("loss, nats a token")
     loss_axes.legend()
     loss_axes.grid(alpha=0.3)
+    for by_set in middle:
+        by_set.set_ylabel("bits per byte, held out")
+        by_set.legend()
+        by_set.grid(alpha=0.3)
     lr_axes.set_ylabel("learning rate")
     lr_axes.set_xlabel(AXES[by])
     lr_axes.grid(alpha=0.3)

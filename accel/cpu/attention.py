@@ -20,6 +20,7 @@ from accel.cpu.attention_layout import (
     Mask,
     Sizes,
     View,
+    backward_passes,
     cut_runs,
     lay_out,
 )
@@ -105,9 +106,11 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
     if len(runs) > 1:
         dk_of_runs = empty((len(runs) * sizes.batch, *dk.shape[1:]), dk.dtype)
         dv_of_runs = empty((len(runs) * sizes.batch, *dv.shape[1:]), dv.dtype)
-    views = (view(x) for x in (dout, dq, dk_of_runs, dv_of_runs))
+    views = [view(x) for x in (dout, dq, dk_of_runs, dv_of_runs)]
     room = lay_out(BackwardRoom, sizes, kernels.OPERANDS)
-    kernels.backward(*attention(cache), *views, lse2, runs, room, scratch(room.end, q.dtype))
+    own = scratch(room.end, q.dtype)
+    for table, wanted in backward_passes(sizes, who, runs, team()):
+        kernels.backward(*attention(cache), *views, lse2, table, wanted, room, own)
     if len(runs) > 1:
         for parts, total in ((dk_of_runs, dk), (dv_of_runs, dv)):
             width, zero = total.shape[-1], q.dtype.type(0)

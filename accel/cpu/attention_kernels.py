@@ -30,6 +30,8 @@ copied, and for each key tile that it sees::
     dV += Pᵀ dO;  dK += dSᵀ Q;  dQ += dS K            delta_t = Σ dO_t O_t
 
 For 5 · 64·64·64 multiply-adds, 32 KiB of K and V are read and 32 KiB of dK and dV read and written.
+Where the threads are many more than the tasks, dK and dV are made by tasks of fewer keys, and dQ by
+others (``backward_passes``): 7 products, each number by the same ones in the same order.
 Nothing is shared between tasks, so nothing is locked, and no result depends on the number of
 threads. Where a batch has few key/value heads, the query tiles of a group are cut into several runs
 of about equal work, by shapes and window alone; a second pass then adds the dK and dV of the runs,
@@ -44,6 +46,8 @@ from numba import get_thread_id, prange
 
 from accel.cpu.attention_layout import (
     BLOCK,
+    DKV,
+    DQ,
     Attention,
     BackwardRoom,
     Drawn,
@@ -216,6 +220,7 @@ def backward(
     dvalue: View,
     lse2: Any,
     runs: Any,
+    wanted: int,
     room: BackwardRoom,
     scratch: Any,
 ) -> None:
@@ -230,8 +235,10 @@ def backward(
         writes rows r · B ..., of these the keys that it can see.
     lse2 : (B, Hq, T)
         What ``forward`` made.
-    runs : (runs, 4) int64
-        Made by ``cut_runs``.
+    runs : (runs, 5) int64
+        Made by ``cut_runs`` or ``cut_keys``.
+    wanted : int
+        ``DQ``, ``DKV`` or both: which gradients to write.
     room, scratch : BackwardRoom and (threads, room.end)
     """
     d, dv = sizes.width, sizes.value_width
@@ -245,18 +252,21 @@ def backward(
         dkeys, dvalues = at(own, room.dkeys), at(own, room.dvalues)
         copy_rows(row(k, b, low, g, scale), k.position, keys, d, span, d)
         copy_rows(row(v, b, low, g, scale), v.position, values, dv, span, dv)
-        fill(dkeys, scale * 0, span * d)
-        fill(dvalues, scale * 0, span * dv)
+        if wanted & DKV:
+            fill(dkeys, scale * 0, span * d)
+            fill(dvalues, scale * 0, span * dv)
         for place in range(first, end):
             h, i = run_tile(sizes, mask, g, place)
             line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
             _backward_tile(
                 call, at(keys, -low * d), at(values, -low * dv), dout, line, dq,
                 at(dkeys, -low * d), at(dvalues, -low * dv), room, own, b, h, i,
+                low, low + span, wanted,
             )  # fmt: skip
-        slot = r * sizes.batch + b
-        copy_rows(dkeys, d, row(dk, slot, low, g, scale), dk.position, span, d)
-        copy_rows(dvalues, dv, row(dvalue, slot, low, g, scale), dvalue.position, span, dv)
+        if wanted & DKV:
+            slot = runs[r, 4] * sizes.batch + b
+            copy_rows(dkeys, d, row(dk, slot, low, g, scale), dk.position, span, d)
+            copy_rows(dvalues, dv, row(dvalue, slot, low, g, scale), dvalue.position, span, dv)
 
 
 @jit(fastmath=FAST)
@@ -274,8 +284,14 @@ def _backward_tile(
     b: int,
     h: int,
     i: int,
+    first: int,
+    stop: int,
+    wanted: int,
 ) -> None:
-    """Compute dQ of query tile i of head h, and add its part to dK (S, d) and dV (S, dv)."""
+    """Compute dQ of query tile i of head h, and add its part to dK (S, d) and dV (S, dv).
+
+    Of these the keys ``first`` .. ``stop - 1``, where tiles of keys begin and end.
+    """
     wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
@@ -283,6 +299,10 @@ def _backward_tile(
     n = min(BLOCK, sizes.queries - t0)
     width = padded(n, scale)
     zero = scale * 0
+    low, end = keys_of(sizes, call.mask, t0, t0 + n)
+    low, end = max(low, first), min(end, stop)
+    if low >= end and not wanted & DQ:
+        return
 
     queries_t, gradient_t = at(own, room.queries_t), at(own, room.gradient_t)
     queries, gradient = at(own, room.queries), at(own, room.gradient)
@@ -302,7 +322,6 @@ def _backward_tile(
         lse[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
-    low, end = keys_of(sizes, call.mask, t0, t0 + n)
     for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
         nk = min(BLOCK, sizes.keys - u0)
         tile = Tile(b, h, t0, n, width, u0, nk)
@@ -319,10 +338,13 @@ def _backward_tile(
         score_gradients(s, dp, lse, delta, scale, width, nk)
         if call.dropout.active:
             multiply(s, factors, nk * width)
-        tile_gemm(nk, dv, n, s, width, 1, gradient, dv, at(dvalues, u0 * dv), dv, True)
-        tile_gemm(nk, d, n, dp, width, 1, queries, d, at(dkeys, u0 * d), d, True)
-        tile_gemm(n, d, nk, dp, 1, width, tile_keys, d, dqueries, d, True)
-    copy_rows(dqueries, d, row(dq, b, t0, h, scale), dq.position, n, d)
+        if wanted & DKV:
+            tile_gemm(nk, dv, n, s, width, 1, gradient, dv, at(dvalues, u0 * dv), dv, True)
+            tile_gemm(nk, d, n, dp, width, 1, queries, d, at(dkeys, u0 * d), d, True)
+        if wanted & DQ:
+            tile_gemm(n, d, nk, dp, 1, width, tile_keys, d, dqueries, d, True)
+    if wanted & DQ:
+        copy_rows(dqueries, d, row(dq, b, t0, h, scale), dq.position, n, d)
 
 
 @jit(nogil=True, parallel=True, fastmath=FAST)

@@ -6,7 +6,7 @@ take in place of ten parameters: what is added to one reaches every function tha
 """
 
 import functools
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,6 +195,10 @@ def lay_out(room: type[Any], sizes: Sizes, operands: Operands) -> Any:
 # A number of tasks that followed the number of threads would make results depend on it.
 TASKS = 16
 
+# What a backward makes: dQ, or dK and dV, or all of them.
+DQ, DKV = 1, 2
+Passes = list[tuple[Array, int]]
+
 
 @jit
 def forward_tasks(sizes: Sizes) -> int:
@@ -226,6 +230,14 @@ def run_tile(sizes: Sizes, mask: Mask, g: int, place: int) -> tuple[int, int]:
     return g * group + place // tiles, place % tiles
 
 
+def seen(sizes: Sizes, who: Visibility) -> tuple[Array, Array]:
+    """Return the range of key tiles that each query tile in the list of a group can see."""
+    T, group = sizes.queries, sizes.heads // sizes.kv_heads
+    low, end = np.array([who.keys_of(t, min(t + BLOCK, T)) for t in range(0, T, BLOCK)]).T
+    in_order = np.repeat if who.window else np.tile
+    return in_order(low // BLOCK, group), in_order(-(-end // BLOCK), group)
+
+
 def cut_runs(sizes: Sizes, who: Visibility, tasks: int = TASKS) -> Array:
     """Cut the query tiles of a group into runs of about equal work, by shapes and window alone.
 
@@ -235,22 +247,54 @@ def cut_runs(sizes: Sizes, who: Visibility, tasks: int = TASKS) -> Array:
 
     Returns
     -------
-    runs : (runs, 4) int64
-        Of each run its first place in the list and the one past its last, and the range of keys
-        that it reads and writes: whole tiles under a window, else all keys.
+    runs : (runs, 5) int64
+        Of each run its first place in the list and the one past its last, the range of keys that it
+        reads and writes: whole tiles under a window, else all keys; and its number.
     """
-    T, S, group = sizes.queries, sizes.keys, sizes.heads // sizes.kv_heads
-    low, end = np.array([who.keys_of(t, min(t + BLOCK, T)) for t in range(0, T, BLOCK)]).T
-    in_order = np.repeat if who.window else np.tile
-    low, end = in_order(low // BLOCK, group), in_order(-(-end // BLOCK), group)  # in tiles
+    S = sizes.keys
+    low, end = seen(sizes, who)
     done = np.cumsum(end - low)
     runs = min(len(done), -(-tasks // (sizes.batch * sizes.kv_heads)))
     cuts = np.searchsorted(done, done[-1] * np.arange(1, runs) / runs, side="right")
-    table = np.zeros((runs, 4), np.int64)
+    table = np.zeros((runs, 5), np.int64)
     table[1:, 0], table[:-1, 1], table[-1, 1], table[:, 3] = cuts, cuts, len(done), S
+    table[:, 4] = np.arange(runs)
     if who.window and runs > 1:
         # An empty run takes the range of the tile at its place, so that ranges never step back.
         first = np.minimum(table[:, 0], len(done) - 1)
         last = np.maximum(table[:, 1] - 1, first)
         table[:, 2], table[:, 3] = low[first] * BLOCK, np.minimum(end[last] * BLOCK, S)
     return table
+
+
+def cut_keys(sizes: Sizes, who: Visibility, runs: Array, pieces: int) -> Array:
+    """Cut the keys of each run into pieces of about equal work: (runs · pieces, 5), as ``runs``."""
+    low, end = seen(sizes, who)
+    table = []
+    for first, last, start, stop, number in runs.tolist():
+        changes = np.zeros(-(-sizes.keys // BLOCK) + 1, np.int64)
+        np.add.at(changes, low[first:last], 1)
+        np.add.at(changes, end[first:last], -1)
+        tile = start // BLOCK
+        done = np.cumsum(np.cumsum(changes)[tile : -(-stop // BLOCK)])  # a query tile for each key
+        total = done[-1:].sum()  # 0 where the run sees no key
+        cuts = np.searchsorted(done, total * np.arange(1, pieces) / pieces, side="right")
+        edges = [start, *np.minimum((tile + cuts) * BLOCK, stop).tolist(), stop]
+        table += [(first, last, *keys, number) for keys in pairwise(edges)]
+    return np.array(table, np.int64)
+
+
+def backward_passes(sizes: Sizes, who: Visibility, runs: Array, threads: int) -> Passes:
+    """Return what ``backward`` is called with, one call after the other.
+
+    One call makes all gradients of a run while its scores are at hand. Where the threads are many
+    more than the runs, one makes dK and dV of a piece of a run's keys a task, and another one dQ of
+    some query tiles a task. That is seven products in place of five, in the same order for each
+    number, so the bits are the same.
+    """
+    tasks = sizes.batch * sizes.kv_heads * len(runs)
+    tiles = sizes.batch * sizes.heads * -(-sizes.queries // BLOCK)  # of queries: tasks, at most
+    if min(threads, tiles) <= 1.5 * tasks:
+        return [(runs, DQ | DKV)]
+    pieces = cut_keys(sizes, who, runs, -(-threads // tasks))
+    return [(pieces, DKV), (cut_runs(sizes, who, threads), DQ)]

@@ -29,11 +29,21 @@ from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
 from accel.cpu.halves import BF16, to_bf16, to_float32
-from accel.cpu.kernels import SUM, address, as_rows, contiguous, delivered, receiver, sum_rows
+from accel.cpu.kernels import (
+    SERIAL,
+    SUM,
+    address,
+    as_rows,
+    contiguous,
+    delivered,
+    receiver,
+    sum_rows,
+)
 from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from accel.threads import team
 from reference import kv
 from reference.config import Config
 from reference.types import Dropout, KVCache, Loss
@@ -244,7 +254,8 @@ def linear_cross_entropy_forward(
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets.
 
     As in ``loss.py``, the gradients are made while a chunk's logits are at hand. The kernel that
-    turns logits into their gradient packs it for both products at once, 32 rows at a time.
+    turns logits into their gradient packs it for both products at once, 32 rows at a time; where
+    that is too few tasks for the threads, the gradient is packed when it is complete.
     """
     bias = None if bias is None else contiguous(bias)
 
@@ -260,13 +271,25 @@ def linear_cross_entropy_forward(
             )
         forward, also = right_operand(head, transposed=True), None if gradients is None else B
         packed = multiply_rows(rows, forward, z, bias=bias, also=also)
-        _cross_entropy(*(*arguments, address(left), address(right)))
+        height, pieces = cut(down, across)
+        _cross_entropy(*(*arguments, address(left), address(right), height))
+        if gradients is not None and pieces:
+            _pack(*(*arguments[:2], *arguments[5:7], address(left), address(right), pieces))
         if gradients is not None and packed is not None:
             dx, dhead = gradients
             multiply(left, right_operand(head, transposed=False), dx)
             multiply(right, packed, dhead, accumulate=accumulate)
 
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
+
+
+def cut(down: int, across: int) -> tuple[int, int]:
+    """Return the rows of a task of the loss, and the tasks that pack 32 rows of its gradient.
+
+    0 of these: the rows of a task are packed by itself. Neither decides any bits.
+    """
+    threads = team()
+    return (SIDE, 0) if down >= threads else (1, min(across, -(-2 * threads // down)))
 
 
 @jit(**SUM)
@@ -281,30 +304,65 @@ def _cross_entropy(
     need_backward: bool,
     left: int,
     right: int,
+    height: int,
 ) -> None:
-    """Write the loss of each row in float64, and pack the gradient of the logits.
+    """Write the loss of each row in float64, and turn the logits into their gradient.
 
-    ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
-    its transpose as the left operand of one along the rows. A task has 32 rows, of 4 V bytes each:
-    up to V = 16,384 or so they fit the second-level cache.
+    A task has ``height`` rows. If these are 32, of 4 V bytes each (up to V = 16,384 or so they fit
+    the second-level cache), the gradient is packed as well.
     """
     target_ids, valid = pointer(targets, np.int32(0)), pointer(mask, np.uint8(0))
     all_losses = pointer(losses, np.float64(0))
-    tasks = (rows + SIDE - 1) // SIDE
-    steps = (width + SIDE - 1) // SIDE
-    for task in prange(tasks):
+    for task in prange((rows + height - 1) // height):
         spare = np.empty(512, np.float32)
         room = pointer(spare.ctypes.data, np.float32(0))
-        first = task * SIDE
-        count = min(SIDE, rows - first)
+        first = task * height
+        count = min(height, rows - first)
         z = at(pointer(logits, one), first * width)
         for i in range(count):
             row_cross_entropy(
                 one, at(z, i * width), target_ids[first + i], valid[first + i] != 0,
                 at(all_losses, first + i), width, need_backward,
             )  # fmt: skip
-        if need_backward:
-            target = at(pointer(left, np.uint32(0)), task * steps * STEP)
-            pack_rows(z, width, count, width, target, 0, room)
-            target = at(pointer(right, np.uint32(0)), task * STEP)
-            pack_columns(z, width, count, width, target, tasks * STEP, 0, room)
+        if need_backward and height == SIDE:
+            _pack_panel(one, logits, rows, width, left, right, task, 0, width, room)
+
+
+@jit(**SUM)
+def _pack(one: Any, logits: int, rows: int, width: int, left: int, right: int, pieces: int) -> None:
+    """Pack the gradient of the logits, 32 rows in so many pieces."""
+    steps = (width + SIDE - 1) // SIDE
+    for task in prange((rows + SIDE - 1) // SIDE * pieces):
+        spare = np.empty(512, np.float32)
+        room = pointer(spare.ctypes.data, np.float32(0))
+        panel, piece = task // pieces, task % pieces
+        low, high = piece * steps // pieces * SIDE, (piece + 1) * steps // pieces * SIDE
+        _pack_panel(one, logits, rows, width, left, right, panel, low, min(high, width), room)
+
+
+@jit(**SERIAL)
+def _pack_panel(
+    one: Any,
+    logits: int,
+    rows: int,
+    width: int,
+    left: int,
+    right: int,
+    panel: int,
+    low: int,
+    high: int,
+    room: Any,
+) -> None:
+    """Pack the columns low .. high - 1 of 32 rows; ``room`` is for 512 elements.
+
+    ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
+    its transpose as the left operand of one along the rows.
+    """
+    tasks, steps = (rows + SIDE - 1) // SIDE, (width + SIDE - 1) // SIDE
+    first, step = panel * SIDE, low // SIDE
+    count = min(SIDE, rows - first)
+    z = at(pointer(logits, one), first * width + low)
+    target = at(pointer(left, np.uint32(0)), (panel * steps + step) * STEP)
+    pack_rows(z, width, count, high - low, target, 0, room)
+    target = at(pointer(right, np.uint32(0)), (step * tasks + panel) * STEP)
+    pack_columns(z, width, count, high - low, target, tasks * STEP, 0, room)

@@ -29,6 +29,8 @@ from numba import get_thread_id, prange
 
 from accel.cpu.attention_layout import (
     BLOCK,
+    DKV,
+    DQ,
     Attention,
     BackwardRoom,
     Drawn,
@@ -280,6 +282,7 @@ def backward(
     dvalue: View,
     lse2: Any,
     runs: Any,
+    wanted: int,
     room: BackwardRoom,
     scratch: Any,
 ) -> None:
@@ -311,22 +314,25 @@ def backward(
             pack_rows(data, v.position, nk, dv, at(values, step * dv_steps * STEP), 0, spare)
             target = at(keys_t, step * STEP)
             pack_columns(source, k.position, nk, d, target, steps * STEP, 0, spare)
-            fill(at(dkeys, u0 * d_pad), scale * 0, SIDE * d_pad)
-            fill(at(dvalues, u0 * dv_pad), scale * 0, SIDE * dv_pad)
+            if wanted & DKV:
+                fill(at(dkeys, u0 * d_pad), scale * 0, SIDE * d_pad)
+                fill(at(dvalues, u0 * dv_pad), scale * 0, SIDE * dv_pad)
         configure()
         for place in range(first, end):
             h, i = run_tile(sizes, mask, g, place)
             line = at(start(lse2), (b * sizes.heads + h) * sizes.queries)
             _backward_tile(
-                call, keys, values, keys_t, dout, line, dq, dkeys, dvalues, room, own, b, h, i
-            )
+                call, keys, values, keys_t, dout, line, dq, dkeys, dvalues, room, own, b, h, i,
+                low, high, wanted,
+            )  # fmt: skip
         release()
-        slot = r * sizes.batch + b
-        ln2 = type(scale)(1 / LOG2_E)
-        for u in range(low, high):
-            _copy_scaled(at(dkeys, u * d_pad), d, row(dk, slot, u, g, scale), 1, d, ln2)
-        x, y = at(dvalues, low * dv_pad), row(dvalue, slot, low, g, scale)
-        copy_rows(x, dv_pad, y, dvalue.position, high - low, dv)
+        if wanted & DKV:
+            slot = runs[r, 4] * sizes.batch + b
+            ln2 = type(scale)(1 / LOG2_E)
+            for u in range(low, high):
+                _copy_scaled(at(dkeys, u * d_pad), d, row(dk, slot, u, g, scale), 1, d, ln2)
+            x, y = at(dvalues, low * dv_pad), row(dvalue, slot, low, g, scale)
+            copy_rows(x, dv_pad, y, dvalue.position, high - low, dv)
 
 
 @jit(**SERIAL)
@@ -345,8 +351,14 @@ def _backward_tile(
     b: int,
     h: int,
     i: int,
+    low: int,
+    stop: int,
+    wanted: int,
 ) -> None:
-    """Compute dQ of query tile i of head h, and add its part to dK and dV."""
+    """Compute dQ of query tile i of head h, and add its part to dK and dV.
+
+    Of these the keys ``low`` .. ``stop - 1``, where tiles of keys begin and end.
+    """
     wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
@@ -358,6 +370,10 @@ def _backward_tile(
     width = (n + SIDE - 1) // SIDE * SIDE
     query_steps = width // SIDE
     zero = scale * 0
+    visible, end = keys_of(sizes, call.mask, t0, t0 + n)
+    low, end = max(low, visible), min(end, stop)
+    if low >= end and not wanted & DQ:
+        return
 
     floats, words = pointer(own, scale), pointer(own, np.uint32(0))
     spare, source, dqt = at(floats, room.spare), at(floats, room.scaled), at(floats, room.dq)
@@ -388,7 +404,6 @@ def _backward_tile(
         lse[t] = type(scale)(UNSEEN)
         delta[t] = zero
 
-    low, end = keys_of(sizes, call.mask, t0, t0 + n)
     for u0 in range(low // BLOCK * BLOCK, end, BLOCK):
         nk = min(BLOCK, end - u0)
         tile = Tile(b, h, t0, n, width, u0, nk)
@@ -424,7 +439,7 @@ def _backward_tile(
                         at(p_rows, panel), at(ds_rows, panel),
                         at(ds_columns, (c * key_steps + j) * STEP),
                     )  # fmt: skip
-        for j in range(key_steps):
+        for j in range(key_steps if wanted & DKV else 0):
             x, y = at(p_rows, j * query_steps * STEP), at(ds_rows, j * query_steps * STEP)
             z = at(dvalues, (u0 + j * SIDE) * dv_pad)
             for e in range(dv_steps):
@@ -434,12 +449,14 @@ def _backward_tile(
             for e in range(d_steps):
                 right = at(queries, e * query_steps * STEP)
                 block(y, right, at(z, e * SIDE), d_pad, query_steps, True)
-        for e in range(d_steps):
+        for e in range(d_steps if wanted & DQ else 0):
             x = at(keys_t, (e * steps + first) * STEP)
             for c in range(query_steps):
                 y = at(ds_columns, c * key_steps * STEP)
                 z = at(dqt, e * SIDE * width + c * SIDE)
                 block(x, y, z, width, key_steps, True)
+    if not wanted & DQ:
+        return
     for e in range(d):
         line = at(dqt, e * width)
         for c in range(width):

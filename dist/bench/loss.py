@@ -28,7 +28,7 @@ from dist import sizing, warm
 from dist.bench import nanogpt
 from dist.bench.loss_data import Text, prepare
 from dist.config import RunFile
-from dist.data import Windows
+from dist.data import held_out
 from dist.lock import locked
 from dist.monitor import read_metrics
 from dist.sizing import Size
@@ -93,6 +93,7 @@ NANOGPT = [
     'model.position="learned"',
     "train.lr=1e-3",
     "optim.beta2=0.99",
+    "optim.embedding_rate=1.0",
 ]
 NANOGPT_WARMUP = 100
 MUON_RATE = 4.0  # times that of AdamW: dist/sweep/muon
@@ -130,6 +131,8 @@ class Contender(NamedTuple):
             words = [f"optim.kind={self.how}"]
             if self.how == "muon":
                 words.append(f"train.lr={MUON_RATE * size.lr}")
+                # the embedding has the rate that it has beside AdamW
+                words.append(f"optim.embedding_rate={max(1.0, size.embedding_rate / MUON_RATE)}")
         else:
             full = [f"model.n_kv_heads={size.n_heads}", f"model.d_ff={4 * size.d_model}"]
             words = [*full, *NANOGPT]
@@ -352,7 +355,7 @@ class Bench:
             raise ValueError(f"{contender.name} failed: {last_words(run)}")
 
     def _curve(self, run: RunFile) -> Curve:
-        heldout = Windows(run.data.heldout, run)
+        (heldout,) = held_out(run)
         factor = self.plan.text.bits_per_nat(heldout, run.run.eval_windows)
         seconds, at, bits = 0.0, [], []
         for record in read_metrics(Path(run.run.out)):

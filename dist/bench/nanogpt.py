@@ -15,7 +15,7 @@ import numpy as np
 from accel.system import cores
 from dist import config as run_file
 from dist.config import RunFile
-from dist.data import Windows
+from dist.data import Windows, held_out
 from dist.monitor import Metrics
 from reference.params import decoder_layout
 from reference.types import Array
@@ -29,7 +29,7 @@ def train(path: Path, how: str) -> int:
     from accel.bench import peer  # imports PyTorch
 
     run = run_file.load(path)
-    tokens, heldout = all_tokens(Windows(run.data.train, run)), Windows(run.data.heldout, run)
+    tokens, (heldout,) = all_tokens(Windows(run.data.train, run)), held_out(run)
     rng = np.random.default_rng(run.train.seed)
     layout = decoder_layout(run.model)
     initial = layout.views(layout.init(run.train.seed))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dist import config as run_file
 from dist.config import RunFile
-from dist.data import TrainingData, Windows
+from dist.data import TrainingData, held_out
 from reference.flops import training_flops
 
 LEARNING = ("model", "data", "train", "optim")  # the tables that decide what is learned
@@ -166,8 +166,7 @@ def trials_of(
                 one = budget.apply(one)
             found[name] = Trial(settings, shown, seed, name, one)
         TrainingData(one)
-        if one.data.heldout:
-            Windows(one.data.heldout, one)
+        held_out(one)
     return list(found.values())
 
 

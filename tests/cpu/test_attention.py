@@ -10,9 +10,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel.cpu import attention_kernels, attention_layout, attention_tiles, bf16_attention, memory
+from accel import load
+from accel.cpu import (
+    attention,
+    attention_kernels,
+    attention_layout,
+    attention_tiles,
+    bf16_attention,
+    memory,
+)
 from accel.cpu import ops as fast
-from accel.cpu.attention_layout import BLOCK, Sizes, cut_runs, run_tile
+from accel.cpu.attention_layout import (
+    BLOCK,
+    Sizes,
+    backward_passes,
+    cut_keys,
+    cut_runs,
+    run_tile,
+)
 from reference import ops as plain
 from reference.visibility import Visibility
 from tests.helpers.attention_cases import (
@@ -224,6 +239,35 @@ def test_results_do_not_depend_on_the_number_of_threads(window):
         np.testing.assert_array_equal(x, y)
 
 
+FINER = [
+    Case(queries=300, keys=300, group=3),
+    Case(queries=300, keys=300, group=3, dropout_p=0.2, key_mask=True, window=70),
+    Case(batch=1, queries=600, keys=331, kv_heads=1, group=3, width=24, value_width=40),
+    Case(batch=1, queries=600, keys=700, kv_heads=1, group=3, alibi=True, documents=True),
+    Case(batch=1, queries=600, keys=200, kv_heads=1, group=3, window=65),
+    Case(queries=200, keys=257, causal=False, dropout_p=0.5),
+]
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16"])
+@pytest.mark.parametrize("case", FINER)
+def test_a_backward_for_many_threads_has_the_bits_of_one_for_few(case, mode, monkeypatch):
+    ops = load("cpu", compute=mode)
+    arrays, dout = case.arrays()
+    calls, results = [], []
+    for threads in (2, 64, 300):
+
+        def passes(sizes, who, runs, _, threads=threads):
+            calls.append(backward_passes(sizes, who, runs, threads))
+            return calls[-1]
+
+        monkeypatch.setattr(attention, "backward_passes", passes)
+        results.append(run(ops, arrays, dout, case.options(), np.float32))
+        for x, y in zip(results[-1], results[0], strict=True):
+            np.testing.assert_array_equal(x, y)
+    assert [len(found) for found in calls] == [1, 2, 2]
+
+
 @pytest.mark.parametrize("who", WINDOWS)
 def test_tiles_outside_the_window_are_never_walked_over(who):
     assert_only_the_window_is_walked_over(fast, who)
@@ -276,6 +320,13 @@ def test_the_kernels_rules_are_those_of_the_reference():
 def test_runs_hold_every_query_tile_once_and_all_keys_that_it_sees(sizes, causal, window):
     who = Visibility(sizes.queries, sizes.keys, causal, window)
     runs = cut_runs(sizes, who)
+    for pieces in (1, 3, 20):  # each has all keys of each run once, in order, in whole tiles
+        cut = cut_keys(sizes, who, runs, pieces).reshape(len(runs), pieces, 5)
+        assert (cut[:, 0, 2] == runs[:, 2]).all() and (cut[:, -1, 3] == runs[:, 3]).all()
+        assert (cut[:, 1:, 2] == cut[:, :-1, 3]).all() and (cut[..., 3] >= cut[..., 2]).all()
+        assert (cut[..., 2] % BLOCK * (cut[..., 3] - cut[..., 2]) == 0).all()
+        assert (cut[..., [0, 1, 4]] == runs[:, None, [0, 1, 4]]).all()
+    runs = runs[:, :4]
     tiles = -(-sizes.queries // BLOCK)
     assert runs[0, 0] == 0 and runs[-1, 1] == tiles * (sizes.heads // sizes.kv_heads)
     assert (runs[1:, 0] == runs[:-1, 1]).all() and (runs[:, 1] >= runs[:, 0]).all()

@@ -9,7 +9,14 @@ import pytest
 
 from accel.bench.training import SMALL
 from accel.cpu import attention, bf16, bf16_gemm, gemm, loss
-from accel.cpu.attention_layout import Sizes, cut_runs, forward_tasks
+from accel.cpu.attention_layout import (
+    BLOCK,
+    Sizes,
+    backward_passes,
+    cut_runs,
+    forward_tasks,
+    seen,
+)
 from accel.cpu.embedding import COLUMNS, PIECES
 from accel.cpu.kernels import PIECE, ROW_PIECE, SUM_PIECE
 from reference.config import Config
@@ -62,7 +69,7 @@ def groups(n: int, group: int) -> list[int]:
 
 
 def cut_for(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    for module in (gemm, bf16_gemm, attention):
+    for module in (gemm, bf16, bf16_gemm, attention):
         monkeypatch.setattr(module, "team", lambda: threads)
 
 
@@ -124,6 +131,46 @@ def test_a_product_s_bits_are_those_of_few_threads(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_the_loss_in_bf16_keeps_64_threads_at_work(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = MODELS[name][0].vocab_size
+    least = bf16.CHUNK_ROWS
+    rows = max(loss.CHUNK_ELEMENTS // vocabulary // least, 1) * least
+    down, across = bf16_gemm.panels(rows), bf16_gemm.panels(vocabulary)
+    cut_for(monkeypatch, THREADS)
+    height, pieces = bf16.cut(down, across)
+    assert share(groups(rows, height)) >= 0.75
+    assert share([*parts(across, pieces)] * down) >= 0.75
+    cut_for(monkeypatch, 2)  # packed by those that have the rows in their cache
+    assert bf16.cut(down, across) == (bf16.SIDE, 0)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])  # a NaN stays in the gradient of its row
+@pytest.mark.parametrize("rows, vocabulary", [(70, 1000), (300, 77), (1, 31)])
+def test_the_bits_of_the_loss_in_bf16_are_those_of_few_threads(
+    monkeypatch: pytest.MonkeyPatch, rows: int, vocabulary: int, spoilt: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    x, head = (rng.standard_normal((n, 40), dtype=np.float32) for n in (rows, vocabulary))
+    targets = rng.integers(0, vocabulary, rows)
+    mask = rng.random(rows) < 0.9
+    if spoilt:
+        x[rows // 2], mask[rows // 2] = np.nan, True
+    results = []
+    for threads in (1, 11, THREADS):
+        monkeypatch.setattr(bf16, "team", lambda n=threads: n)
+        found, cache = bf16.linear_cross_entropy_forward(
+            x, head, targets, mask, None, need_backward=True
+        )
+        results.append([np.array(found.total), np.array(cache.dx), np.array(cache.dhead)])
+    assert np.isnan(results[0][1]).any(axis=1).sum() == spoilt
+    for found in results[1:]:
+        for ours, few in zip(found, results[0], strict=True):
+            assert np.array_equal(ours, few, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_all_else_has_work_for_64_threads(name: str) -> None:
     config, batch, length = MODELS[name]
     rows, width = batch * length, config.d_model
@@ -148,9 +195,23 @@ def sizes_of(name: str) -> Sizes:
     )
 
 
-def test_attention_backward_has_16_tasks_or_its_heads() -> None:
-    """Its bits depend on the cut, and each run of queries has gradients of all keys: no more."""
-    for name, expected in (("12.6 M", 16), ("GPT-2", 96), ("MyLLM-1B", 16)):
-        sizes = sizes_of(name)
-        runs = len(cut_runs(sizes, Visibility(sizes.queries, sizes.keys)))
-        assert sizes.batch * sizes.kv_heads * runs == expected
+@pytest.mark.parametrize("name, runs", [("12.6 M", 16), ("GPT-2", 96), ("MyLLM-1B", 16)])
+def test_attention_backward_keeps_64_threads_at_work(name: str, runs: int) -> None:
+    """The bits depend on the runs alone, so these are the same for any number of threads."""
+    sizes = sizes_of(name)
+    who = Visibility(sizes.queries, sizes.keys)
+    heads = sizes.batch * sizes.kv_heads
+    cut = cut_runs(sizes, who)
+    assert heads * len(cut) == runs
+    assert len(backward_passes(sizes, who, cut, 2)) == 1
+    low, end = seen(sizes, who)
+    passes = backward_passes(sizes, who, cut, THREADS)
+    assert len(passes) == (1 if runs >= THREADS else 2)
+    for table, _ in passes:
+        met = [
+            np.minimum(end[a:b], -(-stop // BLOCK)) - np.maximum(low[a:b], start // BLOCK)
+            for a, b, start, stop, _ in table.tolist()
+        ]
+        tasks = [int(np.maximum(tiles, 0).sum()) for tiles in met] * heads
+        assert sum(tasks) == heads * int((end - low).sum())
+        assert len(tasks) >= THREADS and share(tasks) >= 0.75

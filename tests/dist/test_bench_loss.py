@@ -11,7 +11,7 @@ from dist import cli
 from dist.bench import loss, nanogpt
 from dist.bench.loss import Bench, Contender, Curve
 from dist.bench.loss_data import prepare
-from dist.data import Windows
+from dist.data import Windows, held_out
 from dist.sizing import Size
 from dist.stopping import StopRequest
 
@@ -106,6 +106,10 @@ def test_pytorch_trains_what_nanogpt_publishes_on_as_many_tokens(text: str, tmp_
     assert (ours.model.norm, ours.model.ffn, ours.optim.kind) == ("rmsnorm", "swiglu", "adamw")
     muon = MUON.run(plan)
     assert muon.optim.kind == "muon" and muon.train.lr == pytest.approx(4e-2)
+    assert {run.optim.embedding_rate for run in (ours, muon, theirs)} == {1.0}
+    swept = plan._replace(size=plan.size._replace(embedding_rate=8.0))
+    rates = {c: c.run(swept).optim.embedding_rate for c in (ADAMW, MUON, EAGER)}
+    assert rates == {ADAMW: 8.0, MUON: 2.0, EAGER: 1.0}  # of Muon's rate, four times AdamW's
 
 
 def test_minutes_become_steps_by_the_time_of_a_few(
@@ -131,7 +135,7 @@ def test_windows_of_nanogpt_are_followed_by_their_targets(text: str, tmp_path: P
     ids, targets = nanogpt.draw(tokens, run, np.random.default_rng(0))
     assert ids.shape == targets.shape == (4, 8)
     assert np.array_equal(targets, ids + 1) and len(set(ids[:, 0])) > 1
-    batches = nanogpt.heldout_batches(Windows(run.data.heldout, run), run)
+    batches = nanogpt.heldout_batches(held_out(run)[0], run)
     for ids, targets in batches:
         assert np.all(targets[:, -1] == nanogpt.IGNORED)
         assert np.array_equal(targets[:, :-1], ids[:, 1:])

@@ -63,6 +63,10 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("train.steps=true", r"train\.steps must be a whole number"),
         ("run.out=3", r"run\.out must be a string"),
         ("data.isolate_documents=1", r"must be true or false"),
+        ("data.heldout=3", r"data\.heldout must be a string or a list of strings, got 3"),
+        ('data.heldout=["a", 3]', r"data\.heldout must be a string or a list of strings"),
+        ('data.heldout=["a", "b", "./a"]', r"each of data\.heldout must be another .*, got 'a'"),
+        ('data.heldout=["a", ""]', r"each of data\.heldout must be another packed folder, got ''"),
         ("train.schedule=step", r"must be one of cosine"),
         ("train.lr=-1", r"train\.lr must be a positive number"),
         ("train.lr=nan", r"train\.lr must be a positive number"),
@@ -76,6 +80,8 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("train.lr=" + "[" * 50_000, r"train\.lr must be a number"),
         ("run.out=", r"run\.out must name a folder"),
         ("optim.beta2=1.0", r"optim\.beta2 must lie in"),
+        ("optim.embedding_rate=0", r"optim\.embedding_rate must be a positive number, got 0"),
+        ("optim.embedding_rate=inf", r"optim\.embedding_rate must be a positive number, got inf"),
         ("run.compute=q8_0", r"nothing can be trained in eight bits; choose 'float32', 'bf16' or"),
         ("run.patience=0", r"run\.patience must be at least 1"),
         ("run.eval_every=-1", r"run\.eval_every must not be negative"),
@@ -87,6 +93,13 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.load("demo", [override])
+
+
+def test_held_out_sets_are_one_path_or_a_list() -> None:
+    for value, sets in (("", ()), ("[]", ()), ("a/b", ("a/b",)), ('["a", "b"]', ("a", "b"))):
+        run = config.load("demo", [f"data.heldout={value}"])
+        assert run.data.heldout_sets == sets
+        assert config.from_tables(tomllib.loads(run.to_toml())) == run
 
 
 def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:

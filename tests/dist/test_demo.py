@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, config, corpus, demo, monitor
-from dist.corpus import Text, near_duplicates, shingles, standard_library
+from dist import checkpoint, cli, config, demo, monitor
+from dist.corpus import Text, standard_library
 from dist.data import Windows
+from dist.duplicates import hash_of, near_duplicates, shingles
 from dist.shards import read_manifest
 from dist.sizing import SIZES
 from tokenizer import Tokenizer
@@ -35,7 +36,9 @@ def test_near_duplicates_are_found_and_others_are_not(library: list[Text]) -> No
     changed = " ".join("x" if i % 60 == 0 else w for i, w in enumerate(words))
     others = [by_name["argparse.py"], by_name["ast.py"], "short"]
     candidates = [pasted, changed, by_name["tarfile.py"], "short", "another"]
-    assert near_duplicates(candidates, others, 0.3) == [True, True, False, True, False]
+    assert near_duplicates(candidates, others) == [True, True, False, True, False]
+    assert near_duplicates(candidates, others, 0.9) == [True, False, False, True, False]
+    assert near_duplicates(candidates, []) == [False] * 5 and near_duplicates([], others) == []
 
 
 def test_shingles_are_runs_of_eight_words() -> None:
@@ -43,7 +46,7 @@ def test_shingles_are_runs_of_eight_words() -> None:
     assert len(shingles(text)) == 13
     assert len(np.intersect1d(shingles(text), shingles(f"new {text} end"))) == 13
     assert len(np.intersect1d(shingles(text), shingles(text.replace("word9", "x")))) == 5
-    assert corpus.hash_of("a") == 0xAF63DC4C8601EC8C  # FNV-1a's published value
+    assert hash_of("a") == 0xAF63DC4C8601EC8C  # FNV-1a's published value
 
 
 def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(

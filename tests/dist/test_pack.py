@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,51 @@ def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path)
         assert read_manifest(tmp_path / "d" / split).documents % 4 == 0
 
 
+def test_held_out_documents_that_training_text_nearly_has_are_dropped(
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [f"word{i}" for i in range(30 * 40)]
+    first = [" ".join(words[30 * i : 30 * i + 30]) for i in range(40)]
+    texts = [*first, *(f"{t} and more" for t in first)]  # each near one other
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    held = {t for t in texts if pack.is_held_out(t.encode(), 0.5)}
+    seen = {t for t, other in zip(texts, texts[40:] + texts[:40], strict=True) if other not in held}
+    folders = [tmp_path / "all", tmp_path / "one", tmp_path / "two"]
+    flag = "--drop-near-duplicates"
+    for out, arguments in zip(folders, ([], [flag], [flag, "--processes", "2"]), strict=True):
+        assert run(tmp_path / "a.jsonl", out, tokenizer_file, "--heldout", "0.5", *arguments) == 0
+        monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 7)
+    said = re.findall("left out: .*", capsys.readouterr().out)
+    assert said[0].endswith("empty documents")
+    assert all(line.endswith(f", {len(held & seen)} near-duplicates") for line in said[1:])
+    assert len(held & seen) > 5 and len(held - seen) > 5
+    kept = [t for t in texts if t in held - seen]
+    expected = eos_behind(tokenizer_file, kept)
+    assert tokens_of(folders[1] / "heldout").tolist() == expected
+    assert contents(folders[1]) == contents(folders[2])
+    train = [contents(folder / "train") for folder in folders[:2]]
+    assert train[0] == train[1]
+    monkeypatch.setattr("sys.stdin", None)  # not even looked at
+    words = ["pack", "-", "--tokenizer", str(tokenizer_file), "-o", str(tmp_path / "no"), flag]
+    assert cli.main(words) == 1
+    assert "reads the texts three times: give files, not -" in capsys.readouterr().err
+
+
+def test_dropping_every_held_out_document_is_an_error(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [f"{' '.join(f'word{i}' for i in range(30))} {n}" for n in range(100)]
+    held = next(t for t in pair if pack.is_held_out(t.encode(), 0.5))
+    rest = next(t for t in pair if not pack.is_held_out(t.encode(), 0.5))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (held, rest)))
+    words = ["--heldout", "0.5", "--drop-near-duplicates"]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 1
+    assert "all 1 held-out documents are near-duplicates" in capsys.readouterr().err
+
+
 def test_an_interrupted_packing_goes_on_with_identical_bytes(
     corpus: Path,
     tmp_path: Path,
@@ -136,6 +182,9 @@ def test_an_interrupted_packing_goes_on_with_identical_bytes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = ["--shard-tokens", "1000", "--heldout", "0.1", "--processes", "1", "--skip-bad-lines"]
+    more += ["--drop-near-duplicates"]
+    again = [json.dumps({"text": text(100 + i) + "again"}) for i in range(100)]
+    (corpus / "near.jsonl").write_text("\n".join(again))
     (corpus / "bad.jsonl").write_text('{"text": "first"}\n{"tex\n{"text": "second"}\n')
     assert run(corpus, tmp_path / "whole", tokenizer_file, *more) == 0
     capsys.readouterr()
@@ -158,8 +207,8 @@ def test_an_interrupted_packing_goes_on_with_identical_bytes(
     said = capsys.readouterr()
     assert "going on after 220 documents" in said.err
     assert said.err.count("bad.jsonl, line 2") == 1  # said once, although it was read twice
-    assert "1 bad lines" in said.out
-    assert encoded == 230 + 332 - 220
+    assert "1 bad lines" in said.out and " 0 near-duplicates" not in said.out
+    assert encoded == 230 + 432 - 220
     assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
 
 
@@ -282,6 +331,11 @@ def test_truncate_makes_one_window_a_document(
         ("changed.txt.gz", (), "changed.txt.gz cannot be unpacked"),
         ("a.txt", ("--heldout", "1"), "must lie in [0, 1)"),
         ("a.txt", ("--shard-tokens", "0"), "a shard holds 1 to"),
+        (
+            "a.txt",
+            ("--heldout", "0", "--drop-near-duplicates"),
+            "but --heldout is 0",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_one_sentence(

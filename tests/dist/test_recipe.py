@@ -67,13 +67,16 @@ def test_the_recipe_goes_from_parquet_to_a_model_that_is_evaluated(
             words += [word for setting in small for word in ("--set", setting)]
         assert cli.main(words) == 0, words
         done.append(words[0])
-    assert done == ["tokenizer", "pack", "pack", "pack", "plan", "train", *["eval"] * 3]
+    assert done == ["tokenizer", "pack", "pack", "pack", "plan", "train", "eval"]
     said = capsys.readouterr().out
     assert "at 407,232 tokens/s: 18.8 hours" in said and "bits per byte" in said
     for phase in run.data.phases:
         for source in phase.sources:
             assert read_manifest(Path(source.path)).tokens > 0
     assert "not the text" not in said
+    for path in run.data.heldout_sets:  # while training, and by eval
+        assert re.search(rf"^  {path.split('/')[1]}: loss .* bits per byte$", said, re.MULTILINE)
+        assert re.search(rf" on {path}: loss .* bits per byte", said)
 
 
 def test_the_page_s_figures_are_the_preset_s(capsys: pytest.CaptureFixture[str]) -> None:

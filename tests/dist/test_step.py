@@ -153,6 +153,23 @@ def test_decay_all_decays_gains_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(gains[0] - gains[1], 0.01 * 0.5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_embedding_has_a_rate_of_its_own(tmp_path: Path, kind: str) -> None:
+    config = prepare(tmp_path)
+    batches = [TrainingData(config).batch(i, 1) for i in range(8)]
+
+    def stepped(lr: float, embedding_rate: float = 1.0) -> dict[str, Array]:
+        stepper = stepper_of(config, kind=kind, weight_decay=0.5, embedding_rate=embedding_rate)
+        stepper.update(stepper.gradient(batches, 1, 0), lr=lr)
+        return {name: np.array(weight) for name, weight in stepper.params.items()}
+
+    found, slow, fast = stepped(0.01, 0.25), stepped(0.0025), stepped(0.01)
+    for name, weight in found.items():
+        expected = slow if name == "embedding.weight" else fast
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+        assert (slow[name] != fast[name]).any()
+
+
 def test_dropout_depends_on_the_sample_and_not_on_the_micro_batch() -> None:
     model = MODELS["dropout"]
     layout = decoder_layout(model)

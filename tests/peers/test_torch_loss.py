@@ -11,7 +11,7 @@ from dist import cli
 from dist.bench import loss, nanogpt
 from dist.bench.loss import Contender
 from dist.comm import Solo
-from dist.data import Windows
+from dist.data import held_out
 from dist.evaluate import evaluate
 from dist.monitor import read_metrics
 from dist.sizing import Size
@@ -57,7 +57,7 @@ def test_pytorch_is_evaluated_as_ours_is(text: str, tmp_path: Path) -> None:
     assert nanogpt.train(still, "eager") == 0
     theirs = [r["heldout_loss"] for r in read_metrics(Path(run.run.out)) if "heldout_loss" in r]
     ops, layout = load("reference"), decoder_layout(run.model)
-    heldout = Windows(run.data.heldout, run)
+    (heldout,) = held_out(run)
     ours = evaluate(
         ops,
         layout.views(layout.init(run.train.seed)),

@@ -1,0 +1,54 @@
+"""Held-out texts that training has seen, nearly: how many of their runs of words occur there."""
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from reference.types import Array
+
+SHINGLE = 8  # words
+SHARED = 0.3  # of a text's runs of words in training text: from here on it counts as seen
+
+
+def shingles(text: str) -> Array:
+    """Return a hash of every run of eight words, sorted and once each: (n,) uint64.
+
+    Of a text shorter than that, of all its words.
+    """
+    words = re.findall(r"\w+", text)
+    codes = np.array([hash_of(word) for word in words], np.uint64)
+    n = max(1, len(codes) - SHINGLE + 1)
+    total = np.zeros(n, np.uint64)
+    for i in range(min(SHINGLE, len(codes))):
+        total = total * np.uint64(0x9E3779B97F4A7C15) + codes[i : i + n]
+    return np.unique(total)
+
+
+@functools.lru_cache(1 << 18)  # a text repeats its words
+def hash_of(word: str) -> int:
+    """Return 64 bits of a word, the same in every process (FNV-1a)."""
+    value = 0xCBF29CE484222325
+    for byte in word.encode("utf-8", "surrogatepass"):
+        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return value
+
+
+def near_duplicates(
+    candidates: Sequence[str], others: Iterable[str], share: float = SHARED
+) -> list[bool]:
+    """Tell of each candidate whether the others hold at least ``share`` of its shingles.
+
+    Containment in all the others together is stricter than likeness to any one of them: a text
+    pasted together from several is found too. Only the candidates' shingles are kept; the others
+    are read once, one after the other.
+    """
+    wanted = [shingles(text) for text in candidates]
+    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *wanted]))
+    seen = np.zeros(len(known), np.bool_)
+    for text in others if len(known) else ():
+        theirs = shingles(text)
+        places = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
+        seen[places[known[places] == theirs]] = True
+    return [bool(seen[np.searchsorted(known, mine)].mean() >= share) for mine in wanted]
