@@ -68,7 +68,8 @@ def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
     weights = Weights(tmp_path / "mine")
     names = [name for name in weights.layout.offsets for _ in range(2)]
     expected = {name: weights.read(name) for name in names}
-    reads, read = [], checkpoint.read_slices
+    reads: list[object] = []
+    read = checkpoint.read_slices
 
     def counted(*words: object) -> np.ndarray:
         reads.append(words)
