@@ -21,6 +21,7 @@ from typing import Any
 from filelock import lock_descriptor
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PATIENCE = 2.0  # seconds that Windows is given to close what somebody else reads
 
 # What asks a process to end: Ctrl-C, a scheduler, a terminal that goes away; Windows' Ctrl-Break.
@@ -55,6 +56,20 @@ def fresh_memory(length: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def keep_memory() -> None:
+    """Have the C library of Linux keep what is freed, up to 32 MiB at once, for what comes next.
+
+    Else it gives large arrays back to the system at once, and every page of the next is found and
+    cleared anew: that takes longer than most of what is done with an array. (mallopt(3); musl has
+    no such function.)
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 32 << 20)
+            mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 @contextlib.contextmanager

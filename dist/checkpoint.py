@@ -455,11 +455,13 @@ def read_slices(
     described: Manifest,
     slices: Sequence[Range],
     cutting: Cutting | None = None,
+    room: Array | None = None,
 ) -> Array:
     """Return elements low .. high - 1 of an array for each slice, with their blocks' CRCs checked.
 
     Slices are whole blocks; what is returned holds one after the other. ``cutting`` is
-    ``cutting_of(described)``, from who reads many times.
+    ``cutting_of(described)``, from who reads many times, and ``room`` (n,) little-endian float32,
+    large enough, the memory that it is read into.
     """
     cutting, file_path = cutting or cutting_of(described), path / f"{name}.bin"
     expected = 4 * cutting.count(name)
@@ -470,7 +472,8 @@ def read_slices(
         )
     numbers, crcs = cutting.numbers(name), described.crc32[name]
     slices = cutting.held(name, slices)
-    data = np.empty(sum(high - low for low, high in slices), "<f4")
+    count = sum(high - low for low, high in slices)
+    data = np.empty(count, "<f4") if room is None else room[:count]
 
     def check(read: tuple[list[Range], Array]) -> None:
         blocks, part = read

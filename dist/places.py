@@ -3,11 +3,16 @@
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-from accel.system import move, sync_folder
+from accel.system import forget, move, sync_folder
+
+PAUSE = 0.05  # seconds in which what is written gathers
 
 
 @contextmanager
@@ -38,6 +43,34 @@ def new_place(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
         raise
     sync_folder(path.absolute().parent)
+
+
+@contextmanager
+def steadily(file: IO[bytes]) -> Iterator[None]:
+    """Have what is written to a file go to the disk meanwhile, and not all of it at the end.
+
+    The memory that held it is given back each time, so that a large file goes through the same
+    memory again and again: finding more can cost more than all else (``checkpoint._settle``).
+
+    Raises
+    ------
+    OSError
+        When the disk could not take it, which no later fsync may say again.
+    """
+    ended = threading.Event()
+
+    def sync() -> None:
+        while not ended.wait(PAUSE):
+            os.fsync(file.fileno())
+            forget(file.fileno())
+
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(sync)
+        try:
+            yield
+        finally:
+            ended.set()
+            synced.result()
 
 
 def _sync_file(path: Path) -> None:

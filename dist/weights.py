@@ -5,7 +5,7 @@ No more than one parameter is held at a time.
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from dist.comm import Comm, together
 from dist.config import RunFile
 from dist.evaluate import load_tokenizer
 from dist.monitor import Memory
-from dist.places import new_place
+from dist.places import new_place, steadily
 from dist.shards import TOKENIZER
 from dist.step import initial_weights
 from reference.config import Config
@@ -58,14 +58,24 @@ class Weights:
         """The tokenizer beside the weights, where there is one."""
         return self.path / TOKENIZER if self.manifest.tokenizer_sha256 else None
 
-    def read(self, name: str) -> Array:
-        """Return one parameter, float32, its CRCs checked."""
+    def read(self, name: str, room: Array | None = None) -> Array:
+        """Return one parameter, float32, its CRCs checked; in memory that is given, or in new."""
         start, spec = self.layout.offsets[name]
         low, high = self._cutting.around(start, start + spec.size)
         blocks = checkpoint.read_slices(
-            self.path, "master", self.manifest, [(low, high)], self._cutting
+            self.path, "master", self.manifest, [(low, high)], self._cutting, room
         )
         return blocks[start - low : start - low + spec.size].reshape(spec.shape)
+
+    def in_turn(self, names: Iterable[str]) -> Iterator[Array]:
+        """Yield parameters, each in the memory of the one before; the same again is not read."""
+        most = max(spec.size for _, spec in self.layout.offsets.values())
+        room, last, found = np.empty(most + 2 * SUM_BLOCK, "<f4"), "", None
+        for name in names:
+            if name != last:
+                last, found = name, self.read(name, room)
+            assert found is not None
+            yield found
 
 
 # ---- where a run begins --------------------------------------------------------------------------
@@ -185,7 +195,7 @@ def write_weights(
     config : Config
     parameter : callable
         Takes the name and shape of a parameter and returns it, float32; called once for each, in
-        the order of the flat buffer.
+        the order of the flat buffer, and not before the one before is written.
     tokenizer : Tokenizer or None
     """
     if path.name.startswith("step-"):
@@ -212,7 +222,7 @@ def write_weights(
 
     with new_place(path) as part:
         part.mkdir()
-        with (part / "master.bin").open("wb") as file:
+        with (part / "master.bin").open("wb") as file, steadily(file):
             at = 0
             for name, (start, spec) in layout.offsets.items():
                 flat = np.ascontiguousarray(parameter(name, spec.shape), "<f4").reshape(-1)

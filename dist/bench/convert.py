@@ -2,9 +2,14 @@
 
 The model has the shape of a preset and weights drawn at random. Each conversion is a process of its
 own, as people start it, and takes turns with a copy of what was written (``shutil.copyfile``, then
-``fsync``, since exports and imports end when all is on the disk). Files were just written, so they
-are read from the system's cache on both sides. Medians are taken; memory is the most that the
-process had resident, beyond what it had when it began.
+``fsync``, since exports and imports end when all is on the disk). What is read was read before, so
+it comes from the system's cache on both sides. What was written the turn before is removed, and the
+system given seconds to hand the memory that held it to whom it pleases (a virtual machine's to its
+host), so that all find memory for files in the same state. Medians are taken; memory is the most
+that the process had resident, beyond what it had when it began.
+
+A file of fewer bits is shorter than the checkpoint on the other side, which is read or written all
+the same. So each conversion also stands beside a copy of as many bytes as it reads and writes.
 """
 
 import os
@@ -41,6 +46,7 @@ FORMATS = {
     "gguf-q8_0": (".gguf", "q8_0"),
     "llm.c": (".bin", "float32"),
 }
+SETTLING = 4.0  # seconds
 SLOWEST = 2.0  # times as long as copying the file: at least half of its speed
 SPARE = 500e6  # bytes, besides 1.2 times the largest parameter
 WORK = """
@@ -106,12 +112,16 @@ def _measure(folder: Path, shape: Config, kind: str, n: int) -> Iterator[Row]:
     }
     sides["export"]()
     (folder / again).rename(folder / theirs)
+    sides["copy"]()  # reads it
+    file = sum(f.stat().st_size for f in _files(folder / theirs))
+    both = (file + 4 * decoder_layout(shape).size) / (2 * file)  # bytes, to those of a copy
     taken = list(rounds(sides, n))
     _remove(folder / theirs)
     seconds = {k: statistics.median(turn[k].seconds for turn in taken) for k in sides}
     most = max(spec.size for _, spec in decoder_layout(shape).offsets.values())
     for what in ("export", "import"):
         yield Row(f"{kind}: {what} / copying", seconds[what], seconds["copy"], SLOWEST)
+        yield Row(f"{kind}: {what} / copying as many bytes", seconds[what], both * seconds["copy"])
         needed = max(turn[what].memory for turn in taken)
         yield Row(f"{kind}: {what}, memory", needed, bar=1.2 * 4 * most + SPARE, unit="B")
 
@@ -124,7 +134,7 @@ class Taken(NamedTuple):
 
 
 def _converted(folder: Path, words: list[str], made: str) -> Taken:
-    _remove(folder / made)
+    _cleared(folder / made)
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     began = time.perf_counter()
     done = subprocess.run(
@@ -142,15 +152,25 @@ def _converted(folder: Path, words: list[str], made: str) -> Taken:
 
 
 def _copied(source: Path, target: Path) -> Taken:
-    _remove(target)
+    _cleared(target)
     began = time.perf_counter()
-    files = [*source.iterdir()] if source.is_dir() else [source]
     target.mkdir()
-    for file in files:
+    for file in _files(source):
         shutil.copyfile(file, target / file.name)
         with (target / file.name).open("r+b") as copy:
             os.fsync(copy.fileno())
     return Taken(time.perf_counter() - began)
+
+
+def _files(path: Path) -> list[Path]:
+    return [*path.iterdir()] if path.is_dir() else [path]
+
+
+def _cleared(path: Path) -> None:
+    """Remove what the turn before wrote, and let the system do with its memory what it does."""
+    if path.exists():
+        _remove(path)
+        time.sleep(SETTLING)
 
 
 def _remove(path: Path) -> None:

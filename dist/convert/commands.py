@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel.system import keep_memory
 from dist.commands import parser
 from dist.convert import gguf, huggingface, llmc
 from dist.convert.mapping import DROPOUT
@@ -35,6 +36,7 @@ def export(argv: Sequence[str]) -> int:
         raise ValueError("--dtype q8_0 is for GGUF: name the output FILE.gguf")
     if out.suffix in (".safetensors", ".json"):
         raise ValueError(f"{out}: such files lie in a folder with others; name the folder")
+    keep_memory()
     weights = Weights(given.checkpoint)
     started = time.perf_counter()
     notes: list[str] = []
@@ -82,6 +84,7 @@ def import_(argv: Sequence[str]) -> int:
         raise ValueError(
             f"{source} is no FILE.gguf or FILE.bin; of Hugging Face's, give the folder"
         )
+    keep_memory()
     started = time.perf_counter()
     reader = huggingface.read if source.is_dir() else READERS[source.suffix]
     found = reader(source, with_tokenizer=not given.without_tokenizer)

@@ -26,7 +26,7 @@ from dist.convert.numbers import Stored, size_of, write_tensor
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
-from dist.places import new_place
+from dist.places import new_place, steadily
 from dist.weights import Weights
 
 MAGIC = b"GGUF"
@@ -85,7 +85,7 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         kept = [name for name in kinds if kinds[name] == "F16"]
         if kept:
             notes.append(f"kept as F16, since {BLOCK} does not divide their width: {named(kept)}")
-    with new_place(path) as part, part.open("wb") as file:
+    with new_place(path) as part, part.open("wb") as file, steadily(file):
         count = len(tensors) + (scaled is not None)
         file.write(MAGIC + struct.pack("<IQQ", VERSION, count, len(keys)))
         for name, value in keys.items():
@@ -104,12 +104,8 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         if scaled is not None:
             file.write(scaled.astype("<f4").tobytes())
             _pad(file)
-        ours, parameter = "", None
-        for tensor in tensors:  # those of one parameter lie side by side
-            if tensor.ours != ours:
-                parameter = None  # before the next is read
-                ours, parameter = tensor.ours, weights.read(tensor.ours)
-            assert parameter is not None
+        parameters = weights.in_turn(tensor.ours for tensor in tensors)
+        for tensor, parameter in zip(tensors, parameters, strict=True):
             write_tensor(file, tensor, parameter, kinds[tensor.name])
             _pad(file)
     return Written(family, notes)

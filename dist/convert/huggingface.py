@@ -18,7 +18,7 @@ from dist.convert.numbers import Stored, size_of, write_tensor
 from dist.convert.text import chat_template, check_fits, special_names
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
-from dist.places import new_place
+from dist.places import new_place, steadily
 from dist.weights import Weights
 from reference.config import Config
 from tokenizer.files import read_json
@@ -145,14 +145,10 @@ def _write_safetensors(path: Path, weights: Weights, tensors: list[Tensor], kind
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with path.open("wb") as file, steadily(file):
         file.write(len(text).to_bytes(8, "little") + text)
-        ours, parameter = "", None
-        for tensor in tensors:  # those of one parameter lie side by side
-            if tensor.ours != ours:
-                parameter = None  # before the next is read
-                ours, parameter = tensor.ours, weights.read(tensor.ours)
-            assert parameter is not None
+        parameters = weights.in_turn(tensor.ours for tensor in tensors)
+        for tensor, parameter in zip(tensors, parameters, strict=True):
             write_tensor(file, tensor, parameter, kind)
 
 

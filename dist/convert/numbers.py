@@ -25,14 +25,22 @@ class Kind(NamedTuple):
 def to_bf16(x: Array) -> Array:
     """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
     bits = x.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
-    quiet = (bits >> 16) | np.uint32(0x40)  # of NaN, which the sum above might make infinite
-    return np.where(np.isnan(x), quiet, rounded).astype("<u2")
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    nan = np.isnan(x)
+    if nan.any():  # the sum might have made one infinite
+        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
+    return rounded.astype("<u2")
 
 
 def from_bf16(raw: Array) -> Array:
     """Return the float32 numbers of bfloat16."""
-    return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    bits = raw.view("<u2").astype(np.uint32)
+    bits <<= np.uint32(16)
+    return bits.view(np.float32)
 
 
 def to_half(x: Array) -> Array:
@@ -62,7 +70,9 @@ def from_q8_0(raw: Array) -> Array:
     """Return the numbers that blocks stand for."""
     blocks = raw.reshape(-1, 2 + BLOCK)
     d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-    return (d * np.ascontiguousarray(blocks[:, 2:]).view(np.int8)).reshape(-1)
+    x = blocks[:, 2:].view(np.int8).astype(np.float32)
+    x *= d
+    return x.reshape(-1)
 
 
 KINDS = {

@@ -1,5 +1,6 @@
 """From tensors in files to a checkpoint: all there, none over, each of the right shape."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from accel.ahead import in_order
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
 from reference.config import Config
+from reference.params import decoder_layout
 from reference.types import Array
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Found(NamedTuple):
 
 def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Array]:
     """Return the function that reads one parameter of ours, in the way ``write_weights`` asks.
+
+    Each lies in the memory of the one before.
 
     Raises
     ------
@@ -48,12 +52,14 @@ def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Ar
                 f"{where}: the tensor {tensor.name} has shape {stored[tensor.name].shape}, but the "
                 f"configuration asks for {tensor.shape}"
             )
+    most = max(spec.size for _, spec in decoder_layout(found.config).offsets.values())
+    room = np.empty(most, np.float32)  # for one after the other
     parts: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.ours, []).append(tensor)
 
     def parameter(name: str, shape: tuple[int, ...]) -> Array:
-        whole = np.empty(shape, np.float32)
+        whole = room[: math.prod(shape)].reshape(shape)
 
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at

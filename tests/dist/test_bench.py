@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dist import cli
+from dist.bench import convert
 from dist.bench.train import Run, summary
 from tests.helpers import ROOT
 
@@ -77,8 +78,9 @@ def test_what_cannot_be_generated_is_refused(
 
 
 def test_conversions_are_timed_beside_copies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(convert, "SETTLING", 0.0)
     words = [
         "convert",
         "demo",
@@ -91,9 +93,16 @@ def test_conversions_are_timed_beside_copies(
     ]
     assert cli.main(["bench", *words]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "| gguf-q8_0: " in line]
-    assert ["/ copying" in row for row in rows] == [True, False, True, False]
-    assert all(" ms |" in row for row in rows[::2]) and all(" MiB |" in row for row in rows[1::2])
-    assert all("≤ 2.00" in row for row in rows[::2]) and all("met" in row for row in rows[1::2])
+    assert [row.split("|")[1].split(": ")[1].strip() for row in rows] == [
+        f"{what}{rest}"
+        for what in ("export", "import")
+        for rest in (" / copying", " / copying as many bytes", ", memory")
+    ]
+    assert all(" ms |" in row for i, row in enumerate(rows) if i % 3 < 2)
+    assert all("≤ 2.00" in row for row in rows[::3]) and all("met" in row for row in rows[2::3])
+    ratios = [float(row.split("|")[4]) for row in rows[:2]]
+    # 34 bytes for 32 numbers and the file's head, beside 4 for each
+    assert ratios[0] / ratios[1] == pytest.approx((34 / 32 + 4) / (2 * 34 / 32), rel=0.1)
     assert not [*tmp_path.iterdir()]
 
 

@@ -6,13 +6,14 @@ import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist import checkpoint, cli, pack
+from dist import checkpoint, cli, pack, places
 from dist.config import RunFile
 from tests.helpers.damage import contents, words
 from tests.helpers.runs import (
@@ -205,3 +206,45 @@ def test_a_disk_that_became_read_only_is_one_sentence(
     assert said.count("\n") == 1 and "Read-only file system" in said
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     assert cli.main(["train", str(path), "--set", "train.steps=8", "--changed"]) == 0
+
+
+def test_a_disk_that_fails_while_a_file_is_written_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An fsync tells of a failure once: those that come later succeed."""
+    called, broken = threading.Event(), fails_at(0)
+
+    def fsync(descriptor: int) -> None:
+        called.set()
+        broken(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with (
+        pytest.raises(OSError, match=os.strerror(errno.EIO)),
+        places.new_place(tmp_path / "new") as part,
+        part.open("wb") as file,
+        places.steadily(file),
+    ):
+        file.write(b"some")
+        assert called.wait(60)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = threading.Semaphore(0)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.release())
+    with (
+        pytest.raises(ValueError, match="what the body says"),
+        (tmp_path / "new").open("wb") as file,
+        places.steadily(file),
+    ):
+        for _ in range(3):
+            file.write(b"some")
+            assert synced.acquire(timeout=60)
+        raise ValueError("what the body says")
+    before = threading.active_count()
+    with (tmp_path / "new").open("wb") as file, places.steadily(file):
+        pass
+    assert threading.active_count() == before  # nothing waits for what has ended

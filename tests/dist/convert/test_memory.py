@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist.weights import write_weights
+from dist import checkpoint
+from dist.weights import Weights, write_weights
 from reference.params import decoder_layout
 from tests.helpers import ROOT
-from tests.helpers.weights import LLAMA
+from tests.helpers.weights import LLAMA, write_random
 
 # 67 MB in each of ten largest tensors, 570 MB in all
 CONFIG = replace(
@@ -58,3 +59,59 @@ def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Pa
         needed = int(done.stdout.split("needed ")[1])
         print(f"{' '.join(words)}: {needed / 1e6:.0f} MB")
         assert needed <= 1.2 * 4 * max(sizes) + 64e6, (words, needed)
+
+
+def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    weights = Weights(tmp_path / "mine")
+    names = [name for name in weights.layout.offsets for _ in range(2)]
+    expected = {name: weights.read(name) for name in names}
+    reads: list[object] = []
+    read = checkpoint.read_slices
+
+    def counted(*words: object) -> np.ndarray:
+        reads.append(words)
+        return read(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "read_slices", counted)
+    places = set()
+    for name, found in zip(names, weights.in_turn(names), strict=True):
+        np.testing.assert_array_equal(found, expected[name])
+        while found.base is not None:
+            found = found.base
+        places.add(found.ctypes.data)
+    assert len(reads) == len(set(names)) and len(places) == 1
+
+
+# prints how many pages the system found for the last of some arrays that were made and dropped
+PAGES = """
+import resource, sys, threading
+import numpy as np
+from accel.system import keep_memory
+
+def work():
+    for i in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        parts = [np.ones(int(sys.argv[2])) for _ in range(3)]
+        del parts
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+if sys.argv[1] == "keep":
+    keep_memory()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux's C library that gives back")
+@pytest.mark.parametrize("numbers", [1 << 15, 1 << 17])
+def test_memory_that_is_freed_serves_again(numbers: int) -> None:
+    found = {}
+    for how in ("keep", "not"):
+        words = [sys.executable, "-c", PAGES, how, str(numbers)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        found[how] = int(done.stdout)
+    assert found["keep"] < 16 < 3 * 8 * numbers / 4096 / 2 < found["not"], found

@@ -1,9 +1,12 @@
 """Numbers as files hold them."""
 
+import math
+
 import numpy as np
 import pytest
 
-from dist.convert.numbers import KINDS, from_bf16, to_bf16, to_q8_0
+from accel.q8_0 import to_blocks
+from dist.convert.numbers import KINDS, from_bf16, from_q8_0, to_bf16, to_q8_0
 
 # halfway between two bfloat16, once with the even one below and once above, and what lies beside
 TIES = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3e38, 1e-40], np.float32)
@@ -44,3 +47,75 @@ def test_a_block_of_zeros_is_zeros_and_halves_go_away_from_zero() -> None:
     block = np.zeros(32, np.float32)
     block[:4] = 127, 0.5, -0.5, 1.5
     assert to_q8_0(block)[0, 2:6].view(np.int8).tolist() == [127, 1, -1, 2]
+
+
+def test_bf16_is_integer_arithmetic_on_each_number() -> None:
+    special = [
+        0x7F800000,
+        0xFF800000,
+        0x7F7FFFFF,
+        0x7F800001,
+        0xFFFFFFFF,
+        0x8000,
+        0x18000,
+        0,
+        1 << 31,
+    ]
+    bits = np.random.default_rng(3).integers(0, 2**32, 3_001, np.uint32)
+    bits[: len(special)] = special
+    expected = [
+        b >> 16 | 0x40 if b & 0x7FFFFFFF > 0x7F800000 else b + 0x7FFF + (b >> 16 & 1) >> 16
+        for b in bits.tolist()
+    ]
+    assert to_bf16(bits.view(np.float32)).tolist() == expected
+
+
+def one_block(x: list[float]) -> tuple[np.float32, list[int]]:
+    """``quantize_row_q8_0_ref``, number by number: float32 throughout, halves away from zero."""
+    d = np.float32(max(map(abs, x))) / np.float32(127)
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / d if d else np.float32(0)
+    scaled = [float(np.float32(each) * inverse) for each in x]
+    return d, [int(math.copysign(math.floor(abs(s) + 0.5), s)) for s in scaled]  # in float64: exact
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 1, 33)])
+@pytest.mark.parametrize("power", [-36, -20, 0, 6])
+def test_q8_0_is_that_of_ggml_number_by_number(shape: tuple[int, ...], power: int) -> None:
+    x = np.random.default_rng(4).standard_normal((*shape, 32)).astype(np.float32)
+    x *= np.float32(10.0**power)
+    d, q = to_blocks(x)
+    assert d.shape == shape and q.shape == x.shape
+    for block, scale, rounded in zip(x.reshape(-1, 32), d.ravel(), q.reshape(-1, 32), strict=True):
+        exact, expected = one_block(block.tolist())
+        assert scale == np.float16(exact) and rounded.tolist() == expected
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_q8_0_rounds_halves_away_from_zero_and_nothing_beside_them(beside: int) -> None:
+    halves = np.arange(0.5, 127, dtype=np.float32)
+    for _ in range(abs(beside)):
+        halves = np.nextafter(halves, np.float32(beside * np.inf))
+    x = np.zeros((127, 32), np.float32)
+    x[:, 0], x[:, 1], x[:, 2] = 127, halves, -halves  # 127 makes the scale 1
+    q = to_blocks(x)[1]
+    up = np.arange(127) + (beside >= 0)
+    np.testing.assert_array_equal(q[:, 1], up)
+    np.testing.assert_array_equal(q[:, 2], -up)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_block_too_small_for_a_scale_is_zeros() -> None:
+    x = np.zeros((2, 32), np.float32)
+    x[0, :3] = 1e-40, -1e-38, 0
+    x[1, :2] = 1e-44, -0.0
+    assert not from_q8_0(to_q8_0(x.reshape(-1)).reshape(-1)).any() and not to_blocks(x)[1].any()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e7])
+@pytest.mark.parametrize("at", [0, 15, 16, 31])
+def test_q8_0_refuses_what_it_cannot_hold(wrong: float, at: int) -> None:
+    x = np.ones((3, 32), np.float32)
+    x[1, at] = wrong
+    with pytest.raises(ValueError, match="and Q8_0 goes to"):
+        to_blocks(x)
