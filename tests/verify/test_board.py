@@ -247,6 +247,12 @@ def test_a_kernel_that_goes_wrong_in_the_last_cases_only_is_caught() -> None:
     assert bench.verify(kernel)[0]
 
 
+@pytest.mark.parametrize("name", ["no_correction_late", "out_ignored"])
+def test_what_verify_once_passed_is_caught(name: str) -> None:
+    (wrong,) = [wrong for wrong in WRONG if wrong.name == name]
+    assert bench.verify(bench.Kernel("unseen", wrong.op, name, build(wrong)))[0]
+
+
 def test_seeds_are_counted_and_an_alarm_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--seeds", "2", "--quick", "--op", "relu", "--processes", "1"]) == 0
     assert "0 false alarms: 1 right kernels, 2 seeds, " in capsys.readouterr().out
