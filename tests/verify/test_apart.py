@@ -164,10 +164,13 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for(lambda: len(list(tmp_path.glob("*.in"))) == 2)
-    begun = time.monotonic()
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=60)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.in"))) == 2)
+        begun = time.monotonic()
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    finally:
+        run.kill()
     assert run.returncode in (130, -signal.SIGINT) and "Traceback" not in said
     assert time.monotonic() - begun < 30
     workers = [int(path.suffix[1:]) for path in tmp_path.glob("*.*") if path.suffix[1:].isdigit()]
