@@ -2,9 +2,11 @@
 
 A wrong index in C or CUDA may end the process that it runs in, or never come back. Workers
 therefore load the module and check its ops, each precision for itself and several at once, telling
-what they do over a pipe; each case is told before it is tried. When a worker dies or falls silent,
-the case that it was in becomes a failure of its op, and a fresh worker goes on with what is left.
-It is a new interpreter, not a fork, so that nothing of a GPU's state is shared.
+what they do over a pipe; each case is told before it is tried. All that a run checks shares a few
+of them: one may load several backends, which keep out of each other's way, but never two modules.
+When a worker dies or falls silent, the case that it was in becomes a failure of its op, and a fresh
+worker goes on with what is left. It is a new interpreter, not a fork, so that nothing of a GPU's
+state is shared.
 """
 
 import contextlib
@@ -360,10 +362,7 @@ class _Pool:
 
 
 def _fits(checked: _Checked, worker: "Worker | None") -> int:
-    """Return 2 for a worker that has loaded the source, 1 for one that may load it as well.
-
-    Backends keep out of each other's way, which nobody knows of modules.
-    """
+    """Return 2 for a worker that has loaded the source, 1 for one that may load it as well."""
     if worker is None or worker.source == checked.source:
         return 0 if worker is None else 2
     return int(not worker.source.module and not checked.source.module)
