@@ -70,6 +70,21 @@ def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any
         )
 
 
+def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
+    """Where they offer it, have the forward keep no x, and give it to the backward instead."""
+    case, subject, spec = run.case, run.subject, run.spec
+    taken = subject.signature(spec.forward_name) or ()
+    if "keep_x" not in spec.needs or "keep_x" not in taken or "dout" not in run.placed:
+        return
+    _, cache, _ = run.call_forward(views, case.but(keep_x=False), want.exact)
+    function = getattr(subject.module, spec.backward_name)
+    dout = run.placed["dout"].view
+    result = subject.call(spec.backward_name, function, dout, cache, x=views["x"])
+    gradients = named_gradients(run, result, gradient_names(case))
+    got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
+    judge(run, dict(got), want, note=" of a second backward, which is given x,")
+
+
 def refill(run: Run, views: dict[str, Any]) -> None:
     """Put other numbers into the same arrays and call again, as a training loop does."""
     if any(o.kind == "object" for o in run.spec.operands):
