@@ -2,9 +2,11 @@
 
 A wrong index in C or CUDA may end the process that it runs in, or never come back. Workers
 therefore load the module and check its ops, each precision for itself and several at once, telling
-what they do over a pipe; each case is told before it is tried. When a worker dies or falls silent,
-the case that it was in becomes a failure of its op, and a fresh worker goes on with what is left.
-It is a new interpreter, not a fork, so that nothing of a GPU's state is shared.
+what they do over a pipe; each case is told before it is tried. All that a run checks shares a few
+of them: one may load several backends, which keep out of each other's way, but never two modules.
+When a worker dies or falls silent, the case that it was in becomes a failure of its op, and a fresh
+worker goes on with what is left. It is a new interpreter, not a fork, so that nothing of a GPU's
+state is shared.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -32,7 +34,6 @@ from accel.system import cores, end_with_parent
 from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
-    Progress,
     asked,
     cases_of,
     check_one,
@@ -126,24 +127,9 @@ class Silent(Ended):
 
 
 def check_apart(
-    source: Source,
-    options: Options,
-    *,
-    begin: Callable[[str, Plan], Progress] = lambda name, plan: lambda *_: None,
-    timeout: float = TIMEOUT,
-    jobs: int | None = None,
+    source: Source, options: Options, *, timeout: float = TIMEOUT, jobs: int | None = None
 ) -> Report:
-    """Check a module or backend in processes of its own.
-
-    Parameters
-    ----------
-    begin : callable
-        Called once with the subject's name and what will be checked; returns what is told progress,
-        from any thread.
-    timeout : float
-        Seconds after which a case that gives no answer is taken for one that never will.
-    jobs : int, optional
-        How many processes; as many as cores, and ``MOST_JOBS`` at most, when None.
+    """Check one module or backend in processes of its own; see ``check_all``.
 
     Raises
     ------
@@ -152,29 +138,53 @@ def check_apart(
     ImportError, ValueError
         When the backend cannot run here; the message says why.
     """
-    started = time.monotonic()
-    jobs = jobs or min(cores(), MOST_JOBS)
-    # two start and load at once: the first has to have loaded before it is known what is left
-    workers = [Worker(source, timeout) for _ in range(min(jobs, 2))]
+    (found,) = check_all([(source, options)], timeout=timeout, jobs=jobs)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+# What is told while it goes on: which source by its place, op, dtype, cases so far, cases in all.
+ProgressOfAll = Callable[[int, str, str, int, int], None]
+
+
+def check_all(
+    subjects: Sequence[tuple[Source, Options]],
+    *,
+    begin: Callable[[list[Plan]], ProgressOfAll] = lambda plans: lambda *_: None,
+    timeout: float = TIMEOUT,
+    jobs: int | None = None,
+) -> list[Report | Exception]:
+    """Check modules and backends side by side, in processes that they share.
+
+    Parameters
+    ----------
+    subjects : sequence of (Source, Options)
+        A budget is one for all of them.
+    begin : callable
+        Called once with what will be checked of each; returns what is told progress, from any
+        thread.
+    timeout : float
+        Seconds after which a case that gives no answer is taken for one that never will.
+    jobs : int, optional
+        How many processes; as many as cores, and ``MOST_JOBS`` at most, when None.
+
+    Returns
+    -------
+    list of Report, SubjectError, ImportError or ValueError
+        In the order of what was asked: a report, or why there can be none.
+    """
+    pool = _Pool([_Checked(*one) for one in subjects], timeout, jobs or min(cores(), MOST_JOBS))
     try:
-        plan, report, chosen = _plan(workers[0], source, options)
-        many = _Many(source, options, timeout, begin(report.subject, plan), plan)
-        many.jobs, many.workers = min(jobs, len(many.left)), list(workers)
-        with ThreadPoolExecutor(many.jobs) as pool:
-            try:
-                for line in [pool.submit(many.line) for _ in range(many.jobs)]:
-                    line.result()
-            except BaseException:
-                many.stop()
-                raise
+        pool.work()  # on the plans
+        pool.progress = begin([checked.plan for checked in pool.checked])
+        pool.begun = time.monotonic()
+        for checked in pool.checked:
+            checked.lay_out()
+        pool.work()
     finally:
-        for worker in workers:
-            worker.end()
-    report.ops = [many.found[part] for part in plan]
-    leave_out(report.ops, chosen, options.save)
-    report.notes = sorted(many.notes.union(report.notes))
-    report.seconds = time.monotonic() - started
-    return report
+        pool.end()
+    return [checked.result() for checked in pool.checked]
 
 
 def plan_apart(
@@ -199,66 +209,128 @@ def _plan(worker: "Worker", source: Source, options: Options) -> tuple[Plan, Rep
     try:
         ((_, (report, plan, chosen)),) = worker.do(Job(options))
     except Ended as end:
+        worker.end()
         raise SubjectError(f"{source.name}: importing it {end}") from None
     return plan, report, chosen
 
 
-class _Many:
-    """The parts of a plan, which several workers take one after the other."""
+class _Checked:
+    """One of the sources, and what is known of it by now."""
 
-    def __init__(
-        self, source: Source, options: Options, timeout: float, progress: Progress, plan: Plan
-    ) -> None:
-        self.source, self.options, self.timeout, self.progress = source, options, timeout, progress
-        cases: dict[str, int] = {}
-        for op, _, count in plan:
-            cases[op] = cases.get(op, 0) + count
-        # the last is taken first: what takes longest, or what the plan has first
-        self.left = sorted(reversed(plan), key=lambda part: cases[part[0]])
+    def __init__(self, source: Source, options: Options) -> None:
+        self.source, self.options, self.started = source, options, time.monotonic()
+        self.left: list[Part | None] = [None]  # the last is taken first; None is to say the plan
+        self.plan: Plan = []
         self.found: dict[Part, OpReport] = {}
-        self.notes: set[str] = set()
-        self.jobs = 1
-        self.workers: list[Worker] = []  # those that are running and free, at first
+        self.report, self.notes = Report(source.name, options.seed), set[str]()
+        self.chosen = False  # whether somebody said which precisions there are
+        self.error: Exception | None = None
+
+    def lay_out(self) -> None:
+        """Have the whole plan to do, what takes longest, or what the plan has first, at first."""
+        cases: dict[str, int] = {}
+        for op, _, count in self.plan:
+            cases[op] = cases.get(op, 0) + count
+        self.left = [*sorted(reversed(self.plan), key=lambda part: cases[part[0]])]
+
+    def cases(self) -> int:
+        """Return how many cases nobody has begun."""
+        return sum(part[2] for part in self.left if part)
+
+    def result(self) -> Report | Exception:
+        """Return the report, or why there is none."""
+        if self.error is not None:
+            return self.error
+        self.report.ops = [self.found[part] for part in self.plan]
+        leave_out(self.report.ops, self.chosen, self.options.save)
+        self.report.notes = sorted(self.notes.union(self.report.notes))
+        return self.report
+
+
+class _Pool:
+    """Workers, at most ``jobs`` at once, and all that they have to do, part by part."""
+
+    def __init__(self, checked: list[_Checked], timeout: float, jobs: int) -> None:
+        self.checked, self.timeout, self.jobs = checked, timeout, jobs
         self.lock, self.stopped = threading.Lock(), False
-        self.end = None if options.budget is None else time.monotonic() + options.budget
+        self.begun = time.monotonic()  # with the cases
+        self.progress: ProgressOfAll = lambda *_: None
+        # two start and load at once: of one source, the first has to have loaded before it is
+        # known what is left
+        first = (checked * 2)[: min(jobs, max(2, len(checked)))]
+        self.workers = [Worker(one.source, timeout) for one in first]
+        # as long as there are workers: Linux ends these with the thread that started them
+        self.threads = ThreadPoolExecutor(jobs)
 
-    def line(self) -> None:
-        """Check one part after the other, until none is left."""
-        worker: Worker | None = None
+    def work(self) -> None:
+        """Do all that is left, in as many threads as there may be processes."""
         try:
-            while True:
+            for line in [self.threads.submit(self._line) for _ in range(self.jobs)]:
+                line.result()
+        except BaseException:
+            with self.lock:
+                self.stopped = True
+                for worker in self.workers:
+                    worker.process.kill()  # whatever it is doing
+            raise
+
+    def end(self) -> None:
+        """End all threads and workers."""
+        self.threads.shutdown()
+        for worker in self.workers:
+            worker.end()
+
+    def _line(self) -> None:
+        """Do one part after the other, until none is left."""
+        while (taken := self._take()) is not None:
+            checked, part, worker, options = taken
+            try:
+                if part is None:
+                    found = _plan(worker, checked.source, options)
+                    checked.plan, checked.report, checked.chosen = found
+                else:
+                    self._check(worker, checked, part, options)
+            except (ImportError, ValueError) as error:
                 with self.lock:
-                    if self.stopped or not self.left:
-                        return
-                    if worker is None:
-                        free = [w for w in self.workers if w.free]
-                        worker = free[0] if free else Worker(self.source, self.timeout)
-                        worker.free = False
-                        self.workers += [] if free else [worker]
-                    budget = self._budget()
-                    part = self.left.pop()
-                options = dataclasses.replace(self.options, budget=budget)
-                worker = self._check(worker, part, options)
-        finally:
-            if worker is not None:
-                worker.end()
+                    checked.error, checked.left = error, []
+            with self.lock:
+                worker.free = worker.process.poll() is None
+                if not worker.free:
+                    self.workers.remove(worker)
 
-    def stop(self) -> None:
-        """End all workers, whatever they are doing."""
+    def _take(self) -> "tuple[_Checked, Part | None, Worker, Options] | None":
+        """Return a part that is left, and a worker: at best one that has loaded the source."""
         with self.lock:
-            self.stopped = True
-            for worker in self.workers:
-                worker.process.kill()
+            waiting = [checked for checked in self.checked if checked.left]
+            if self.stopped or not waiting:
+                return None
+            free = [worker for worker in self.workers if worker.free]
+            pairs = [(checked, worker) for checked in waiting for worker in (*free, None)]
+            checked, worker = max(pairs, key=lambda pair: (_fits(*pair), pair[0].cases()))
+            if worker is None or not _fits(checked, worker):
+                if len(self.workers) == self.jobs:
+                    self.workers.remove(free[0])
+                    free[0].end()
+                worker = Worker(checked.source, self.timeout)
+                self.workers.append(worker)
+            elif worker.source != checked.source:
+                worker.load(checked.source)
+            worker.free = False
+            options = dataclasses.replace(checked.options, budget=self._budget(checked.options))
+            return checked, checked.left.pop(), worker, options
 
-    def _budget(self) -> float | None:
+    def _budget(self, options: Options) -> float | None:
         """Return the seconds of the part that is taken next."""
-        if self.end is None:
+        if options.budget is None:
             return None
-        return max(0.0, self.end - time.monotonic()) * self.jobs / len(self.left)
+        left = sum(len(checked.left) for checked in self.checked)
+        end = self.begun + options.budget
+        return max(0.0, end - time.monotonic()) * min(self.jobs, left) / left
 
-    def _check(self, worker: "Worker", part: Part, options: Options) -> "Worker | None":
-        """Check a part; return the worker, None when it ended on the way."""
+    def _check(self, worker: "Worker", checked: _Checked, part: Part, options: Options) -> None:
+        """Check a part, and end a worker that fails on the way."""
         op, dtype, planned = part
+        at = self.checked.index(checked)
         case: Case | None = None
         calling, tried = "", 0
         try:
@@ -269,26 +341,31 @@ class _Many:
                     calling = content
                 elif kind == "tick":
                     tried = content
-                    self.progress(op, dtype, tried, planned)
+                    self.progress(at, op, dtype, tried, planned)
                 elif kind == "found":
                     found, notes = content
                     with self.lock:
-                        self.notes |= notes
-                        self.found[part] = found
-                    self.progress(op, dtype, planned, planned)
-            return worker
+                        checked.notes |= notes
         except Ended as end:
             worker.end()
             if self.stopped:
-                return None
+                return
             if case is None:
-                raise SubjectError(f"{self.source.name}: importing it {end}") from None
+                raise SubjectError(f"{checked.source.name}: importing it {end}") from None
             if options.shrink and end.kind == "crash":
-                case = _simplest(self.source, options, case, self.timeout)
-            failure = _failure(self.source, options, case, calling, end)
-            self.found[part] = OpReport(op, dtype, tried + 1, planned, failures=[failure])
-            self.progress(op, dtype, planned, planned)
-            return None
+                case = _simplest(checked.source, options, case, self.timeout)
+            failure = _failure(checked.source, options, case, calling, end)
+            found = OpReport(op, dtype, tried + 1, planned, failures=[failure])
+        checked.found[part] = found
+        checked.report.seconds = time.monotonic() - checked.started
+        self.progress(at, op, dtype, planned, planned)
+
+
+def _fits(checked: _Checked, worker: "Worker | None") -> int:
+    """Return 2 for a worker that has loaded the source, 1 for one that may load it as well."""
+    if worker is None or worker.source == checked.source:
+        return 0 if worker is None else 2
+    return int(not worker.source.module and not checked.source.module)
 
 
 def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> list[Failure]:
@@ -360,7 +437,7 @@ class Worker:
     """
 
     def __init__(self, source: Source, timeout: float) -> None:
-        self.source, self.timeout, self.free = source, timeout, True
+        self.timeout, self.free = timeout, True
         trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
         os.close(trace)
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.apart import work; "
@@ -373,7 +450,11 @@ class Worker:
         self._told: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self._loading = True
+        self.load(source)
+
+    def load(self, source: Source) -> None:
+        """Have the process load a subject, which its next jobs are on."""
+        self.source, self._loading = source, True
         with contextlib.suppress(BrokenPipeError):  # it ended: the first job tells
             self._tell(source)
 
@@ -461,19 +542,36 @@ def work(trace: str) -> None:
             left = left[told.write(left) :]
 
     try:
-        source: Source = pickle.load(sys.stdin.buffer)
-        subject = source.load()
-        subject.watch = tell
-        while True:
-            _do(subject, pickle.load(sys.stdin.buffer), tell)
-            tell("done", None)
+        _serve(tell)
     except EOFError:
         return  # no more jobs
     except BrokenPipeError:
         sys.exit(1)  # nobody listens any more
-    except Exception as error:
-        known = isinstance(error, (SubjectError, ImportError)) or type(error) is ValueError
-        tell("error", error if known else RuntimeError(traceback.format_exc()))
+    except Exception:
+        tell("error", RuntimeError(traceback.format_exc()))
+
+
+def _serve(tell: Callable[[str, Any], None]) -> None:
+    """Load the sources that come, and do the jobs that come on the last of them."""
+    subject: Subject | Exception = AssertionError("a job comes before a source")
+    while True:
+        given = pickle.load(sys.stdin.buffer)
+        try:
+            if isinstance(given, Source):
+                subject = given.load()
+                subject.watch = tell
+            elif isinstance(subject, Exception):
+                raise subject
+            else:
+                _do(subject, given, tell)
+                tell("done", None)
+        except (ImportError, ValueError) as error:
+            if not isinstance(error, (SubjectError, ImportError)) and type(error) is not ValueError:
+                raise
+            if isinstance(given, Source):
+                subject = error  # told when a job comes
+            else:
+                tell("error", error)
 
 
 def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:

@@ -254,6 +254,10 @@ def planned(subject: Subject, options: Options) -> list[tuple[Op, str, int]]:
         if not plan:
             names = ", ".join(spec.name for spec in specs)
             raise ValueError(f"nothing to check: {names} has no {', '.join(dtypes)}")
+        for dtype in dtypes:
+            none = [spec.name for spec in specs if not subject.applies(spec, dtype)]
+            if none:
+                subject.notes.add(f"without cases in {dtype}: {', '.join(none)}")
         return plan
     except KernelError as error:
         raise SubjectError(f"{subject.name}: {error}") from None

@@ -1,15 +1,16 @@
 """``myllm verify``: hold kernels to the reference, from the command line."""
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from accel.verify.apart import TIMEOUT, Plan, Source, check_apart, replay_apart
+from accel.verify.apart import TIMEOUT, Plan, ProgressOfAll, Source, check_all, replay_apart
 from accel.verify.check import Options
 from accel.verify.contract import DTYPES
 from accel.verify.files import load_failure
@@ -156,27 +157,26 @@ def run(argv: list[str]) -> int:
         return 0
     if arguments.against is not None:
         dtype = arguments.dtype[0] if arguments.dtype else None
-        found = check_results(arguments.against, seed=arguments.seed, dtype=dtype)
+        results = check_results(arguments.against, seed=arguments.seed, dtype=dtype)
         if arguments.json:
-            print(json.dumps(found.to_dict(), indent=2))
+            print(json.dumps(results.to_dict(), indent=2))
         else:
-            found.show(out)
-        return 0 if found.ok else 1
+            results.show(out)
+        return 0 if results.ok else 1
 
     sources, broken = _sources(arguments), False
     if arguments.case is not None:
         return _again(arguments, sources or [Source(backend="cpu")], out)
     reports: list[Report] = []
-    for source in sources:
-        try:
-            reports.append(_check(source, arguments, err))
-        except (ImportError, ValueError) as error:
-            if source.module or isinstance(error, SubjectError):
-                err.print(f"myllm verify: {error}", markup=False, highlight=False, soft_wrap=True)
-                broken = True
-                continue
+    for source, found in zip(sources, _check(sources, arguments, err), strict=True):
+        if isinstance(found, Report):
+            reports.append(found)
+        elif source.module or isinstance(found, SubjectError):
+            err.print(f"myllm verify: {found}", markup=False, highlight=False, soft_wrap=True)
+            broken = True
+        else:
             err.print(
-                f"{source.name} is not here: {error}", markup=False, highlight=False, soft_wrap=True
+                f"{source.name} is not here: {found}", markup=False, highlight=False, soft_wrap=True
             )
             # a backend that was named has to be there in one mode at least
             names = [s.backend for s in sources if s.backend == source.backend]
@@ -185,7 +185,10 @@ def run(argv: list[str]) -> int:
             broken |= bool(arguments.backend) and bool(names) and last and not here
     if not reports and not broken:
         err.print("no fast backend runs here, so the reference checks itself", highlight=False)
-        reports.append(_check(Source(backend="reference"), arguments, err))
+        (found,) = _check([Source(backend="reference")], arguments, err)
+        if isinstance(found, Exception):
+            raise found
+        reports.append(found)
     for path in arguments.report:
         write_reports(path, reports)
     if arguments.json:
@@ -218,12 +221,13 @@ def _sources(arguments: argparse.Namespace) -> list[Source]:
     ]
 
 
-def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Report:
-    """Check one subject, with a bar on a terminal and a line for each op elsewhere."""
-    dtypes = ("bf16",) if source.backend and source.compute == "bf16" else None
+def _check(
+    sources: Sequence[Source], arguments: argparse.Namespace, err: Console
+) -> list[Report | Exception]:
+    """Check the subjects, with a bar on a terminal and a line for each op elsewhere."""
     options = Options(
         ops=tuple(arguments.op) if arguments.op else None,
-        dtypes=tuple(arguments.dtype) if arguments.dtype else dtypes,
+        dtypes=tuple(arguments.dtype) if arguments.dtype else None,
         seed=arguments.seed,
         examples=arguments.examples,
         thorough=arguments.thorough,
@@ -231,6 +235,8 @@ def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Repor
         partial=arguments.partial,
         budget=arguments.budget,
     )
+    in_bf16 = dataclasses.replace(options, dtypes=options.dtypes or ("bf16",))
+    asked = [(s, in_bf16 if s.backend and s.compute == "bf16" else options) for s in sources]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -239,26 +245,26 @@ def _check(source: Source, arguments: argparse.Namespace, err: Console) -> Repor
     )
     bars = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
-    def begin(name: str, plan: Plan) -> Callable[[str, str, int, int], None]:
-        cases = {(op, dtype): count for op, dtype, count in plan}
-        done: dict[tuple[str, str], int] = {}
-        task = bars.add_task(name, total=sum(cases.values()))
+    def begin(plans: list[Plan]) -> ProgressOfAll:
+        cases = {(i, op, dtype): n for i, plan in enumerate(plans) for op, dtype, n in plan}
+        done = dict.fromkeys(cases, 0)
+        task = bars.add_task("", total=sum(cases.values()))
 
-        def tell(op: str, dtype: str, tried: int, count: int) -> None:
-            if done.get((op, dtype)) == cases[op, dtype]:
+        def tell(i: int, op: str, dtype: str, tried: int, count: int) -> None:
+            unit = i, op, dtype
+            if done[unit] == cases[unit]:
                 return
-            done[op, dtype] = cases[op, dtype] if tried == count else tried
-            bars.update(task, completed=sum(done.values()), description=f"{op} {dtype}")
+            done[unit] = cases[unit] if tried == count else tried
+            name = f"{op} {dtype}" if len(sources) == 1 else f"{sources[i].name}: {op} {dtype}"
+            bars.update(task, completed=sum(done.values()), description=name)
             if tried == count and not err.is_terminal:
-                through = sum(done[unit] == cases[unit] for unit in list(done))
-                print(f"{through}/{len(plan)} {op} {dtype}", file=sys.stderr)
+                through = sum(done[unit] == cases[unit] for unit in cases)
+                print(f"{through}/{len(cases)} {name}", file=sys.stderr)
 
         return tell
 
     with bars:
-        return check_apart(
-            source, options, begin=begin, timeout=arguments.timeout, jobs=arguments.jobs
-        )
+        return check_all(asked, begin=begin, timeout=arguments.timeout, jobs=arguments.jobs)
 
 
 def _again(arguments: argparse.Namespace, sources: list[Source], out: Console) -> int:

@@ -39,26 +39,50 @@ def interleave(run: Run) -> None:
 
 
 def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any]) -> None:
-    """Make the same call again: what is not written, or added onto what was, gives itself away."""
+    """Make the same call again: what is not written, or added onto what was, gives itself away.
+
+    A forward that writes where ``out=`` says is given a place this time.
+    """
     if run.case.written:
         return  # its arguments are not what they were
+    case, note, place = run.case, " of a second call, the same again,", None
+    taken = run.subject.signature(run.spec.forward_name) or ()
+    if "out" in run.spec.needs and "out" in taken:
+        nothing = np.full(want.exact["out"].shape, np.nan, numpy_dtype(case.dtype))
+        place = run.subject.from_numpy(nothing, activation=True)
+        case, note = case.but(out=place), " of a second call, into out=,"
     poison(want)
-    out, _, _ = run.call_forward(views, run.case, want.exact)
+    out, _, _ = run.call_forward(views, case, want.exact)
     held, run.returned = run.returned, {}
-    got = take_out(run, out, views, want.exact)
+    got = take_out(run, out if place is None else place, views, want.exact)
     run.returned = held
     if all(
         a is not None and a.tobytes() == np.asarray(first.get(n)).tobytes() for n, a in got.items()
     ):
         return
     before = len(run.judged)
-    judge(run, got, want, note=" of a second call, the same again,")
+    judge(run, got, want, note=note)
     if all(j.ok for j in run.judged):
         del run.judged[before:]
         run.subject.notes.add(
             f"{run.spec.forward_name}: the same call twice gives other bits; are sums made in a "
             "varying order?"
         )
+
+
+def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
+    """Where they offer it, have the forward keep no x, and give it to the backward instead."""
+    case, subject, spec = run.case, run.subject, run.spec
+    taken = subject.signature(spec.forward_name) or ()
+    if "keep_x" not in spec.needs or "keep_x" not in taken or "dout" not in run.placed:
+        return
+    _, cache, _ = run.call_forward(views, case.but(keep_x=False), want.exact)
+    function = getattr(subject.module, spec.backward_name)
+    dout = run.placed["dout"].view
+    result = subject.call(spec.backward_name, function, dout, cache, x=views["x"])
+    gradients = named_gradients(run, result, gradient_names(case))
+    got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
+    judge(run, dict(got), want, note=" of a second backward, which is given x,")
 
 
 def refill(run: Run, views: dict[str, Any]) -> None:

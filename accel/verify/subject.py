@@ -166,7 +166,7 @@ class Subject:
                     p.name
                     for p in contract_parameters(function)
                     if p.default is not p.empty
-                    and p.name not in room(spec.name).UNTRIED
+                    and p.name not in room(spec.name).UNMISSED
                     and not offers(p.name)
                 ]
         return lacking

@@ -24,7 +24,15 @@ from accel.verify.contract import (
     expected,
     gradient_names,
 )
-from accel.verify.luck import again, arguments_kept, interleave, refill, repeat, results_kept
+from accel.verify.luck import (
+    again,
+    arguments_kept,
+    given_again,
+    interleave,
+    refill,
+    repeat,
+    results_kept,
+)
 from accel.verify.subject import KernelError, Placed, Subject
 from accel.verify.travel import special_at
 from reference.types import Array
@@ -89,6 +97,7 @@ def _perform(run: Run, want: Expected, patience: float) -> None:
     if has_forward and not case.interleaved:
         with run.called_before():
             repeat(run, views, want, got)
+            given_again(run, views, want)
             arguments_kept(run)
             if case.size[0] <= REFILLED and special_at(case) is None:
                 refill(run, views)

@@ -14,7 +14,7 @@ from accel.verify.board import bench, mutants
 from accel.verify.board.corpus import calls
 from accel.verify.board.corpus.build import build, right
 from accel.verify.board.corpus.right import all_right
-from accel.verify.board.corpus.wrong import WRONG, Wrong
+from accel.verify.board.corpus.wrong import LATER, WRONG, Wrong
 from accel.verify.board.outcome import Call, differs, outcome, suits
 from accel.verify.board.rules import RULES, Judge
 from reference import ops
@@ -35,9 +35,10 @@ def shown_by(op: str) -> list[Call]:
 
 
 def test_there_are_enough_wrong_kernels_of_every_op_and_none_twice() -> None:
-    assert len(WRONG) == len({(wrong.op, wrong.name) for wrong in WRONG}) == 244
-    later = {"muon"}  # joined the contract when these were written
-    assert {wrong.op for wrong in WRONG} == set(OPS) - later
+    assert len(WRONG) == len({(wrong.op, wrong.name) for wrong in WRONG})
+    assert {wrong.op for wrong in WRONG} == set(OPS)
+    assert sum(wrong.op not in LATER for wrong in WRONG) == 244  # the unseen ones
+    assert next(bench.wrong_kernels("muon", None)).corpus == "planted"
     assert all(wrong.what and wrong.words for wrong in WRONG)
 
 
@@ -68,13 +69,13 @@ def test_every_op_has_a_right_kernel_and_calls_to_judge_it_by() -> None:
         names = [name for name, _, _ in all_right(op)]
         assert names and len(names) == len(set(names))
         assert RULE["KernelBench"].calls(op) and RULE["gpucheck"].calls(op)
-    (muon,) = bench.right_kernels("muon")
+    muon, *_ = bench.right_kernels("muon")
     assert bench.verify(muon, quick=True)[0] == ""
     for rule in ("KernelBench", "BackendBench", "gpucheck"):
         assert not Judge(RULE[rule]).catches("muon", muon.module, ("float32",))
 
 
-@pytest.mark.parametrize("op", ["add", "layernorm", "rope", "adamw"])
+@pytest.mark.parametrize("op", ["add", "layernorm", "rope", "adamw", "muon"])
 def test_right_kernels_are_right_wherever_the_wrong_ones_are_not(op: str) -> None:
     for name, kind, module in all_right(op):
         if kind in ("bf16", "tf32"):
@@ -244,6 +245,12 @@ def test_a_kernel_that_goes_wrong_in_the_last_cases_only_is_caught() -> None:
     called, late = 0, called  # as many calls as a default run makes; bench makes some before
     kernel = bench.Kernel("unseen", "relu", "late", module, ("float32",))
     assert bench.verify(kernel)[0]
+
+
+@pytest.mark.parametrize("name", ["no_correction_late", "out_ignored"])
+def test_what_verify_once_passed_is_caught(name: str) -> None:
+    (wrong,) = [wrong for wrong in WRONG if wrong.name == name]
+    assert bench.verify(bench.Kernel("unseen", wrong.op, name, build(wrong)))[0]
 
 
 def test_seeds_are_counted_and_an_alarm_is_told(capsys: pytest.CaptureFixture[str]) -> None:

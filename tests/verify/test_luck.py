@@ -98,6 +98,40 @@ def test_a_result_added_onto_the_one_before_is_found() -> None:
     assert "of a second call, the same again, is off by 1.00e+00 relative" in text
 
 
+def test_a_place_for_the_result_that_is_not_written_is_found() -> None:
+    def scale(x: Array, *, factor: float, out: Array | None = None) -> Array:
+        y, _ = ops.scale_forward(x, factor=factor)
+        if out is not None and written:
+            out[...] = y
+        return y
+
+    written = True
+    assert check(scale, op="scale").ok
+    written = False
+    assert "out of a second call, into out=," in said(check(scale, op="scale"))
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_an_x_that_only_the_backward_is_given_is_tried(factor: int) -> None:
+    def linear_forward(
+        x: Array, weight: Array, *, bias: Array | None = None, keep_x: bool = True
+    ) -> Any:
+        y, _ = ops.linear_forward(x, weight, bias=bias)
+        return y, (x if keep_x else None, weight, bias)
+
+    def linear_backward(dout: Array, cache: Any, *, x: Array | None = None) -> Any:
+        kept, weight, bias = cache
+        kept = x * factor if kept is None and x is not None else kept
+        return ops.linear_backward(dout, ops.linear_forward(kept, weight, bias=bias)[1])
+
+    module = SimpleNamespace(linear_forward=linear_forward, linear_backward=linear_backward)
+    report = check_module(module, dtypes=["float32"], examples=20, shrink=False, raises=False)
+    if factor == 1:
+        assert report.ok
+    else:
+        assert "dweight of a second backward, which is given x, is off by 1.00e+00" in said(report)
+
+
 def test_two_buffers_in_turns_are_found() -> None:
     buffers: dict[Any, list[Array]] = {}
 

@@ -27,6 +27,7 @@ from accel.verify.contract import DTYPES, Case, applies, plain_results, referenc
 from accel.verify.load import as_subject
 from accel.verify.ops.attention import _moved
 from accel.verify.search import Dealer
+from reference import ops
 from reference.ops import OPS
 from reference.types import Array
 from tests.helpers.kernels.caught import wrong_results
@@ -192,6 +193,22 @@ def test_tf32_and_eight_bits_are_for_what_is_multiplied_or_stored() -> None:
         assert takers[dtype] == ["embedding", "linear", "logits", "write_kv"]
     assert takers["float16"] == takers["bf16"] and "adamw" not in takers["float16"]
     assert takers["float32"] == list(OPS)
+
+
+def test_a_precision_that_says_nothing_of_an_op_is_told() -> None:
+    module = SimpleNamespace(
+        DTYPES=("tf32", "float32", "e4m3"),
+        softmax=ops.softmax,
+        linear_forward=ops.linear_forward,
+        linear_backward=ops.linear_backward,
+    )
+    report = check_module(module, examples=3)
+    assert {(op.op, op.dtype) for op in report.ops} == {
+        ("softmax", "float32"),
+        *(("linear", dtype) for dtype in module.DTYPES),
+    }
+    told = [f"without cases in {dtype}: softmax" for dtype in ("e4m3", "tf32")]
+    assert sorted(report.notes) == told
 
 
 def test_a_module_that_keeps_float16_is_checked_in_float16() -> None:

@@ -55,6 +55,7 @@ MUTATED: dict[str, tuple[str, ...]] = {
     "square_sums": ("square_sums",),
     "global_norm": ("global_norm", "square_sums"),
     "adamw": ("adamw",),
+    "muon": ("muon", "orthogonalise"),
     "write_kv": ("write_kv", "writes"),
     "kv_cache": ("slots", "empty_cache"),
 }

@@ -50,7 +50,7 @@ class Room:
     PRODUCTS: bool = False  # whether it has matrix products, whose inputs TF32 rounds
     FP8: bool = False  # whether it takes arrays that are kept in 8 bits with a scale
     GOLDEN: bool = True  # whether its results prove something to another language
-    UNTRIED: tuple[str, ...] = ()  # parameters that save memory, which no case makes use of
+    UNMISSED: tuple[str, ...] = ()  # parameters that save memory, which a kernel may lack
 
 
 @functools.cache

@@ -13,6 +13,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "length": 33, "step": 2, "eps": 0.1, "n_decayed": 16, "grad": "tiny"},
     {"long": True, "length": 131_075, "step": 10, "n_decayed": 65_537},
     {"long": False, "length": 33, "step": 70_001, "beta2": 0.999, "grad": "tiny"},
+    {"long": False, "length": 17, "step": 7_001, "beta2": 0.999},
     {"long": False, "length": 129, "special": "nan", "where": "grad"},
     {"long": False, "length": 7, "step": 2**31 - 1, "n_decayed": 0},
     {"long": True, "length": 65_537, "step": 3, "n_decayed": 65_537},
@@ -33,7 +34,7 @@ def generate(draw: Draw) -> Draft:
     if draw.pick((False, True), "fresh"):
         arrays["m"], arrays["v"] = 0 * arrays["m"], 0 * arrays["v"]
     options: dict[str, Any] = {
-        "step": draw.pick((1, 2, 3, 10, 257, 1000, 70_001, 2**31 - 1), "step"),
+        "step": draw.pick((1, 2, 3, 10, 257, 1000, 7_001, 70_001, 2**31 - 1), "step"),
         "lr": draw.pick((0.1, 1e-3), "lr"),
         "beta1": draw.pick((0.9, 0.5), "beta1"),
         "beta2": draw.pick((0.95, 0.999), "beta2"),

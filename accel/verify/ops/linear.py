@@ -12,7 +12,7 @@ from reference import ops
 from reference.types import Array
 
 WEIGHT = 1.5
-UNTRIED = ("keep_x", "x")
+UNMISSED = ("keep_x", "x")
 CUTS = "... I O"
 
 

@@ -9,7 +9,7 @@ from accel.verify.contract import Case
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference.types import Array
 
-UNTRIED = ("out",)
+UNMISSED = ("out",)
 
 
 CUTS = "..."

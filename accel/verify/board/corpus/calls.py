@@ -114,13 +114,13 @@ def adam(n=20, step=3, lr=0.1, n_decayed=None, dtype=np.float32, times=1, **o):
     return Call("adamw", (*arrays, _f(n, o.pop("grad_size", 1.0), 3, dtype)), o, times=times)
 
 
-def matrix_step(rows, columns, lr=0.02):
+def matrix_step(rows, columns, size=1.0, **o):
     """Return a step of Muon on two matrices side by side, or on one where there is one column."""
     half = columns // 2
-    o = {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, "grad_scale": 1.0}
+    o = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "grad_scale": 1.0, **o}
     o["parts"] = (half, columns - half) if half else (columns,)
     shape = (rows, columns)
-    return Call("muon", (_f(shape, 1, 0), _f(shape, 0.1, 1), _f(shape, 1, 3)), o)
+    return Call("muon", (_f(shape, 1, 0), _f(shape, 0.1 * size, 1), _f(shape, size, 3)), o)
 
 
 def add_onto(shape, sliced=False, dtype=np.float32):

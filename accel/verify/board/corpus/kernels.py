@@ -635,6 +635,33 @@ def adamw(
         master[at] -= lr * update
 
 
+# ---- muon ----
+
+
+def muon(master, m, grad, *, lr, momentum, weight_decay, parts=None, grad_scale=1.0):
+    rows, first = len(master), 0
+    for width in parts or master.shape[1:]:
+        at = slice(first, first + width)
+        first += width
+        g = grad[:, at] * grad_scale
+        m[:, at] = momentum * m[:, at] + g
+        x = momentum * m[:, at] + g
+        tall = rows > width
+        x = x.T if tall else x
+        squares = 0.0
+        for i in range(0, len(x), ROWS):
+            squares += float(np.sum(x[i : i + ROWS].astype(np.float64) ** 2))
+        x = x / max(math.sqrt(squares), 1e-30)
+        for _ in range(5):
+            gram = np.zeros((len(x), len(x)), x.dtype)
+            for j in range(0, x.shape[1], ROWS):
+                block = x[:, j : j + ROWS]
+                gram += block @ block.T
+            x = 3.4445 * x + (2.0315 * (gram @ gram) - 4.7750 * gram) @ x
+        update = 0.2 * math.sqrt(max(rows, width)) * (x.T if tall else x)
+        master[:, at] -= lr * (update + weight_decay * master[:, at])
+
+
 # ---- kv_cache ----
 
 

@@ -4,7 +4,7 @@ Of each: the op, a name, what is wrong, words that a right hint has one of, the 
 and new text in the op's section.
 
 Written on 22 November 2026 from the contract alone, before anything of ``accel.verify``'s cases had
-been read by the one who wrote them.
+been read by the one who wrote them. Those of ``LATER`` ops came afterwards, by one who had.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,7 @@ class Wrong(NamedTuple):
 
 
 WRONG: list[Wrong] = []
+LATER = ("muon",)
 
 
 def w(op, name, what, words, witness, *edits):
@@ -402,6 +403,41 @@ w("adamw", "amsgrad", "v never falls", "v maximum amsgrad",
   "adam(grad_size=0.001)", ("        update = (m[at]", "        v[at] = np.maximum(v[at], v[at] / beta2 - (1 - beta2) / beta2 * g * g)\n        update = (m[at]"))
 w("adamw", "nan_gradient_skipped", "a NaN gradient is taken for 0", "nan",
   "adam()._replace(arrays=(*adam().arrays[:3], np.where(np.arange(20) == 3, np.nan, 1).astype(np.float32)))", ("g = grad[at] * grad_scale", "g = np.nan_to_num(grad[at]) * grad_scale"))
+
+# ---- muon ----
+
+w("muon", "momentum_averaged", "the sum of gradients is an average", "momentum average",
+  "matrix_step(6, 9)", ("m[:, at] = momentum * m[:, at] + g", "m[:, at] = momentum * m[:, at] + (1 - momentum) * g"))
+w("muon", "look_ahead_averaged", "the look ahead is an average of the sum and the gradient", "look ahead average momentum",
+  "matrix_step(6, 9)", ("x = momentum * m[:, at] + g", "x = momentum * m[:, at] + (1 - momentum) * g"))
+w("muon", "norm_of_last_block", "the norm is that of the last block of rows", "norm block",
+  "matrix_step(130, 300)", ("squares += float", "squares = float"))
+w("muon", "norm_plus_1e_7", "1e-7 is added to the norm", "norm epsilon 1e-7",
+  "matrix_step(6, 9, size=1e-6)", ("max(math.sqrt(squares), 1e-30)", "(math.sqrt(squares) + 1e-7)"))
+w("muon", "zeros_divided", "a gradient of zeros is divided by its norm", "zero norm nan",
+  "matrix_step(6, 9, size=0.0)", ("max(math.sqrt(squares), 1e-30)", "np.float64(math.sqrt(squares))"))
+w("muon", "gram_without_tail", "columns behind the last full block are left out of X Xᵀ", "block tail product",
+  "matrix_step(20, 200)", ("range(0, x.shape[1], ROWS)", "range(0, x.shape[1] // ROWS * ROWS or x.shape[1], ROWS)"))
+w("muon", "gram_float16", "X Xᵀ is rounded to float16", "float16 precision",
+  "matrix_step(6, 9)", ("gram += block @ block.T", "gram += (block @ block.T).astype(np.float16)"))
+w("muon", "coefficient_mistyped", "two digits of c are swapped", "2.0315 coefficient",
+  "matrix_step(6, 9)", ("2.0315", "2.0351"))
+w("muon", "six_iterations", "there are six steps of Newton-Schulz", "iteration step newton",
+  "matrix_step(6, 9)", ("range(5)", "range(6)"))
+w("muon", "square_turned", "a square matrix is transposed once", "transposed square",
+  "matrix_step(7, 14)", ("(x.T if tall else x)", "(x.T if rows >= width else x)"))
+w("muon", "factor_of_jordan", "the factor is √max(1, I/O), as in the first paper", "factor sqrt max",
+  "matrix_step(6, 9)", ("0.2 * math.sqrt(max(rows, width))", "math.sqrt(max(1, rows / width))"))
+w("muon", "parts_alike", "matrices side by side are taken to be of one width", "parts width",
+  "matrix_step(5, 9)", ("in parts or master.shape[1:]:", "in [sum(parts) // len(parts)] * len(parts) if parts else master.shape[1:]:"))
+w("muon", "first_part_alone", "the matrices after the first are not stepped", "parts first",
+  "matrix_step(5, 9)", ("        master[:, at] -= lr", "        master[:, at] -= (first == width) * lr"))
+w("muon", "decay_after_step", "the decay acts on what the step has made", "decay order",
+  "matrix_step(6, 9, lr=0.3)", ("master[:, at] -= lr * (update + weight_decay * master[:, at])", "master[:, at] = (master[:, at] - lr * update) * (1 - lr * weight_decay)"))
+w("muon", "decay_without_lr", "the decay is not multiplied by lr", "decay lr",
+  "matrix_step(6, 9)", ("weight_decay * master", "weight_decay / lr * master"))
+w("muon", "gradient_scaled_in_place", "grad is scaled in place", "grad input changed written",
+  "matrix_step(6, 9, grad_scale=0.3)", ("g = grad[:, at] * grad_scale", "grad[:, at] *= grad_scale\n        g = grad[:, at]"))
 
 # ---- dropout ----
 
