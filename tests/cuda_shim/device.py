@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
 
 from accel.cuda import sources
 from accel.cuda.arena import Arena
@@ -411,21 +412,21 @@ def build(
         *(RACES if races else []),
         "-DMYLLM_SHIM",
         *macros,
-        "-I",
-        str(HERE),
-        "-x",
-        "c++",
-        "-",
     ]
+    # not by where the headers lie, so that one clone finds what another has compiled
     hashed = hashlib.sha256("\0".join([*command, text]).encode())
     for header in sorted(HERE.glob("*.h")):
         hashed.update(header.read_bytes())
     path = cache() / f"{name}-{hashed.hexdigest()[:20]}.so"
-    if not path.exists():
+    if path.exists():
+        return path
+    with FileLock(path.with_suffix(".lock")):  # of ranks that start together one compiles
+        if path.exists():
+            return path
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
         os.close(handle)
         done = subprocess.run(
-            [*command, *(LIBRARIES if races else []), "-o", partial],
+            [*command, "-I", HERE, "-x", "c++", "-", *(LIBRARIES if races else []), "-o", partial],
             input=text,
             text=True,
             capture_output=True,
