@@ -75,6 +75,7 @@ def test_a_failure_is_kept_through_the_next_call_and_what_follows_still_runs(
     assert (out / "script.log").read_text() == "hello\n"  # once
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_ended_passed_over_and_counted_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
