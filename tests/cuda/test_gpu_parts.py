@@ -42,6 +42,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
 
+@pytest.mark.slow
 def test_tests_stop_when_the_time_is_up_and_go_on_after_the_last_that_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
