@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("MYLLM_THREADS", "2")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's
         if config.option.dist == "load":  # the default; this one evens out what is left at the end
             config.option.dist = "worksteal"
 

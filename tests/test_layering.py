@@ -1,6 +1,7 @@
 """Dependencies arrow one way, and importing does nothing."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers import ROOT
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Return the dotted names that a file imports, anywhere in it."""
     names = set()

@@ -278,7 +278,7 @@ def test_a_cache_of_another_user_is_refused(filled: Path) -> None:
     assert process.returncode != 0 and "other users can write" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("replaced", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sources_edited_under_a_running_process_do_not_poison_the_cache(
     pack: Path, replaced: bool
 ) -> None:

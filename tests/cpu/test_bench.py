@@ -388,6 +388,7 @@ def test_every_op_bound_by_memory_has_its_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bandwidth, "PARAMETERS", 5000)
+    monkeypatch.setattr(bandwidth, "FAR", 8e6)
     monkeypatch.setattr(bandwidth, "small_ops", lambda: small_ops([(16, 64)]))
     assert cpu.main(["--quick", "--parts", "bytes"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "/ a copy" in line]

@@ -118,7 +118,10 @@ def test_tile_gemm_rounds_like_one_sum():
     assert np.all(np.abs(c - exact) <= bound)
 
 
-@pytest.mark.parametrize("features", ["+avx,+avx2,+fma,+bmi2,+sse4.2", "+sse4.2"])
+@pytest.mark.parametrize(
+    "features",
+    ["+avx,+avx2,+fma,+bmi2,+sse4.2", pytest.param("+sse4.2", marks=pytest.mark.slow)],
+)
 def test_narrower_processors_get_a_register_block_that_fits(features, tmp_path):
     """The same tests on code for a processor with AVX2, and for one with SSE alone."""
     import llvmlite.binding

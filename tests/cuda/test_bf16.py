@@ -28,13 +28,21 @@ MMA_WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
 MMA_CASES = [*attention_cases(MMA_WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
 WHOLE_CASES = [*attention_cases(((128, 72),)), *long_attention_cases(((64, 64),))]
 SMALL_CASES = [*long_attention_cases(((128, 128),))]
+
+
+def quick(cases: list[Any], *named: str) -> list[Any]:
+    """Return cases as parameters: those that have a word of these in their names, and slow ones."""
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(case, id=case[1], marks=[] if any(n in case[1] for n in named) else slow)
+        for case in cases
+    ]
+
+
 # Hopper's kernels: one case of each way to compile them, and pipelines; the rest with -m slow
-QUICK = ("128, dv = 72, everything", "128, long", "128, dv = 128, window", "64, long causal", "few")
-SLOW = pytest.mark.slow
-HOPPER_CASES = [
-    pytest.param(case, id=case[1], marks=[] if any(q in case[1] for q in QUICK) else [SLOW])
-    for case in MMA_CASES
-]
+HOPPER = ("72, everything", "128, long", "128, dv = 128, window", "64, long causal", "few")
+# widths that are padded, and the full ones over several tiles
+PADDED = ("16, dv = 40", "128, dv = 72", "long", "few keys", "window full", "window causal")
 CASES = [*cases(), *attention_cases(((5, 7),))]
 
 
@@ -70,7 +78,7 @@ def whole_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "ENOUGH_EQUAL", 0)
 
 
-@pytest.mark.parametrize("case", WHOLE_CASES, ids=[what for _, what, _, _ in WHOLE_CASES])
+@pytest.mark.parametrize("case", quick(WHOLE_CASES, "72, causal", "everything", "long", "few"))
 def test_so_do_blocks_that_walk_over_a_group_of_heads(
     case: Any, shims: dict[str, ShimDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +88,7 @@ def test_so_do_blocks_that_walk_over_a_group_of_heads(
     assert "sum_heads" not in shims["forward"].launches
 
 
-@pytest.mark.parametrize("case", MMA_CASES, ids=[what for _, what, _, _ in MMA_CASES])
+@pytest.mark.parametrize("case", quick(MMA_CASES, *PADDED, "documents, more keys"))
 def test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(
     case: Any, shims: dict[str, ShimDevice]
 ) -> None:
@@ -109,7 +117,7 @@ def test_so_does_a_scale_that_is_not_positive(
         assert all(closeness.ok for closeness in rule.values()), rule
 
 
-@pytest.mark.parametrize("case", HOPPER_CASES)
+@pytest.mark.parametrize("case", quick(MMA_CASES, *HOPPER))
 def test_so_does_attention_by_warpgroups(case: Any, hoppers: dict[str, ShimDevice]) -> None:
     test_attention_on_tensor_cores_keeps_to_the_rule_in_any_order_of_threads(case, hoppers)
 
@@ -121,7 +129,7 @@ def test_so_do_warpgroups_that_walk_over_a_group_of_heads(
     test_so_do_blocks_that_walk_over_a_group_of_heads(case, hoppers, monkeypatch)
 
 
-@pytest.mark.parametrize("case", SMALL_CASES, ids=[what for _, what, _, _ in SMALL_CASES])
+@pytest.mark.parametrize("case", quick(SMALL_CASES, "long causal", "long documents", "few"))
 def test_attention_keeps_to_the_rule_where_a_block_has_99_kib(case: Any) -> None:
     small = ShimDevice("shuffled", shared_limit=99 * 1024)
     devices.use(small)
@@ -202,6 +210,9 @@ def test_widths_decide_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched.pop()[0] == "attention"
 
 
-@pytest.mark.parametrize(("module", "dtype"), [(ops, "float32"), (ops_bf16, "bf16")])
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [(ops_bf16, "bf16"), pytest.param(ops, "float32", marks=pytest.mark.slow)],
+)
 def test_any_case_that_is_drawn_keeps_to_the_rule(module: Any, dtype: str) -> None:
     check_module(module, dtypes=(dtype,), examples=5)

@@ -51,6 +51,17 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
 
 
 VARIANTS = list(variants())
+# With -m slow: of attention on tensor cores every other combination, float32 for the older
+# architecture, and of those with less shared memory all but the newest.
+ALIKE = (
+    ("sm_80", "attention_mma", attention_variant(64, 64, 1)),
+    ("sm_80", "attention_mma", attention_variant(128, 64, 0)),
+    ("sm_90a", "attention_mma", attention_variant(64, 64, 0)),
+    ("sm_90a", "attention_mma", attention_variant(128, 64, 1)),
+    ("sm_90a", "attention_wgmma", attention_variant(64, 64, 1)),
+    *(v for v in VARIANTS if v[0] in SMALLER[:2]),
+    *(v for v in VARIANTS if v[0] == "sm_80" and v[2] == {"BF16": 0}),
+)
 SPILLING = ("attention_wgmma", "attention_dkv", 1)
 
 # Kernels whose arrays are read and written 16 bytes at a time: how many loads and stores of these
@@ -70,7 +81,11 @@ WIDE_AT_LEAST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("architecture", "source", "defines"), VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "source", "defines"),
+    [pytest.param(*v, marks=[pytest.mark.slow] if v in ALIKE else []) for v in VARIANTS],
+    ids=str,
+)
 def test_every_kernel_compiles_and_keeps_to_its_registers(
     architecture: str, source: str, defines: Defines
 ) -> None:

@@ -47,28 +47,29 @@ SHUFFLED = np.random.default_rng(1).permutation(packed_documents(300)[0])[None]
 ALTERNATING = (np.arange(300, dtype=np.int32) // 32 % 2 * 7 - 3)[None]
 
 
-@pytest.mark.parametrize("causal", [True, False])
+DOCUMENTS = {
+    "packed": (packed_documents(300), 300),
+    "short": (packed_documents(300, 16), 300),
+    "fewer queries": (packed_documents(300), 41),
+    "shuffled": (SHUFFLED, 300),
+    "alternating": (ALTERNATING, 300),
+    "one": (np.full((1, 300), -5, np.int32), 300),
+    "falling": (-packed_documents(300), 300),
+    "two rows": (np.concatenate([packed_documents(300), SHUFFLED]), 200),
+}
+WHOLE = ("packed", "two rows")  # that are tried without causality, too; the rest with -m slow
+
+
 @pytest.mark.parametrize(
-    ("documents", "T"),
+    ("documents", "T", "causal"),
     [
-        (packed_documents(300), 300),
-        (packed_documents(300, 16), 300),
-        (packed_documents(300), 41),
-        (SHUFFLED, 300),
-        (ALTERNATING, 300),
-        (np.full((1, 300), -5, np.int32), 300),
-        (-packed_documents(300), 300),
-        (np.concatenate([packed_documents(300), SHUFFLED]), 200),
-    ],
-    ids=[
-        "packed",
-        "short",
-        "fewer queries",
-        "shuffled",
-        "alternating",
-        "one",
-        "falling",
-        "two rows",
+        pytest.param(
+            *(*case, causal),
+            id=f"{name}, {'causal' if causal else 'full'}",
+            marks=[] if causal or name in WHOLE else [pytest.mark.slow],
+        )
+        for name, case in DOCUMENTS.items()
+        for causal in (True, False)
     ],
 )
 def test_the_bits_are_those_of_walking_over_all_tiles(

@@ -42,6 +42,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
 
+@pytest.mark.slow
 def test_tests_stop_when_the_time_is_up_and_go_on_after_the_last_that_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_failure_is_kept_through_the_next_call_and_what_follows_still_runs(
     assert (out / "script.log").read_text() == "hello\n"  # once
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_ended_passed_over_and_counted_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

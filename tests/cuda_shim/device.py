@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
 
 from accel.cuda import sources
 from accel.cuda.arena import Arena
@@ -27,19 +28,18 @@ from accel.cuda.device import Argument
 from reference.types import Array
 
 HERE = Path(__file__).parent
+RUNTIME = HERE / "runtime.cpp"
 ORDERS = {"forward": 0, "reverse": 1, "shuffled": 2}
 BAND = 256  # bytes on either side of an array
-FLAGS = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off"]
-# the compiler's hooks are races.h's, so its own library is left out
+FLAGS = ["-O1", "-std=c++17", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off"]
+# the compiler's hooks are those of runtime.cpp, so its own library is left out
 RACES = ["-DSHIM_RACES", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 RACES += [
     "-fno-threadsafe-statics",
     "-fno-tree-loop-distribute-patterns",
     "-g1",
-    "-nodefaultlibs",
-    "-Wl,-z,defs",
 ]
-LIBRARIES = ["-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"]
+LINKED = ["-nodefaultlibs", "-Wl,-z,defs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
 SCALARS = {
     np.dtype(np.float32): "f",
@@ -404,28 +404,31 @@ def build(
     run. ``races`` builds with the hooks of races.h.
     """
     macros = [f"-D{macro}={value}" for macro, value in sorted(defines.items())]
-    command = [
-        "g++",
-        *FLAGS,
-        *(WARNINGS if strict else ["-w", "-Og"]),
-        *(RACES if races else []),
-        "-DMYLLM_SHIM",
-        *macros,
-        "-I",
-        str(HERE),
-        "-x",
-        "c++",
-        "-",
-    ]
+    watched = RACES if races else []
+    runtime = _made("runtime", ".o", [*WARNINGS, *watched, "-c"], RUNTIME.read_text("utf-8"))
+    how = [*(WARNINGS if strict else ["-w", "-Og"]), *watched, "-shared", "-DMYLLM_SHIM", *macros]
+    return _made(name, ".so", how, text, [str(runtime), *(LINKED if races else [])])
+
+
+def _made(
+    name: str, suffix: str, how: Sequence[str], text: str, linked: Sequence[str] = ()
+) -> Path:
+    """Return what g++ makes of a text, now or earlier."""
+    command = ["g++", *FLAGS, *how]
+    # not by where the headers lie, so that one clone finds what another has compiled
     hashed = hashlib.sha256("\0".join([*command, text]).encode())
-    for header in sorted(HERE.glob("*.h")):
+    for header in sorted((*HERE.glob("*.h"), RUNTIME)):
         hashed.update(header.read_bytes())
-    path = cache() / f"{name}-{hashed.hexdigest()[:20]}.so"
-    if not path.exists():
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    path = cache() / f"{name}-{hashed.hexdigest()[:20]}{suffix}"
+    if path.exists():
+        return path
+    with FileLock(path.with_suffix(".lock")):  # of ranks that start together one compiles
+        if path.exists():
+            return path
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=suffix)
         os.close(handle)
         done = subprocess.run(
-            [*command, *(LIBRARIES if races else []), "-o", partial],
+            [*command, "-I", HERE, "-x", "c++", "-", "-x", "none", *linked, "-o", partial],
             input=text,
             text=True,
             capture_output=True,
@@ -433,6 +436,7 @@ def build(
         )
         if done.returncode:
             Path(partial).unlink(missing_ok=True)  # the linker may have taken it away
-            raise ShimError(f"g++ refuses {name}.cu {macros}:\n{done.stderr[:4000]}")
+            defined = [word for word in how if word.startswith("-D")]
+            raise ShimError(f"g++ refuses {name}.cu {defined}:\n{done.stderr[:4000]}")
         os.replace(partial, path)
     return path

@@ -1,7 +1,7 @@
 // A race detector under the shim: who has touched each byte of shared and global memory, and when.
 //
 // Built with -fsanitize=thread the compiler calls __tsan_readN and __tsan_writeN before every access
-// of a kernel; these are ours, at the end of this file, and there is no libtsan. Two accesses of one
+// of a kernel; these are ours, in runtime.cpp, and there is no libtsan. Two accesses of one
 // byte, one of them a write, are a race unless they are ordered:
 //
 //   - by program order, in one thread;
@@ -375,39 +375,3 @@ inline void watch_registers_free(unsigned thread, const void* p) {
 #endif
 
 }  // namespace shim
-
-#ifdef SHIM_RACES
-// The kernel's accesses are looked at by what is no kernel itself.
-SHIM_UNSEEN inline void shim_seen(const void* p, size_t bytes, bool write) {
-    if (!shim::watching) return;
-    shim::watching = false;
-    shim::watch_access(p, bytes, write);
-    shim::watching = true;
-}
-
-#define SHIM_HOOK SHIM_UNSEEN __attribute__((visibility("hidden"))) void
-#define SHIM_HOOKS(of, bytes)                                                 \
-    SHIM_HOOK __tsan_##of##read##bytes(void* p) { shim_seen(p, bytes, false); } \
-    SHIM_HOOK __tsan_##of##write##bytes(void* p) { shim_seen(p, bytes, true); }
-extern "C" {
-SHIM_HOOKS(, 1)
-SHIM_HOOKS(, 2)
-SHIM_HOOKS(, 4)
-SHIM_HOOKS(, 8)
-SHIM_HOOKS(, 16)
-SHIM_HOOKS(unaligned_, 2)
-SHIM_HOOKS(unaligned_, 4)
-SHIM_HOOKS(unaligned_, 8)
-SHIM_HOOKS(unaligned_, 16)
-SHIM_HOOK __tsan_read_range(void* p, unsigned long bytes) { shim_seen(p, bytes, false); }
-SHIM_HOOK __tsan_write_range(void* p, unsigned long bytes) { shim_seen(p, bytes, true); }
-SHIM_HOOK __tsan_init() {}
-
-// The arrays of the next launch: forget those of the last one, then name each.
-void shim_forget_arrays() { shim::forget_arrays(); }
-void shim_name_array(size_t first, size_t bytes, int argument) {
-    if (shim::n_areas < shim::MOST_AREAS)
-        shim::areas[shim::n_areas++] = {first, bytes, argument, nullptr};
-}
-}
-#endif

@@ -148,7 +148,8 @@ def test_a_disk_that_fails_at_any_write_of_a_packing_is_one_sentence_and_loses_n
     assert broken > 10
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+# every third of them by default, and all with -m slow
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_disk_that_fails_at_any_write_is_one_sentence_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said, first: int
 ) -> None:

@@ -89,11 +89,11 @@ def of_run(path: Path) -> dict[str, int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            if str(path).encode() not in words:
+                continue
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue  # it has ended
-        if str(path).encode() not in words:
-            continue
         numbers = [v.split(b"=")[1] for v in variables if v.split(b"=")[0].decode() in RANK]
         if numbers:
             name = f"rank {int(numbers[0])}"

@@ -37,7 +37,7 @@ def train(config: RunFile, ranks: int, nccl: str, *arguments: str) -> tuple[int,
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("compute", ["float32", "bf16"])
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_any_number_of_ranks_and_either_carrier_learn_the_same_bits(
     tmp_path: Path, compute: str
 ) -> None:

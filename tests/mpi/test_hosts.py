@@ -48,7 +48,9 @@ def test_hosts_are_cleared_away_after_a_failure() -> None:
     assert not net.ssh.exists()
 
 
-@pytest.mark.parametrize(("ranks", "hostfile"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "hostfile"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
+)
 def test_two_hosts_learn_the_same_bits_as_one(
     net: Hosts, tmp_path: Path, ranks: int, hostfile: bool
 ) -> None:
@@ -65,7 +67,7 @@ def test_two_hosts_learn_the_same_bits_as_one(
     assert net.processes() == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_link_that_goes_down_ends_the_run_on_all_hosts(
     net: Hosts, tmp_path: Path, ranks: int
 ) -> None:
@@ -84,7 +86,13 @@ def test_a_link_that_goes_down_ends_the_run_on_all_hosts(
     assert all(f"rank {rank} at " in stacks for rank in range(2 * ranks))
 
 
-@pytest.mark.parametrize("how", ["tbf rate 1mbit burst 64kb latency 1s", "netem delay 10ms"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "tbf rate 1mbit burst 64kb latency 1s",
+        pytest.param("netem delay 10ms", marks=pytest.mark.slow),
+    ],
+)
 def test_a_slow_link_only_slows(net: Hosts, tmp_path: Path, how: str) -> None:
     config = prepare(tmp_path, run__timeout=2.0)
     try:

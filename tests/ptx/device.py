@@ -5,6 +5,7 @@ compiles it, so that the other body of each primitive is what runs: inline PTX. 
 kernel as bytes in the order and at the places that the driver gives them.
 """
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -43,7 +44,6 @@ class PtxDevice(ShimDevice):
         super().__init__(order, **how)
         self.edited = edited
         self.programs: dict[tuple[str, tuple[tuple[str, int], ...], str], Program] = {}
-        self._modules: dict[Any, dict[str, Kernel]] = {}
 
     def launch(
         self,
@@ -60,7 +60,7 @@ class PtxDevice(ShimDevice):
             raise PtxError(f"{kernel}: a block can have {self.shared_limit} bytes, not {shared}")
         key = source, tuple(sorted(defines.items())), kernel
         if key not in self.programs:
-            self.programs[key] = Program(self.module(source, defines)[kernel])
+            self.programs[key] = program_of(self.ptx(source, defines), kernel)
         program = self.programs[key]
         self.launches.append(kernel)
         program.launch(
@@ -74,13 +74,6 @@ class PtxDevice(ShimDevice):
             early=self.early,
         )
 
-    def module(self, source: str, defines: Mapping[str, int]) -> dict[str, Kernel]:
-        """Return the kernels of a file."""
-        key = source, tuple(sorted(defines.items()))
-        if key not in self._modules:
-            self._modules[key] = parse(self.ptx(source, defines))
-        return self._modules[key]
-
     def ptx(self, source: str, defines: Mapping[str, int]) -> str:
         """Return the PTX of a file, edits and all."""
         if self.edited in (None, source):
@@ -88,6 +81,15 @@ class PtxDevice(ShimDevice):
         else:
             text = sources.join(sources.parts(source))
         return compiled(text, source, defines, HOPPER if self.warpgroups else PLAIN)
+
+
+module_of = functools.cache(parse)  # of the text of a file, for all devices
+
+
+@functools.cache
+def program_of(text: str, kernel: str) -> Program:
+    """Return a kernel of a file, for all devices: they differ in how they launch it."""
+    return Program(module_of(text)[kernel])
 
 
 def compiled(text: str, name: str, defines: Mapping[str, int], architecture: str) -> str:

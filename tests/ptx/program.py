@@ -29,7 +29,8 @@ BRANCHES = ("bra", "bra.uni")
 @functools.cache
 def machine() -> ctypes.CDLL:
     """Return the machine, compiled now or earlier."""
-    command = ["g++", *FLAGS, *WARNINGS, str(HERE / "machine.cpp")]
+    command = ["g++", *FLAGS, *WARNINGS]
+    # not by where the files lie, so that one clone finds what another has compiled
     hashed = hashlib.sha256("\0".join(command).encode())
     for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp"))):
         hashed.update(path.read_bytes())
@@ -38,7 +39,10 @@ def machine() -> ctypes.CDLL:
         handle, partial = tempfile.mkstemp(dir=library.parent, suffix=".so")
         os.close(handle)
         done = subprocess.run(
-            [*command, "-o", partial], capture_output=True, text=True, check=False
+            [*command, HERE / "machine.cpp", "-o", partial],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             os.unlink(partial)

@@ -312,7 +312,11 @@ SAYS = {  # a piece of what each rung prints
 }
 
 
-@pytest.mark.parametrize("name", LADDER)
+LONG = "reference.study.gpt"  # whose parts tests/reference/test_study_gpt.py holds
+RUNGS = [pytest.param(n, marks=[pytest.mark.slow] if n == LONG else []) for n in LADDER]
+
+
+@pytest.mark.parametrize("name", RUNGS)
 def test_each_rung_runs_and_says_what_it_shows(name: str) -> None:
     command = [sys.executable, "-W", "error", "-m", name]
     one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
