@@ -27,6 +27,7 @@ import numpy as np
 
 from accel.bench import predict, report
 from accel.bench.cases import OpCase
+from accel.bench.gpus import MODELS
 from accel.bench.report import Row
 from accel.bench.timing import Function, check, medians, relative_error
 from accel.bench.training import SETTINGS, Training
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     )
     p.add_argument(
         "--model",
-        choices=list(predict.MODELS),
+        choices=list(MODELS),
         help="print what this GPU would take, by the machine code of the kernels; needs none",
     )
     given = report.parse(p, argv)
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         p.error("--parts peer and --peer torch go together")
     config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
     if given.model is not None:
-        shape = given.batch or default_batch(predict.MODELS[given.model].room, False), given.length
+        shape = given.batch or default_batch(MODELS[given.model].room, False), given.length
         about = f"predicted of an NVIDIA {given.model}, {shape[0]} sequences of {shape[1]:,}"
         return report.run(
             p, given, about, {"the machine code": lambda: predict.rows(given.model, config, *shape)}

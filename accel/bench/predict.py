@@ -8,22 +8,19 @@ launch of a training step, and each product. A launch takes as long as the slowe
              what the way that is run most gives a multiprocessor to do, counted in the machine
              code that NVRTC makes for that GPU (``accel.cuda.machine_code``)
 
-Attention's blocks walk over tiles. One by warpgroups is played: two warpgroups issue a round of the
-loop in order to one queue of the tensor cores and one of the other units, wait for their groups of
-products where the code does, and meet at its barriers; where that takes longer than any unit is
-busy, it is bound by "waits". By ``mma.sync`` nothing is played: its warps are taken to fill each
-other's gaps, so that the prediction is the most that can be had. Blocks are then dealt out as the
-hardware does. Products of cuBLAS take the speed that somebody measured of the best shapes.
+Attention's blocks walk over tiles. A round of the loop is played instruction by instruction
+(``multiprocessor.py``), for the warps that share a multiprocessor; where that takes longer than any
+unit is busy, it is bound by "waits". Blocks are then dealt out as the hardware does. Products of
+cuBLAS take the speed that somebody measured of the best shapes.
 
-Left out: caches, latencies (of memory, of exponentials), starts of kernels, what power does to the
-clock, and ways that are run less often. So a prediction is the least time that is possible by this
-arithmetic; GPUS.md says how much longer two GPUs took.
+Left out: starts of kernels, what power does to the clock, how many bytes of memory a kernel has
+under way, and ways that are run less often. GPUS.md says how much longer two GPUs took, and
+``published.py`` what comes out for kernels that are not ours.
 """
 
 import contextlib
 import functools
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from accel.bench.gpus import MODELS, Gpu
+from accel.bench.multiprocessor import ISSUED, LIGHT_RATE, MUFU_RATE, SHARED, played, spent_on
 from accel.bench.report import Row
 from accel.bench.training import SETTINGS
 from accel.cuda import attention, ops_bf16
@@ -38,7 +37,7 @@ from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file
 from accel.cuda.device import Argument
-from accel.cuda.machine_code import Code, Counts, count, disassemble, hot_loop, way
+from accel.cuda.machine_code import WARP, Code, Counts, count, disassemble, hot_loop, way
 from accel.cuda.sources import signature
 from reference.config import Config
 from reference.flops import attention_flops, training_flops
@@ -46,50 +45,6 @@ from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
 from reference.types import Array
 
-
-class Gpu(NamedTuple):
-    """A GPU by what is published of it; all of a cycle are of one multiprocessor."""
-
-    architecture: str
-    shared_limit: int  # bytes of shared memory of a block
-    processors: int  # multiprocessors
-    clock: float  # cycles a second at which the data sheet's operations are done
-    tensor: int  # operations of dense bf16 products with float32 sums a cycle
-    by_mma: float  # the share of them that mma.sync reaches
-    fma: int  # float32 multiply-adds a cycle
-    memory: float  # bytes a second
-    product: float  # operations a second of the best large bf16 product that was measured
-    link: float  # bytes a second to other GPUs, each way
-    room: int  # bytes of memory
-
-    @property
-    def warpgroups(self) -> bool:
-        """Whether it multiplies by wgmma."""
-        return self.architecture == "sm_90a"
-
-
-# Multiprocessors, clocks, operations, bandwidths and links: NVIDIA's H100 architecture white paper
-# (989.4 TFLOP/s = 132 · 4,096 · 1.83 GHz), data sheets of the H100 SXM, the H200 SXM and the A100
-# 80 GB SXM (312 = 108 · 2,048 · 1.41), and Ada architecture white paper, appendix A (165.2 = 128 ·
-# 512 · 2.52). fma, and LIGHT, MUFU and ISSUE below: CUDA C++ Programming Guide, "Arithmetic
-# Instructions". by_mma: Luo et al. 2024 (arXiv 2402.13499). product: S. Bekman, "Machine Learning
-# Engineering", "Maximum Achievable Matmul FLOPS"; the RTX 4090 is not in it: its peak.
-_HOPPER = Gpu(
-    "sm_90a", 227 << 10, 132, 1.83e9, 4096, 0.62, 128, 3.35e12, 794.5e12, 450e9, 80 * 10**9
-)
-MODELS = {
-    "H100": _HOPPER,
-    "H200": _HOPPER._replace(memory=4.8e12, room=141 * 10**9),
-    "A100": Gpu(
-        "sm_80", 163 << 10, 108, 1.41e9, 2048, 1.0, 64, 2.039e12, 267.9e12, 300e9, 80 * 10**9
-    ),
-    "RTX4090": Gpu(
-        "sm_89", 99 << 10, 128, 2.52e9, 512, 1.0, 128, 1.008e12, 165.2e12, 32e9, 24 * 10**9
-    ),
-}
-LIGHT, MUFU, ISSUE = 64, 16, 128  # threads' instructions a cycle
-SHARED = 128  # bytes of shared memory a cycle: 32 banks of 4
-QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
 WARPS = 8  # of an attention block, of which one fits a multiprocessor
 
 # How often a kernel moves an array that it does not move once; 0: by its output's size, not its own
@@ -238,65 +193,37 @@ def busy(c: Counts, gpu: Gpu, warps: float) -> dict[str, float]:
     return {
         "tensor": warps * c.flops / rate,
         "shared memory": warps * c.shared / SHARED,
-        "MUFU": warps * 32 * c.mufu / MUFU,
-        "FMA": warps * 32 * c.fma / gpu.fma,
-        "light": warps * 32 * c.light / LIGHT,
-        "issue": warps * 32 * c.issued / ISSUE,
+        "MUFU": warps * WARP * c.mufu / MUFU_RATE,
+        "FMA": warps * WARP * c.fma / gpu.fma,
+        "light": warps * WARP * c.light / LIGHT_RATE,
+        "issue": warps * c.issued / ISSUED,
     }
 
 
-def played(taken: Code, gpu: Gpu, rounds: int = 16) -> float:
-    """Return the cycles of a round of a loop that two warpgroups go through, meeting at barriers.
+@functools.cache
+def _loop(
+    source: str, kernel: str, defines: tuple[tuple[str, int], ...], gpu: Gpu
+) -> tuple[Counts, float, float, str]:
+    """Return what a warp does in a round of a kernel's loop over tiles; cycles; those outside."""
+    code = _code(source, kernel, defines, gpu.architecture)
+    taken = hot_loop(code)
+    a_round = count(taken)
+    if not taken:
+        return a_round, 0.0, 0.0, ""
+    cycles, bound = round_of(taken, gpu, WARPS)
+    outside = spent_on(way(code), gpu, WARPS) - cycles
+    return a_round, cycles, max(0.0, outside), bound
 
-    Each quarter of a multiprocessor has one warp of either. Its tensor core takes products one
-    after the other. What lies between two places where the code hands over or waits takes a warp as
-    long as the assembler lets it stall, and no less than the busiest other unit.
-    """
-    steps: list[tuple[str, float, float]] = []  # what, cycles of a unit, cycles of the warp
-    for matters, part in itertools.groupby(
-        taken, lambda i: i.name if i.stem in ("HGMMA", "WARPGROUP", "BAR") else ""
-    ):
-        between = list(part)
-        for i in between if matters else ():
-            if i.stem == "HGMMA":
-                cycles = max(i.flops / gpu.tensor, i.shared / SHARED) * QUARTERS
-                steps.append(("product", cycles, i.stall))
-                if "gsb0" in i.operands:
-                    steps.append(("group", 0, 0))
-            elif "DEPBAR" in i.name:
-                steps.append(("wait", int(i.operands.split(",")[1], 16), 0))
-            elif i.stem == "BAR":
-                steps.append(("meet", 0, 0))
-        if not matters:
-            units = busy(count(between), gpu, QUARTERS)
-            unit = max(units[name] for name in ("MUFU", "FMA", "light", "issue"))
-            steps.append(("work", unit, sum(i.stall for i in between)))
-    now, at, groups, last = [0.0, 0.0], [0, 0], ([0.0] * 4, [0.0] * 4), [0.0, 0.0]
-    free = {"product": 0.0, "work": 0.0}
-    ends, end = [0.0], rounds * len(steps)
-    while min(at) < end:
-        who = min((0, 1), key=lambda w: (at[w] >= end, now[w], w))
-        if steps[at[who] % len(steps)][0] == "meet":
-            if at[1 - who] < at[who]:  # the other is to come
-                who = 1 - who
-            elif at[1 - who] == at[who]:
-                now = [max(now)] * 2
-        what, cycles, own = steps[at[who] % len(steps)]
-        if what in free:
-            free[what] = max(now[who], free[what]) + cycles
-            now[who] += own
-            if what == "product":
-                last[who] = free[what]
-            else:
-                now[who] = max(now[who], free[what])
-        elif what == "group":
-            groups[who].append(last[who])
-        elif what == "wait":
-            now[who] = max(now[who], groups[who][-1 - int(cycles)])
-        at[who] += 1
-        if at[who] % len(steps) == 0 and who == 0:
-            ends.append(now[0])
-    return (ends[-1] - ends[rounds // 2]) / (rounds - rounds // 2)
+
+def round_of(taken: Code, gpu: Gpu, warps: int, blocks: int = 1) -> tuple[float, str]:
+    """Return the cycles of a round by all blocks on a multiprocessor, and what bounds it."""
+    a_round = count(taken)
+    units = busy(a_round, gpu, warps * blocks)
+    read = sum(n * width for (stem, width), n in a_round.accesses.items() if stem != "STG")
+    units["second-level cache"] = warps * blocks * WARP * read * gpu.processors / gpu.cache
+    bound = max(units, key=lambda unit: units[unit])
+    cycles = max(units[bound], played(taken, gpu, warps, blocks))
+    return cycles, bound if cycles <= 1.05 * units[bound] else "waits"
 
 
 def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
@@ -315,6 +242,14 @@ def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
     return sorted(found * (launch.grid[0] * launch.grid[1]), reverse=True)
 
 
+def dealt(blocks: Sequence[float], places: int) -> float:
+    """Return how long the blocks of a grid take, each handed out as soon as there is a place."""
+    free = [0.0] * places
+    for cycles in blocks:
+        heapq.heapreplace(free, free[0] + cycles)
+    return max(free)
+
+
 def predict(asked: Launch | tuple[int, int, int], gpu: Gpu) -> Prediction:
     """Return what one launch or product is predicted to take."""
     if not isinstance(asked, Launch):
@@ -322,27 +257,17 @@ def predict(asked: Launch | tuple[int, int, int], gpu: Gpu) -> Prediction:
         work = 2.0 * m * n * k
         return Prediction(work / gpu.product, "tensor", 2.0 * (m * k + k * n + m * n), work)
     arguments = tuple(sorted(asked.defines.items()))
-    code = _code(asked.source, asked.kernel, arguments, gpu.architecture)
-    once, moved = count(way(code)), asked.moved
-    share = gpu.processors * gpu.clock
-    taken = hot_loop(code)
-    if taken:
-        a_round = count(taken)
+    a_round, cycles, outside, bound = _loop(asked.source, asked.kernel, arguments, gpu)
+    moved = asked.moved
+    if a_round.flops:
         head = asked.defines["HEAD"]
         products = 2 * PRODUCTS[asked.kernel] * attention.OWN * head  # of a row that is walked over
         tiles = tiles_of_blocks(asked, WARPS * a_round.flops // products)
-        units = busy(a_round, gpu, WARPS)
-        cycles = max(*units.values(), played(taken, gpu) if gpu.warpgroups else 0.0)
-        outside = max(busy(once, gpu, WARPS).values()) - cycles * (once.flops > 0)
-        free = [0.0] * gpu.processors
-        for n in tiles:
-            heapq.heapreplace(free, free[0] + n * cycles + max(0.0, outside))
-        seconds = max(free) / gpu.clock
-        bound = max(units, key=lambda unit: units[unit])
-        if cycles > 1.05 * units[bound]:
-            bound = "waits"
+        seconds = dealt([n * cycles + outside for n in tiles], gpu.processors) / gpu.clock
         work = float(sum(tiles) * WARPS * a_round.flops)
     else:
+        code = _code(asked.source, asked.kernel, arguments, gpu.architecture)
+        once = count(way(code))
         threads = math.prod(asked.grid) * asked.threads
         a_thread = sum(16 * n for (_, width), n in once.accesses.items() if width == 16)
         # loops are run as often as it takes to move the bytes; of loops without 16-byte accesses it
@@ -350,7 +275,7 @@ def predict(asked: Launch | tuple[int, int, int], gpu: Gpu) -> Prediction:
         rounds = max(1.0, moved / (threads * a_thread)) if a_thread else 0.0
         units = busy(once, gpu, threads / 32 * rounds)
         bound = max(units, key=lambda unit: units[unit])
-        seconds, work = units[bound] / share, 0.0
+        seconds, work = units[bound] / (gpu.processors * gpu.clock), 0.0
     if moved / gpu.memory >= seconds:
         bound = "memory"
     return Prediction(max(seconds, moved / gpu.memory), bound, moved, work)

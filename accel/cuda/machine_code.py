@@ -37,6 +37,9 @@ class Instruction(NamedTuple):
     guarded: bool  # by a predicate, or a branch on one
     target: int | None  # of a branch within the kernel: the index of an instruction
     stall: int  # cycles until the warp's next one may be issued, whatever it waits for besides
+    sets: int  # the counter that it raises until its result is there; 7: none
+    frees: int  # the one that it raises until it has read its operands
+    waits: int  # a bit for each counter that must be 0 before it is issued
 
     @property
     def stem(self) -> str:
@@ -100,8 +103,8 @@ class Counts(NamedTuple):
     local: int  # loads and stores of a thread's own memory: spills
 
 
-def nvdisasm() -> Path:
-    """Return the disassembler.
+def tool(name: str = "nvdisasm") -> Path:
+    """Return one of NVIDIA's tools for machine code: the disassembler.
 
     Raises
     ------
@@ -110,11 +113,11 @@ def nvdisasm() -> Path:
     """
     packages = importlib.util.find_spec("nvidia")
     for folder in (packages and packages.submodule_search_locations) or ():
-        for path in sorted(Path(folder).glob("c*/bin/nvdisasm*")):
+        for path in sorted(Path(folder).glob(f"c*/bin/{name}*")):
             return path
-    found = shutil.which("nvdisasm")
+    found = shutil.which(name)
     if found is None:
-        raise ImportError("machine code is read by nvdisasm: pip install nvidia-cuda-nvdisasm")
+        raise ImportError(f"machine code is read by {name}: pip install nvidia-cuda-{name}")
     return Path(found)
 
 
@@ -124,7 +127,7 @@ def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
         file = Path(folder, "kernels.cubin")
         file.write_bytes(cubin)
         done = subprocess.run(
-            [nvdisasm(), "-c", "-hex", file], capture_output=True, text=True, check=False
+            [tool(), "-c", "-hex", file], capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise ValueError(f"nvdisasm refuses machine code: {done.stderr.strip()}")
@@ -134,29 +137,32 @@ def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
 def read_listing(listing: str) -> dict[str, list[Instruction]]:
     """Read what ``nvdisasm -c -hex`` prints.
 
-    The assembler writes into each instruction of 128 bits how long to stall, in bits 105 to 108
-    (Jia et al. 2018, "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking").
+    The assembler writes into each instruction of 128 bits how long to stall (bits 105 to 108), the
+    counters that it raises until its result is there and until its operands are read (110
+    to 115), and those that it waits for (116 to 121) (Jia et al. 2018, "Dissecting the NVIDIA Volta
+    GPU Architecture via Microbenchmarking").
     """
     found = {}
     for part in re.split(r"^\s*\.section\s+\.text\.", listing, flags=re.MULTILINE)[1:]:
         lines: list[tuple[str | None, str, str]] = []
         labels: dict[str, int] = {}
-        stalls: list[int] = []
+        controls: list[int] = []
         for line in part.splitlines():
             if label := re.match(r"(\.L_x_\d+):", line):
                 labels[label.group(1)] = len(lines)
             elif code := re.match(r"\s*/\*\w+\*/\s+(@!?U?P\w+\s+)?([\w.]+)\s*(.*?)\s*;", line):
                 guard, name, operands = code.groups()
                 lines.append((guard, name, operands))
-                stalls.append(0)
+                controls.append(0)
             elif upper := re.match(r"\s*/\* 0x(\w{16}) \*/$", line):
-                stalls[-1] = int(upper.group(1), 16) >> 105 - 64 & 15
+                controls[-1] = int(upper.group(1), 16) >> 105 - 64
         code_of = []
-        for (guard, name, operands), stall in zip(lines, stalls, strict=True):
+        for (guard, name, operands), c in zip(lines, controls, strict=True):
             to = re.search(r"`\((\.L_x_\d+)\)", operands) if name.startswith("BRA") else None
             guarded = bool(guard) or (to is not None and not operands.startswith("`"))
             target = None if to is None else labels.get(to.group(1))
-            code_of.append(Instruction(name, operands, guarded, target, max(1, stall)))
+            fields = max(1, c & 15), c >> 5 & 7, c >> 8 & 7, c >> 11 & 63
+            code_of.append(Instruction(name, operands, guarded, target, *fields))
         found[part.partition(",")[0]] = code_of
     return found
 

@@ -1,11 +1,15 @@
 """What ``myllm bench cuda --model`` says follows from the listing, and from arithmetic."""
 
+import re
+
 import numpy as np
 import pytest
 
 from accel.bench import cuda as bench
-from accel.bench import predict
-from accel.bench.predict import MODELS, Launch, busy, played
+from accel.bench import predict, published
+from accel.bench.gpus import MODELS
+from accel.bench.multiprocessor import played
+from accel.bench.predict import Launch, busy, dealt
 from accel.cuda.machine_code import count, hot_loop, loops, read_listing, way
 from tests.cuda_shim import require
 
@@ -13,14 +17,20 @@ PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"
 
 
 def listing(*lines: str) -> str:
-    """Return what nvdisasm would print of a kernel: labels end in a colon, a stall stands first."""
+    """Return what nvdisasm would print of a kernel: labels end in a colon.
+
+    First stand the stall and, after colons, the counters that are raised until the result is there
+    and until the operands are read (7: none), and the bits of those that are waited for.
+    """
     text = '\t.section\t.text.kernel,"ax",@progbits\n'
     for line in lines:
         if line.endswith(":"):
             text += line + "\n"
             continue
-        stall, _, code = line.partition(" ")
-        upper = int(stall) << 41 | 0xE0 << 48
+        control, _, code = line.partition(" ")
+        fields = [int(x) for x in control.split(":")]
+        stall, sets, frees, waits = fields + [1, 7, 7, 0][len(fields) :]
+        upper = (stall | sets << 5 | frees << 8 | waits << 11) << 41 | 0x1F << 36 | 3 << 58
         text += f"        /*0010*/    {code} ;    /* 0x0000000000017802 */\n"
         text += f"    /* 0x{upper:016x} */\n"
     return text
@@ -33,8 +43,8 @@ LOOP = listing(
     "4 LDGSTS.E.BYPASS.128 [R4], desc[UR8][R2.64]",
     ".L_x_1:",
     "5 HMMA.16816.F32.BF16 R4, R8, R12, R4",
-    "1 LDSM.16.M88.4 R8, [R2]",
-    "6 @P0 BRA `(.L_x_2)",
+    "1:0:5 LDSM.16.M88.4 R8, [R2]",
+    "6:7:7:33 @P0 BRA `(.L_x_2)",
     "1 FFMA R1, R2, R3, R4",
     "1 FFMA R1, R2, R3, R4",
     ".L_x_2:",
@@ -48,6 +58,7 @@ LOOP = listing(
 def test_the_way_that_is_run_most_has_the_copies_and_no_detour() -> None:
     (code,) = read_listing(LOOP).values()
     assert loops(code) == [(1, 9)] and [i.stall for i in code[:3]] == [1, 2, 4]
+    assert [(i.sets, i.frees, i.waits) for i in code[4:6]] == [(0, 5, 0), (7, 7, 33)]
     found = count(hot_loop(code))
     assert (found.issued, found.tensor, found.ldsm, found.mufu, found.fma) == (7, 1, 1, 1, 0)
     assert found.flops == 2 * 16 * 8 * 16 and found.shared == 2 * 512
@@ -85,25 +96,74 @@ def test_units_take_what_the_tables_say() -> None:
         assert one.processors * one.clock * one.tensor == pytest.approx(peak, rel=0.002)
 
 
-def loop_of(*between: str) -> float:
-    """Return the cycles of a round: two products of 32 cycles of the tensor core, and more."""
-    lines = [f"1 {PRODUCT}", f"1 {PRODUCT}, gsb0", *between, "1 @P0 BRA `(.L_x_0)"]
-    (code,) = read_listing(listing(".L_x_0:", *lines)).values()
-    return played(hot_loop(code), MODELS["H100"])
+def loop_of(*lines: str, gpu: str = "H100", warps: int = 8) -> float:
+    """Return the cycles of a round that such warps take together."""
+    (code,) = read_listing(listing(".L_x_0:", *lines, "1 @P0 BRA `(.L_x_0)")).values()
+    return played(way(code, 0, len(code) - 1), MODELS[gpu], warps)
+
+
+def test_a_warp_waits_as_long_as_the_assembler_says_and_for_what_it_counts() -> None:
+    product = "HMMA.16816.F32.BF16 R4, R8, R12, R4"
+    # one warp a quarter: its stalls; two: each in the other's; eight: the tensor core is busy
+    assert loop_of(f"15 {product}", gpu="A100", warps=4) == 15 + 1
+    assert loop_of(f"15 {product}", gpu="A100", warps=8) == 16
+    assert loop_of(f"15 {product}", gpu="A100", warps=32) == 8 * 8
+    # ldmatrix of four matrices takes 29, a shuffle 23, and MUFU 23 beside 8 of its unit
+    for name, latency in (("LDSM.16.M88.4", 29), ("SHFL.BFLY", 23), ("MUFU.EX2", 23)):
+        waits = loop_of(f"1:2 {name} R8, [R2]", "1:7:7:4 FADD R1, R8, R8", warps=1)
+        assert waits == latency + 1 + 1
+        assert loop_of(f"1:2 {name} R8, [R2]", "1:7:7:2 FADD R1, R8, R8", warps=1) < latency
+    # 32 exponentials of 8 cycles each that nobody waits for leave their unit no rest
+    exponentials = ["1 MUFU.EX2 R1, R2"] * 32 + ["1:3 MUFU.EX2 R1, R2", "1:7:7:8 FADD R1, R1, R1"]
+    assert loop_of(*exponentials, warps=4) == pytest.approx(33 * 8 + 23 - 8 + 2, abs=12)
+    assert loop_of(*exponentials, warps=8) == pytest.approx(2 * 33 * 8, abs=12)
+
+
+def test_copies_are_waited_for_by_groups() -> None:
+    work = ["10 FADD R1, R2, R3"] * 10
+    copy, commit = "1 LDGSTS.E.BYPASS.128 [R4], desc[UR8][R2.64]", "1 LDGDEPBAR"
+    all_of = loop_of(copy, commit, "1 DEPBAR.LE SB0, 0x0", *work, warps=1)
+    assert all_of == pytest.approx(263 + 100, abs=8)
+    but_one = loop_of(copy, commit, "1 DEPBAR.LE SB0, 0x1", *work, warps=1)
+    assert but_one == pytest.approx((263 + 100) / 2, abs=90) and but_one < all_of - 80
+
+
+def test_the_warps_of_a_block_meet_at_barriers() -> None:
+    work = ["10 FADD R1, R2, R3"] * 20
+    assert loop_of(*work, "1 BAR.SYNC 0x0") == pytest.approx(200 + 2, abs=4)
+    # of two blocks each has its own
+    (code,) = read_listing(listing(*work, "1 BAR.SYNC 0x0")).values()
+    assert played(code, MODELS["A100"], 4, blocks=2) == pytest.approx(201, abs=4)
 
 
 def test_warpgroups_wait_for_their_products_and_for_each_other() -> None:
+    two = [f"1 {PRODUCT}", f"1 {PRODUCT}, gsb0"]
     # no work beside: four products of 2 · 64 · 64 · 16 operations at 4,096 a cycle
-    assert loop_of("1 WARPGROUP.DEPBAR.LE gsb0, 0x1") == 4 * 32
+    assert loop_of(*two, "1 WARPGROUP.DEPBAR.LE gsb0, 0x1") == pytest.approx(4 * 32)
     # one works while the other's products run: 100 cycles of stalls beside 64 of its own
     work = ["10 FADD R1, R2, R3"] * 10
-    assert loop_of("1 WARPGROUP.DEPBAR.LE gsb0, 0x0", *work) == pytest.approx(64 + 100, abs=4)
-    # where they meet in each round before they ask, the second's products come after the first's
-    met = loop_of("1 WARPGROUP.DEPBAR.LE gsb0, 0x0", *work, "1 BAR.SYNC 0x0")
+    alone = loop_of(*two, "1 WARPGROUP.DEPBAR.LE gsb0, 0x0", *work)
+    assert alone == pytest.approx(64 + 100, abs=4)
+    # where they meet in each round before they ask, their products take turns: both end last
+    met = loop_of(*two, "1 WARPGROUP.DEPBAR.LE gsb0, 0x0", *work, "1 BAR.SYNC 0x0")
     assert met == pytest.approx(128 + 100, abs=6)
-    # a unit that both want is shared: 40 exponentials of 8 cycles each
-    busy_unit = loop_of(*["1 MUFU.EX2 R1, R2"] * 40)
-    assert busy_unit == pytest.approx(2 * 40 * 8, abs=4)
+    assert loop_of("1 WARPGROUP.ARRIVE", *two, "1 WARPGROUP.DEPBAR.LE gsb0, 0x0") == pytest.approx(
+        4 * 32, abs=4
+    )
+
+
+def test_a_grid_s_blocks_are_handed_out_in_order() -> None:
+    assert dealt([3, 3, 3], 2) == 6 and dealt([1, 1, 2, 4], 2) == 5 and dealt([4, 2, 1, 1], 2) == 4
+
+
+def test_a_published_kernel_at_peak_is_left_with_the_last_wave() -> None:
+    forward = published.KERNELS[0]
+    # 2,048 blocks, 264 at a time; a round of two is 2 · 4 · 128 · 64 · 128 operations
+    row = published._row(forward, "H100", 2048, "tensor")
+    assert 4 * 16_384**2 * 2_048 / row.ours == pytest.approx(989.4e12 * 2048 / (8 * 264), rel=1e-3)
+    causal = published._row(published.KERNELS[1], "H100", 2048, "tensor")
+    assert 0.5 < causal.ours / row.ours < 0.6  # in the order of rows, the longest last
+    assert row.theirs == pytest.approx(4 * 16_384**2 * 2_048 / 370e12)
 
 
 def test_bytes_are_those_of_the_arrays_as_often_as_they_move() -> None:
@@ -130,3 +190,13 @@ def test_the_command_predicts_a_step(capsys: pytest.CaptureFixture[str]) -> None
         assert times[gpu]["training step, 1 layers"] == pytest.approx(kernels, rel=0.01)
     for what, t in times["H100"].items():  # the same multiprocessors, a faster memory
         assert times["H200"][what] <= t * 1.001
+
+
+@pytest.mark.parametrize(("gpu", "bar"), [("H200-mma", 42_000), ("H200", 55_000)])
+def test_by_this_arithmetic_one_gpu_reaches_the_bars(
+    gpu: str, bar: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require.nvdisasm()
+    assert bench.main(["--model", gpu, "--batch", "4"]) == 0
+    found = re.search(r"training step, 28 layers.* ([\d,]+) tokens/s", capsys.readouterr().out)
+    assert found and int(found[1].replace(",", "")) >= bar

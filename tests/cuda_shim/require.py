@@ -32,7 +32,7 @@ def nvdisasm() -> None:
     """Skip without nvdisasm, too; with MYLLM_REQUIRE_NVRTC=1 that is a failure."""
     nvrtc()
     try:
-        machine_code.nvdisasm()
+        machine_code.tool()
     except ImportError as error:
         _without(str(error), "MYLLM_REQUIRE_NVRTC")
 
