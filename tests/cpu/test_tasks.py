@@ -19,6 +19,7 @@ from accel.cpu.attention_layout import (
 )
 from accel.cpu.embedding import COLUMNS, PIECES
 from accel.cpu.kernels import PIECE, ROW_PIECE, SUM_PIECE
+from accel.threads import set_threads, threads
 from reference.config import Config
 from reference.global_norm import SUM_BLOCK
 from reference.params import decoder_layout
@@ -68,9 +69,17 @@ def groups(n: int, group: int) -> list[int]:
     return [min(group, n - start) for start in range(0, n, group)]
 
 
-def cut_for(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    before = threads()
+    yield
+    set_threads(before)
+
+
+def cut_for(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    set_threads(min(n, threads()))  # no more of them than scratch is made for
     for module in (gemm, bf16, bf16_gemm, attention):
-        monkeypatch.setattr(module, "team", lambda: threads)
+        monkeypatch.setattr(module, "team", lambda: n)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,16 +126,16 @@ def test_a_product_s_bits_are_those_of_few_threads(
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((m, k), (k, n)))
     results: dict[int, list[Any]] = {}
-    for threads in (2, 11, THREADS):
-        cut_for(monkeypatch, threads)
+    for count in (2, 11, THREADS):
+        cut_for(monkeypatch, count)
         plain, rounded, packed = (np.full((m, n), np.nan, np.float32) for _ in range(3))
         gemm.gemm(a, b, plain)
         right = bf16_gemm.pack(b, bf16_gemm.B, transposed=False)
         bf16_gemm.multiply_rows(a, right, rounded)
         bf16_gemm.multiply(bf16_gemm.pack(a, bf16_gemm.A, transposed=False), right, packed)
-        results[threads] = [plain, rounded, packed]
-    for threads in (11, THREADS):
-        for ours, few in zip(results[threads], results[2], strict=True):
+        results[count] = [plain, rounded, packed]
+    for count in (11, THREADS):
+        for ours, few in zip(results[count], results[2], strict=True):
             assert np.array_equal(ours, few)
 
 
@@ -158,8 +167,8 @@ def test_the_bits_of_the_loss_in_bf16_are_those_of_few_threads(
     if spoilt:
         x[rows // 2], mask[rows // 2] = np.nan, True
     results = []
-    for threads in (1, 11, THREADS):
-        monkeypatch.setattr(bf16, "team", lambda n=threads: n)
+    for count in (1, 11, THREADS):
+        monkeypatch.setattr(bf16, "team", lambda n=count: n)
         found, cache = bf16.linear_cross_entropy_forward(
             x, head, targets, mask, None, need_backward=True
         )
