@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from accel import launcher
@@ -229,15 +229,24 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
     assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [4, 6]
 
 
-def test_memory_for_copies_is_found_before_a_checkpoint_is_due() -> None:
-    ours = psutil.Process()
-    before = ours.memory_info().rss
-    # 48 MiB of each array: more than the C library keeps of what was freed before
-    stepper = SimpleNamespace(held=lambda name: [(0, 12 << 20)])
-    held = checkpoint.Copies(stepper)  # type: ignore[arg-type]
-    wait_for(lambda: ours.memory_info().rss - before > 140 << 20)
-    arrays = [[np.full(12 << 20, value, "<f4")] for value in (1, 2, 3)]
+def test_memory_for_copies_is_found_before_a_checkpoint_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    def marked(n: int, dtype: str) -> Any:
+        made.append(np.full(n, 7, dtype))
+        return made[-1]
+
+    stepper = SimpleNamespace(held=lambda name: [(0, 1 << 20), (3 << 20, 4 << 20)])
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", marked)
+        held = checkpoint.Copies(stepper)  # type: ignore[arg-type]
+    # every page is written to, before anybody takes a copy
+    wait_for(lambda: all((part[:: mmap.PAGESIZE // 4] == 0).all() for part in made))
+    arrays = [[np.full(1 << 20, value + i, "<f4") for i in (0, 10)] for value in (1, 2, 3)]
     np.testing.assert_array_equal(held.take(arrays), arrays)
+    assert len(made) == 6
 
 
 def test_what_is_written_is_on_the_disk_piece_by_piece_and_out_of_memory(
