@@ -1,8 +1,8 @@
 """A run on real text beside PyTorch: same model, weights, order of data and optimizer.
 
-At a learning rate of 1e-3 the losses of 200 steps differ by at most 1.4e-6. At the demo's 3e-3 this
-small model is at the edge of what is stable: rounding grows from step to step, and the same runs
-part by up to 6.6e-3.
+At a learning rate of 1e-3, and the demo's sixteen times that for the embedding, the losses of 200
+steps differ by at most 1.1e-6. At the demo's 3e-3, with one rate for all, this model is at the
+edge of what is stable: rounding grows from step to step, and the same runs part by up to 6.6e-3.
 """
 
 import json
@@ -60,13 +60,15 @@ def test_200_steps_on_real_text_stay_within_a_thousandth_of_pytorch(tmp_path: Pa
     peer = Decoder(run.model)
     layout = decoder_layout(run.model)
     copy_in(peer.slots(), layout.views(layout.init(run.train.seed)))
-    decayed = [p for p in peer.parameters() if p.ndim >= 2]
+    embedding, rate = peer.embedding.weight, run.optim.embedding_rate  # tied to the head
+    decayed = [p for p in peer.parameters() if p.ndim >= 2 and p is not embedding]
     kept = [p for p in peer.parameters() if p.ndim < 2]
     settings = {"betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps}
     optimizer = torch.optim.AdamW(
         [
-            {"params": decayed, "weight_decay": run.optim.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
+            {"params": [embedding], "weight_decay": run.optim.weight_decay, "rate": rate},
+            {"params": decayed, "weight_decay": run.optim.weight_decay, "rate": 1.0},
+            {"params": kept, "weight_decay": 0.0, "rate": 1.0},
         ],
         **settings,
     )
@@ -81,7 +83,7 @@ def test_200_steps_on_real_text_stay_within_a_thousandth_of_pytorch(tmp_path: Pa
         loss.backward()
         torch.nn.utils.clip_grad_norm_(peer.parameters(), run.optim.clip)
         for group in optimizer.param_groups:
-            group["lr"] = run.lr(step)
+            group["lr"] = run.lr(step) * group["rate"]
         optimizer.step()
         theirs.append(float(loss.detach()))
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
