@@ -2,7 +2,7 @@
 
 Q8_0 is a format of llama.cpp: 32 numbers x of a row share a scale d = max|x| / 127, a float16, and
 each is stored as q = x / d, rounded to an int8. A token takes as long to decode as the weights take
-to be read, and here that is 36 bytes for 32 of them instead of 128.
+to be read, and here that is 34 bytes for 32 of them instead of 128.
 
 The blocks run along the input of a product, as in a GGUF file, so these are the numbers that
 ``myllm export --dtype q8_0`` writes (but for widths that 32 does not divide: their last block is
@@ -56,13 +56,10 @@ def _rounded(weight: Array, *, tiles: bool) -> Array:
     padded = np.zeros((-(-rows // BLOCK) * BLOCK if tiles else rows, n * BLOCK), np.float32)
     padded[:rows, :width] = along
     d, q = to_blocks(padded.reshape(-1, n, BLOCK))
-    scales = d.astype(np.float32)
-    rounded = (scales[..., None] * q).reshape(padded.shape)[:rows, :width]
+    rounded = (d.astype(np.float32)[..., None] * q).reshape(padded.shape)[:rows, :width]
     if tiles:
         q = q.reshape(-1, BLOCK, n, BLOCK).transpose(0, 2, 3, 1).reshape(-1, n, BLOCK * BLOCK)
-        scales = scales.reshape(-1, BLOCK, n).transpose(0, 2, 1)
-    else:
-        scales = scales[..., None]
+    scales = d.reshape(-1, BLOCK, n).transpose(0, 2, 1) if tiles else d[..., None]
     first = np.ascontiguousarray(scales).view(np.int8)
     found = np.ascontiguousarray(rounded.T if tiles else rounded).view(RoundedWeight)
     found.blocks = np.concatenate([first, q], axis=-1)
