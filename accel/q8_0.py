@@ -10,8 +10,8 @@ from accel.jit import jit
 Array = npt.NDArray[Any]
 
 BLOCK = 32  # numbers that share a scale
-# The largest float32 below 1/2. Added before digits are cut off, it rounds halves away from zero: 1/2
-# itself would make 1 of the float32 below 1/2, and this sum of 1/2 rounds up to 1.
+# The largest float32 below 1/2. Added before digits are cut off, it rounds halves away from zero:
+# 1/2 itself would make 1 of the float32 below 1/2, and this sum of 1/2 rounds up to 1.
 HALF = np.float32(0.5 - 2**-25)
 LARGEST = 127 * 65_504  # that a block can hold
 FORM: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # nothing fused, nothing reordered
