@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accel.ahead import AHEAD
 from dist import checkpoint
 from dist.weights import Weights, write_weights
 from reference.params import decoder_layout
@@ -58,7 +59,8 @@ def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Pa
         assert done.returncode == 0, done.stderr
         needed = int(done.stdout.split("needed ")[1])
         print(f"{' '.join(words)}: {needed / 1e6:.0f} MB")
-        assert needed <= 1.2 * 4 * max(sizes) + 64e6, (words, needed)
+        ahead = 4 * min(max(sizes), AHEAD)  # of the 500 MB that are promised
+        assert needed <= 1.2 * 4 * max(sizes) + ahead + 64e6, (words, needed)
 
 
 def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
