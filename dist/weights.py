@@ -4,6 +4,7 @@ No more than one parameter is held at a time.
 """
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from accel.ahead import in_order
+from accel.ahead import in_order, one_ahead
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile
@@ -68,14 +69,12 @@ class Weights:
         return blocks[start - low : start - low + spec.size].reshape(spec.shape)
 
     def in_turn(self, names: Iterable[str]) -> Iterator[Array]:
-        """Yield parameters, each in the memory of the one before; the same again is not read."""
-        most = max(spec.size for _, spec in self.layout.offsets.values())
-        room, last, found = np.empty(most + 2 * SUM_BLOCK, "<f4"), "", None
-        for name in names:
-            if name != last:
-                last, found = name, self.read(name, room)
-            assert found is not None
-            yield found
+        """Yield parameters, all in the same memory; the next is read while one is used."""
+        turns = [(name, len([*same])) for name, same in itertools.groupby(names)]
+        sizes = {name: spec.size + 2 * SUM_BLOCK for name, (_, spec) in self.layout.offsets.items()}
+        found = one_ahead(self.read, [(name, sizes[name]) for name, _ in turns])
+        for (_, times), parameter in zip(turns, found, strict=True):
+            yield from itertools.repeat(parameter, times)
 
 
 # ---- where a run begins --------------------------------------------------------------------------
@@ -183,7 +182,7 @@ def _same_tokenizer(weights: Weights, tokenizer: "Tokenizer | None") -> None:
 def write_weights(
     path: Path,
     config: Config,
-    parameter: Callable[[str, tuple[int, ...]], Array],
+    fill: Callable[[str, Array], None],
     tokenizer: "Tokenizer | None",
 ) -> None:
     """Write a checkpoint that holds weights alone.
@@ -193,9 +192,9 @@ def write_weights(
     path : Path
         A folder that is not there yet.
     config : Config
-    parameter : callable
-        Takes the name and shape of a parameter and returns it, float32; called once for each, in
-        the order of the flat buffer, and not before the one before is written.
+    fill : callable
+        Takes the name of a parameter and memory of its shape, little-endian float32, and writes it
+        there; called once for each, in the order of the flat buffer, in another thread.
     tokenizer : Tokenizer or None
     """
     if path.name.startswith("step-"):
@@ -211,6 +210,10 @@ def write_weights(
             crcs[block] = zlib.crc32(numbers[:size].data, crcs[block])
             at, numbers = at + size, numbers[size:]
 
+    def filled(name: str, flat: Array) -> Array:
+        fill(name, flat.reshape(layout.offsets[name][1].shape))
+        return flat
+
     def written(flat: Array, at: int) -> Iterator[tuple[int, Array]]:
         """Yield pieces of a parameter that end where blocks do, once they are written."""
         low = 0
@@ -224,10 +227,8 @@ def write_weights(
         part.mkdir()
         with (part / "master.bin").open("wb") as file, steadily(file):
             at = 0
-            for name, (start, spec) in layout.offsets.items():
-                flat = np.ascontiguousarray(parameter(name, spec.shape), "<f4").reshape(-1)
-                if at != start or flat.size != spec.size:
-                    raise ValueError(f"{name} must have shape {spec.shape}")
+            sizes = [(name, spec.size) for name, (_, spec) in layout.offsets.items()]
+            for flat in one_ahead(filled, sizes):
                 for _ in in_order(count, written(flat, at)):
                     pass
                 at += flat.size

@@ -28,7 +28,7 @@ from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode
-from accel.cpu.halves import BF16, to_bf16, to_float32
+from accel.cpu.halves import BF16, to_bf16, to_float32, transposed
 from accel.cpu.kernels import (
     SERIAL,
     SUM,
@@ -65,7 +65,7 @@ class PackedWeight(np.ndarray):
     """
 
     packed: dict[bool, Array]  # transposed or not -> right operand of a product
-    halves: Array | None  # (R, C) uint16, the rounded weight row by row, for decoding
+    halves: Array | None  # uint16, the rounded weight as decoding reads it: (V, D) or (out, in)
     outdated: dict[bool, Array]  # memory of packs of the weight's former values
 
     def __array_finalize__(self, obj: object) -> None:
@@ -152,12 +152,14 @@ def decode_step(
     matrices = {}
     for name, weight in params.items():
         if weight.ndim == 2:
-            if not isinstance(weight, PackedWeight):
-                matrices[name] = to_bf16(weight)
-                continue
-            if weight.halves is None:
-                weight.halves = to_bf16(weight)
-            matrices[name] = weight.halves
+            halves = getattr(weight, "halves", None)
+            if halves is None:
+                halves = to_bf16(weight)
+                if name.startswith("layers."):
+                    halves = transposed(halves)
+            if isinstance(weight, PackedWeight):
+                weight.halves = halves
+            matrices[name] = halves
     return decode(params, matrices, config, token, cache, position)
 
 

@@ -2,11 +2,13 @@
 
 One token does two floating-point operations for each weight it reads, so reading the weights once,
 from end to end, is all the time there is to spend: 4 bytes a weight in float32, 2 where they are
-stored as bfloat16, 1.125 as blocks of eight bits; and the KV cache, 4 bytes a number or 2.
+stored as bfloat16, 1.0625 as blocks of eight bits; and the KV cache, 4 bytes a number or 2.
 
 * A product with a weight (in, out) is cut by rows of the weight into tasks of about MATVEC_TASK
   elements. Each task reads its rows once, for all rows of the batch, and leaves a partial sum; the
-  partial sums are added in order. The head (V, D) is a dot product a row.
+  partial sums are added in order. The head (V, D) is a dot product a row, and so is a product with
+  a weight in bfloat16, which is kept as (out, in): a row of it is half as long in memory, and read
+  as (in, out), where each row adds to all sums, it took up to 1.8 times the time of the reading.
   Matrices of eight bits have kernels of their own (``q8_kernels.py``).
 * Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
   head of one row, with all query heads of the group; the blocks are joined by their maxima and
@@ -34,7 +36,7 @@ from reference.config import FeedForward
 MATVEC_TASK = 32_768  # elements of a weight that one task reads, about
 MAX_TASKS = 64  # of one product
 KEY_BLOCK = 512  # keys of one task
-HEAD_ROWS = 64  # rows of the head in one task
+DOT_ROWS = 64  # rows of a weight whose dot products are one task
 
 
 def record(*integers: str, floats: tuple[str, ...] = (), dtype: Any = np.float64) -> Any:
@@ -65,26 +67,6 @@ def model_record(dtype: Any) -> Any:
     return record(*sizes, *get_args(FeedForward), floats=numbers, dtype=dtype)
 
 
-def _rows_together(weight: Any) -> int:
-    """Return how many rows of a weight a product reads side by side, by a scalar of its type.
-
-    Four rows write y once instead of four times. Rows of two bytes a number are so short that the
-    processor foresees their end too late: 14 to 17 GB/s come from memory on one Zen 5 core by four
-    rows, 21 to 24 by one after the other. Of float32 it is 20 to 29, and 20 to 22.
-    """
-    raise TypeError(COMPILED)
-
-
-@overload(_rows_together)
-def _rows_together_overload(weight: Any) -> Callable[..., Any]:
-    n = 1 if weight == types.uint16 else 4
-
-    def rows(weight: Any) -> int:
-        return n
-
-    return rows
-
-
 @jit(**SUM)
 def _matvec(
     one: Any,
@@ -111,19 +93,17 @@ def _matvec(
             for j in range(n_out):
                 y[j] = 0
             i = low
-            while _rows_together(weight_like) == 4 and i + 4 <= high:
+            while i + 4 <= high:
                 w0, w1 = at(weight, i * n_out), at(weight, (i + 1) * n_out)
                 w2, w3 = at(weight, (i + 2) * n_out), at(weight, (i + 3) * n_out)
                 u0, u1, u2, u3 = u[i], u[i + 1], u[i + 2], u[i + 3]
                 for j in range(n_out):
-                    y[j] += (u0 * as_type(one, w0[j]) + u1 * as_type(one, w1[j])) + (
-                        u2 * as_type(one, w2[j]) + u3 * as_type(one, w3[j])
-                    )
+                    y[j] += (u0 * w0[j] + u1 * w1[j]) + (u2 * w2[j] + u3 * w3[j])
                 i += 4
             while i < high:
                 w0, u0 = at(weight, i * n_out), u[i]
                 for j in range(n_out):
-                    y[j] += u0 * as_type(one, w0[j])
+                    y[j] += u0 * w0[j]
                 i += 1
     for b in range(batch):
         z = at(out, b * n_out)
@@ -139,46 +119,43 @@ def _matvec(
 
 
 @jit(**SUM)
-def _head(
+def _dots(
     one: Any,
     weight_like: Any,
     x: Any,
-    head_address: int,
+    weight_address: int,
     bias_address: int,
     out: Any,
     partial: Any,
     batch: int,
-    vocabulary: int,
-    width: int,
+    n_in: int,
+    n_out: int,
 ) -> None:
-    """Write x headᵀ + b: x (B, D), head (V, D), out (B, V); ``partial`` is not needed."""
+    """Write x Wᵀ + b: x (B, n_in), weight (n_out, n_in); ``partial`` is not needed."""
     zero = one - one
-    head, bias = pointer(head_address, weight_like), pointer(bias_address, one)
-    for task in prange((vocabulary + HEAD_ROWS - 1) // HEAD_ROWS):
-        for v in range(task * HEAD_ROWS, min(vocabulary, (task + 1) * HEAD_ROWS)):
-            w = at(head, v * width)
+    weight, bias = pointer(weight_address, weight_like), pointer(bias_address, one)
+    for task in prange((n_out + DOT_ROWS - 1) // DOT_ROWS):
+        for i in range(task * DOT_ROWS, min(n_out, (task + 1) * DOT_ROWS)):
+            w = at(weight, i * n_in)
             for b in range(batch):
-                u = at(x, b * width)
+                u = at(x, b * n_in)
                 s = zero
-                for j in range(width):
+                for j in range(n_in):
                     s += u[j] * as_type(one, w[j])
                 if bias_address:
-                    s += bias[v]
-                out[b * vocabulary + v] = s
+                    s += bias[i]
+                out[b * n_out + i] = s
 
 
-def _by_type(blocks: Any, floats: Any) -> Callable[..., Any]:
-    """Return a product by one kernel for matrices of blocks, by another for all else.
-
-    Their second argument is a scalar of the type.
-    """
+def _by_type(kernels: dict[Any, Any], otherwise: Any) -> Callable[..., Any]:
+    """Return a product by the kernel for the type of its second argument, a scalar."""
 
     def multiply(*arguments: Any) -> None:
         raise TypeError(COMPILED)
 
     @overload(multiply)
     def multiply_overload(*arguments: Any) -> Callable[..., Any]:
-        kernel = blocks if arguments[1] == types.int8 else floats
+        kernel = kernels.get(arguments[1], otherwise)
 
         def call(*arguments: Any) -> None:
             kernel(*arguments)
@@ -188,8 +165,8 @@ def _by_type(blocks: Any, floats: Any) -> Callable[..., Any]:
     return multiply
 
 
-_multiply = _by_type(q8_kernels.matvec, _matvec)
-_multiply_head = _by_type(q8_kernels.head, _head)
+_multiply = _by_type({types.int8: q8_kernels.matvec, types.uint16: _dots}, _matvec)
+_multiply_head = _by_type({types.int8: q8_kernels.head}, _dots)
 
 
 @jit(**SERIAL)
@@ -438,5 +415,5 @@ def decode_token(models: Any, layers: Any, tokens: Any, like: Any, kept_like: An
         _copy(x, h, batch * width)
     out = pointer(token.out, one)
     _multiply_head(
-        one, like, h, token.head, token.head_bias, out, partial, batch, model.vocabulary, width
+        one, like, h, token.head, token.head_bias, out, partial, batch, width, model.vocabulary
     )

@@ -1,6 +1,6 @@
 """Products of one row with a matrix of blocks of eight bits (``q8.py``), 32 numbers at a time.
 
-How the blocks lie in memory, scales as float32:
+How the blocks lie in memory, scales as float16:
 
 * of a weight (in, out), of which a product with a row takes 32 columns at a time: tiles of 32
   inputs and 32 outputs, the tiles of the same outputs one after the other; in a tile the 32 scales,
@@ -9,6 +9,7 @@ How the blocks lie in memory, scales as float32:
   block its scale, then its numbers.
 """
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -17,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from accel.cpu.kernels import SUM
-from accel.cpu.simd import at, pointer
+from accel.cpu.simd import at, pointer, vector_bytes
 from accel.jit import jit
 from accel.q8_0 import BLOCK
 
@@ -26,14 +27,15 @@ Context = Any
 Builder = Any
 Value = Any
 
-SCALE = 4  # bytes of one
+SCALE = 2  # bytes of one
 TILE = BLOCK * SCALE + BLOCK * BLOCK  # bytes
 HEAD_ROWS = 64  # rows of the head in one task
 
 _INT64 = ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), BLOCK)
 _BYTES = ir.VectorType(ir.IntType(8), BLOCK)
-_ALIGNED = 4  # bytes: no more is known of an address
+_HALVES = ir.VectorType(ir.IntType(16), BLOCK)
+_ALIGNED = 2  # bytes: no more is known of an address
 
 
 def _load(builder: Builder, p: Value, kind: Any) -> Value:
@@ -43,6 +45,23 @@ def _load(builder: Builder, p: Value, kind: Any) -> Value:
 def _numbers(builder: Builder, p: Value) -> Value:
     """Return 32 int8 as floats."""
     return builder.sitofp(_load(builder, p, _BYTES), _FLOATS)
+
+
+def _widened(builder: Builder, halves: Value) -> Value:
+    """Return what float16 numbers that are not negative are as float32: exactly, in two steps.
+
+    Shifted into place, exponent and digits of a float16 mean 2¹⁵⁻¹²⁷ times as much in a float32.
+    """
+    several = isinstance(halves.type, ir.VectorType)
+
+    def constant(scalar: Any, n: Any) -> Value:
+        kind = ir.VectorType(scalar, BLOCK) if several else scalar
+        return ir.Constant(kind, [n] * BLOCK if several else n)
+
+    digits = constant(ir.IntType(32), 13)  # float32 has so many more
+    bits = builder.shl(builder.zext(halves, digits.type), digits)
+    factor = constant(ir.FloatType(), 2.0**112)
+    return builder.fmul(builder.bitcast(bits, factor.type), factor)
 
 
 def _splat(builder: Builder, x: Value) -> Value:
@@ -59,6 +78,15 @@ def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     return builder.call(f, [a, b, c])
 
 
+def _rows_together() -> int:
+    """Return for how many rows of a tile there are sums of their own.
+
+    32 columns are two registers of 64 bytes, too few sums to keep the multiply-add units busy; of
+    smaller registers they are enough.
+    """
+    return 4 if vector_bytes() == 64 else 1
+
+
 @intrinsic
 def _add_tile(typingctx: Context, tile: Any, u: Any, y: Any, rows: Any) -> Any:
     """y[j] += scale[j] Σ_i u[i] q[i, j], over the first rows of a tile."""
@@ -66,15 +94,29 @@ def _add_tile(typingctx: Context, tile: Any, u: Any, y: Any, rows: Any) -> Any:
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
         tile, u, y, rows = args
         numbers = builder.gep(tile, [ir.Constant(_INT64, BLOCK * SCALE)])
-        sums = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * BLOCK))
-        with cgutils.for_range(builder, rows) as loop:
-            row = builder.gep(numbers, [builder.mul(loop.index, ir.Constant(_INT64, BLOCK))])
-            x = _splat(builder, builder.load(builder.gep(u, [loop.index])))
+        sums = [
+            cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * BLOCK))
+            for _ in range(_rows_together())
+        ]
+
+        def add_row(i: Value, target: Value) -> None:
+            row = builder.gep(numbers, [builder.mul(i, ir.Constant(_INT64, BLOCK))])
+            x = _splat(builder, builder.load(builder.gep(u, [i])))
             q = _numbers(builder, row)
-            builder.store(_multiply_add(builder, x, q, builder.load(sums)), sums)
-        scales = _load(builder, tile, _FLOATS)
+            builder.store(_multiply_add(builder, x, q, builder.load(target)), target)
+
+        step = ir.Constant(_INT64, len(sums))
+        whole = builder.sub(rows, builder.srem(rows, step))
+        with cgutils.for_range_slice(builder, ir.Constant(_INT64, 0), whole, step) as (i, _):
+            for n, target in enumerate(sums):
+                add_row(builder.add(i, ir.Constant(_INT64, n)), target)
+        one = ir.Constant(_INT64, 1)
+        with cgutils.for_range_slice(builder, whole, rows, one) as (i, _):
+            add_row(i, sums[0])
+        total = functools.reduce(builder.fadd, [builder.load(target) for target in sums])
+        scales = _widened(builder, _load(builder, tile, _HALVES))
         before = _load(builder, y, _FLOATS)
-        after = _multiply_add(builder, scales, builder.load(sums), before)
+        after = _multiply_add(builder, scales, total, before)
         builder.store(after, builder.bitcast(y, ir.PointerType(_FLOATS)), align=_ALIGNED)
         return context.get_dummy_value()
 
@@ -92,7 +134,7 @@ def _dot(typingctx: Context, row: Any, u: Any, blocks: Any) -> Any:
             first = builder.mul(loop.index, ir.Constant(_INT64, SCALE + BLOCK))
             block = builder.gep(row, [first])
             q = _numbers(builder, builder.gep(block, [ir.Constant(_INT64, SCALE)]))
-            scale = _splat(builder, _load(builder, block, ir.FloatType()))
+            scale = _splat(builder, _widened(builder, _load(builder, block, ir.IntType(16))))
             at_u = builder.gep(u, [builder.mul(loop.index, ir.Constant(_INT64, BLOCK))])
             x = builder.fmul(_load(builder, at_u, _FLOATS), scale)
             builder.store(_multiply_add(builder, x, q, builder.load(sums)), sums)
@@ -149,8 +191,8 @@ def head(
     out: Any,
     partial: Any,
     batch: int,
-    vocabulary: int,
     width: int,
+    vocabulary: int,
 ) -> None:
     """Write x headᵀ + b: x (B, D), head (V, D) in blocks; ``partial`` has room for x."""
     rows, bias = pointer(weight, like), pointer(bias_address, one)

@@ -96,8 +96,9 @@ def _write(path: Path, shape: Config) -> None:
     """Write a checkpoint with weights drawn at random."""
     rng = np.random.default_rng(0)
 
-    def draw(name: str, shape: tuple[int, ...]) -> Array:
-        return rng.random(shape, np.float32) - np.float32(0.5)
+    def draw(name: str, out: Array) -> None:
+        rng.random(out=out, dtype=np.float32)
+        out -= np.float32(0.5)
 
     write_weights(path, shape, draw, None)
 

@@ -108,7 +108,7 @@ def _write(path: Path, shape: Config) -> None:
     layout = decoder_layout(shape)
     views = layout.views(layout.init(0))
     tokenizer = train_from_iterator([__doc__ or ""], 300)  # llama.cpp refuses one without merges
-    write_weights(path, shape, lambda name, _: views[name], tokenizer)
+    write_weights(path, shape, lambda name, out: np.copyto(out, views[name]), tokenizer)
 
 
 def _ours(path: Path, mode: str, length: int) -> Callable[[], Reader]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.ahead import in_order
-from accel.q8_0 import BLOCK, to_blocks
+from accel.jit import jit
+from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from dist.convert.mapping import Tensor
 from reference.types import Array
 
@@ -24,16 +25,18 @@ class Kind(NamedTuple):
 
 def to_bf16(x: Array) -> Array:
     """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
-    bits = x.view(np.uint32)
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= np.uint32(16)
-    nan = np.isnan(x)
-    if nan.any():  # the sum might have made one infinite
-        rounded[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x40)
-    return rounded.astype("<u2")
+    rounded = np.empty(x.shape, "<u2")
+    _to_bf16(np.ascontiguousarray(x).reshape(-1).view(np.uint32), rounded.reshape(-1))
+    return rounded
+
+
+@jit(nogil=True)
+def _to_bf16(bits: Array, rounded: Array) -> None:
+    for i in range(len(bits)):
+        b = bits[i]
+        nan = (b & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)  # the sum might be infinite
+        up = b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))
+        rounded[i] = ((b | np.uint32(0x40_0000)) if nan else up) >> np.uint32(16)
 
 
 def from_bf16(raw: Array) -> Array:
@@ -62,16 +65,19 @@ def to_half(x: Array) -> Array:
 
 def to_q8_0(x: Array) -> Array:
     """Return blocks of 32 numbers as a float16 scale and 32 int8, as ``accel.q8_0`` has them."""
-    d, q = to_blocks(x.reshape(-1, BLOCK))
-    return np.concatenate([d[:, None].view(np.uint8), q.view(np.uint8)], axis=1)
+    x = x.reshape(-1, BLOCK)
+    blocks = np.empty((len(x), 2 + BLOCK), np.uint8)
+    d, _ = to_blocks(x, blocks[:, 2:].view(np.int8))
+    blocks[:, :2] = d[:, None].view(np.uint8)
+    return blocks
 
 
 def from_q8_0(raw: Array) -> Array:
     """Return the numbers that blocks stand for."""
     blocks = raw.reshape(-1, 2 + BLOCK)
     d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-    x = blocks[:, 2:].view(np.int8).astype(np.float32)
-    x *= d
+    x = np.empty((len(blocks), BLOCK), np.float32)
+    from_blocks(d.reshape(-1), blocks[:, 2:].view(np.int8), x)
     return x.reshape(-1)
 
 

@@ -1,6 +1,5 @@
 """From tensors in files to a checkpoint: all there, none over, each of the right shape."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from accel.ahead import in_order
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
 from reference.config import Config
-from reference.params import decoder_layout
 from reference.types import Array
 
 if TYPE_CHECKING:
@@ -28,10 +26,8 @@ class Found(NamedTuple):
     tokenizer: "Tokenizer | None"
 
 
-def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Array]:
+def parameters(found: Found, where: Path) -> Callable[[str, Array], None]:
     """Return the function that reads one parameter of ours, in the way ``write_weights`` asks.
-
-    Each lies in the memory of the one before.
 
     Raises
     ------
@@ -52,15 +48,11 @@ def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Ar
                 f"{where}: the tensor {tensor.name} has shape {stored[tensor.name].shape}, but the "
                 f"configuration asks for {tensor.shape}"
             )
-    most = max(spec.size for _, spec in decoder_layout(found.config).offsets.values())
-    room = np.empty(most, np.float32)  # for one after the other
     parts: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.ours, []).append(tensor)
 
-    def parameter(name: str, shape: tuple[int, ...]) -> Array:
-        whole = room[: math.prod(shape)].reshape(shape)
-
+    def fill(name: str, whole: Array) -> None:
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at
             values = stored[tensor.name].rows(low, high)
@@ -71,9 +63,8 @@ def parameters(found: Found, where: Path) -> Callable[[str, tuple[int, ...]], Ar
         chunks = ((tensor, chunk) for tensor in parts[name] for chunk in tensor.chunks())
         for _ in in_order(fetch, chunks):
             pass
-        return whole
 
-    return parameter
+    return fill
 
 
 def _named(found: Found, where: Path) -> dict[str, Stored]:

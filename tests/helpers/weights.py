@@ -67,7 +67,7 @@ def write_random(
 ) -> dict[str, Array]:
     """Write a checkpoint with random weights and return them by name."""
     views = decoder_layout(config).views(random_weights(config, seed))
-    write_weights(path, config, lambda name, shape: views[name], tokenizer)
+    write_weights(path, config, lambda name, out: np.copyto(out, views[name]), tokenizer)
     return views
 
 

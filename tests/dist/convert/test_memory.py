@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accel.ahead import AHEAD
 from dist import checkpoint
 from dist.weights import Weights, write_weights
 from reference.params import decoder_layout
@@ -35,8 +36,8 @@ print("needed", most() - before)
 
 @pytest.mark.slow
 def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Path) -> None:
-    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.random.default_rng(len(name)).random(shape, dtype=np.float32)
+    def draw(name: str, out: np.ndarray) -> None:
+        np.random.default_rng(len(name)).random(out=out, dtype=np.float32)
 
     write_weights(tmp_path / "mine", CONFIG, draw, None)
     sizes = [spec.size for _, spec in decoder_layout(CONFIG).offsets.values()]
@@ -58,7 +59,8 @@ def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Pa
         assert done.returncode == 0, done.stderr
         needed = int(done.stdout.split("needed ")[1])
         print(f"{' '.join(words)}: {needed / 1e6:.0f} MB")
-        assert needed <= 1.2 * 4 * max(sizes) + 64e6, (words, needed)
+        ahead = 4 * min(max(sizes), AHEAD)  # of the 500 MB that are promised
+        assert needed <= 1.2 * 4 * max(sizes) + ahead + 64e6, (words, needed)
 
 
 def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
