@@ -7,6 +7,7 @@ the environment, is that of a new process. What another's package reads from the
 is imported is not: Numba's ``NUMBA_…``, for one.
 """
 
+import atexit
 import functools
 import json
 import os
@@ -45,8 +46,8 @@ class Forked(NamedTuple):
 
 
 @functools.cache
-def _server(imports: str) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
-    """Return an interpreter that has run ``imports``, and how to speak to it; it ends with us."""
+def _server(imports: str) -> socket.socket:
+    """Return how to speak to an interpreter that has run ``imports``; it ends with this process."""
     ours, its = socket.socketpair()
     with its:
         process = subprocess.Popen(
@@ -55,7 +56,14 @@ def _server(imports: str) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
             stdin=subprocess.DEVNULL,
             pass_fds=[its.fileno()],
         )
-    return ours, process
+
+    def end() -> None:
+        ours.shutdown(socket.SHUT_RDWR)
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
 
 
 def start(imports: str, code: str, *arguments: str, **process: Any) -> Forked:
@@ -68,8 +76,7 @@ def start(imports: str, code: str, *arguments: str, **process: Any) -> Forked:
     out, err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))
     given, ordering = os.pipe()
     ended, ending = os.pipe()
-    orders = _server(imports)[0]
-    socket.send_fds(orders, [b"!"], [given, out.fileno(), err.fileno(), ending])
+    socket.send_fds(_server(imports), [b"!"], [given, out.fileno(), err.fileno(), ending])
     os.close(given)
     os.close(ending)
     with open(ordering, "w", encoding="utf-8") as file:
