@@ -25,9 +25,9 @@ LAST = ("/mpi/", "/peers/", "_bench.py", "mutants.py", "demo.py", "cold_warm.py"
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers() -> int | None:
     """One more than cores: what waits, for a clock, a disk or a process, leaves its core to it."""
-    return cores() + 1
+    return None if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else cores() + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
