@@ -1,7 +1,8 @@
 """The kernel cache: what is compiled, when, how often, and where it is kept.
 
 Every claim is about processes (cold, warm, several at once), so each test makes a little package of
-kernels in a temporary folder and runs it in interpreters of its own.
+kernels in a temporary folder and runs it in processes of its own: forks of an interpreter that has
+imported Numba and nothing of ours.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel import jit, threads
-from tests.helpers import ROOT
+from tests.helpers import ROOT, forked
 
 HELPERS = """
 from llvmlite import ir
@@ -101,21 +102,19 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
     return {k: v for k, v in (env | extra).items() if v}
 
 
-def start(tmp_path: Path, code: str = REPORT, **extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment(tmp_path, **extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def ended(tmp_path: Path, code: str = REPORT, **extra: str) -> "subprocess.CompletedProcess[str]":
+    """Run code in a process of its own."""
+    env = environment(tmp_path, **extra)
+    if any(name.startswith("NUMBA_") for name in extra):  # read when Numba is imported
+        words = [sys.executable, "-c", code]
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    return forked.run(forked.NUMBA, code, env=env)
 
 
 def run(tmp_path: Path, code: str = REPORT, **extra: str) -> tuple[list[str], str]:
-    process = start(tmp_path, code, **extra)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.splitlines(), err
+    done = ended(tmp_path, code, **extra)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
 
 
 def test_a_kernel_may_be_the_first_of_its_process_to_reach_a_parallel_one(pack: Path) -> None:
@@ -153,13 +152,14 @@ def test_another_processor_recompiles(filled: Path) -> None:
 
 
 def test_processes_starting_together_compile_each_kernel_once(pack: Path) -> None:
-    together = [start(pack) for _ in range(4)]
-    ends = [process.communicate(timeout=120) for process in together]
-    assert [out.splitlines()[0] for out, _ in ends] == ["12.0 52.0"] * 4
-    compiled = [int(out.splitlines()[1]) for out, _ in ends]
+    env = environment(pack)
+    together = [forked.start(forked.NUMBA, REPORT, env=env) for _ in range(4)]
+    ends = [process.end() for process in together]
+    assert [end.stdout.splitlines()[0] for end in ends] == ["12.0 52.0"] * 4
+    compiled = [int(end.stdout.splitlines()[1]) for end in ends]
     assert sum(compiled) == 2
     # who waited is silent; who came when the first kernel was there already may compile the second
-    assert 1 <= sum("compiling" in err for _, err in ends) <= sum(n > 0 for n in compiled)
+    assert 1 <= sum("compiling" in end.stderr for end in ends) <= sum(n > 0 for n in compiled)
 
 
 def test_a_home_that_cannot_be_written_falls_to_a_temporary_folder_and_says_so(pack: Path) -> None:
@@ -181,10 +181,10 @@ def test_a_temporary_folder_that_others_may_write_is_not_trusted(pack: Path) -> 
 
 
 def test_a_chosen_folder_that_cannot_be_written_is_an_error_naming_it(pack: Path) -> None:
-    process = start(pack, MYLLM_CACHE_DIR="/dev/null/cache")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "/dev/null/cache" in err.splitlines()[-1] and "MYLLM_CACHE_DIR" in err.splitlines()[-1]
+    done = ended(pack, MYLLM_CACHE_DIR="/dev/null/cache")
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "/dev/null/cache" in last and "MYLLM_CACHE_DIR" in last
 
 
 def test_a_filled_cache_serves_where_nothing_can_be_locked_or_written(filled: Path) -> None:
@@ -223,10 +223,8 @@ for path, part in itertools.product(files, np.linspace(0, 1, 25)):
     assert not kernels.scaled.stats.cache_misses, "the damage was not mended"
 print(len(files))
 """
-    process = start(pack, code.replace("sys.argv[1]", repr(str(pack / "cache"))))
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (0, "2\n"), err
-    assert err.count("a damaged kernel is compiled again: ") == 50
+    out, err = run(pack, code.replace("sys.argv[1]", repr(str(pack / "cache"))))
+    assert out == ["2"] and err.count("a damaged kernel is compiled again: ") == 50
 
 
 def test_files_that_changed_places_are_not_taken_for_one_another(pack: Path) -> None:
@@ -260,10 +258,9 @@ def test_a_cache_that_others_can_write_is_refused_with_a_sentence(filled: Path) 
     assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
     for open_to_others in (folder, folder.parent):
         open_to_others.chmod(0o720)
-        process = start(filled)
-        _, err = process.communicate(timeout=120)
-        last = err.splitlines()[-1]
-        assert process.returncode != 0 and f"chmod go-w {open_to_others} if it is yours" in last
+        done = ended(filled)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode != 0 and f"chmod go-w {open_to_others} if it is yours" in last
         assert "or point MYLLM_CACHE_DIR elsewhere" in last
         open_to_others.chmod(0o755)
     assert run(filled) == (["12.0 52.0", "0"], "")
@@ -273,9 +270,8 @@ def test_a_cache_that_others_can_write_is_refused_with_a_sentence(filled: Path) 
 def test_a_cache_of_another_user_is_refused(filled: Path) -> None:
     (folder,) = (filled / "cache/kernels").glob("pack-*")
     os.chown(folder, 12345, -1)
-    process = start(filled)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and "other users can write" in err.splitlines()[-1]
+    done = ended(filled)
+    assert done.returncode != 0 and "other users can write" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("replaced", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -326,9 +322,9 @@ def test_a_kernel_that_calls_one_of_another_folder_is_refused(pack: Path) -> Non
         "from accel.jit import jit\nfrom pack.kernels import scaled\n"
         "@jit\ndef far(x):\n    return scaled(x) + 1\n"
     )
-    process = start(pack, "from other.far import far\nfar(1.0)")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and "keep kernels that call each other in one folder" in err
+    done = ended(pack, "from other.far import far\nfar(1.0)")
+    assert done.returncode != 0
+    assert "keep kernels that call each other in one folder" in done.stderr
 
 
 def test_a_function_without_a_file_compiles_without_a_cache(pack: Path) -> None:
@@ -396,9 +392,8 @@ print(threads())
     assert run(pack, code, MPI_LOCALNRANKS="4")[0] == ["2", "3"]
     assert run(pack, code, OMPI_COMM_WORLD_LOCAL_SIZE="16")[0] == ["1", "3"]
     for text in ("x", "0", "9" * 5000):
-        process = start(pack, code, MPI_LOCALNRANKS=text)
-        _, err = process.communicate(timeout=120)
-        assert "MPI_LOCALNRANKS must be the number of ranks here" in err.splitlines()[-1]
+        done = ended(pack, code, MPI_LOCALNRANKS=text)
+        assert "MPI_LOCALNRANKS must be the number of ranks here" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("text", ["0", "two", "-1", "1000000", "٣٤", "9" * 5000])

@@ -1,8 +1,6 @@
 """Which threads do the work: small arrays wake no other than the caller's, large ones do."""
 
 import os
-import subprocess
-import sys
 import time
 
 import numba
@@ -10,7 +8,7 @@ import pytest
 
 from accel.ahead import in_order
 from accel.threads import SPINS, alone, available_cores, threads
-from tests.helpers import ROOT
+from tests.helpers import ROOT, forked
 
 # prints how many threads there are more behind some calls than before
 WORK = """
@@ -45,15 +43,9 @@ print(len(os.listdir("/proc/self/task")) - before)
     "calls, more", [("(relu(256), decode(64))", 0), ("relu(257)", 1), ("decode(256)", 1)]
 )
 def test_small_work_stays_in_one_thread(calls: str, more: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WORK, calls],
-        cwd=ROOT,
-        env={**os.environ, "MYLLM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(done.stdout) == more
+    env = {**os.environ, "MYLLM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
+    done = forked.run(forked.NUMBA, WORK, calls, cwd=ROOT, env=env)
+    assert (done.returncode, int(done.stdout or -1)) == (0, more), done.stderr
 
 
 # prints Numba's pool
@@ -78,14 +70,9 @@ print(numba.threading_layer())
 )
 def test_threads_soon_sleep_whatever_op_comes_first(compute: str, op: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST, compute, op],
-        cwd=ROOT,
-        env={**env, "OMP_DISPLAY_ENV": "verbose"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env |= {"OMP_DISPLAY_ENV": "verbose"}
+    done = forked.run(forked.NUMBA, FIRST, compute, op, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
     if done.stdout.strip() != "omp":
         pytest.skip(f"Numba's pool is {done.stdout.strip()} here, not OpenMP")
     assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr

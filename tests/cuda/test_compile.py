@@ -51,13 +51,14 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
 
 
 VARIANTS = list(variants())
-# With -m slow: of attention on tensor cores every other combination, float32 for the older
-# architecture, and of those with less shared memory all but the newest.
+# With -m slow: of attention on tensor cores every other combination, of mma.sync for Hopper, which
+# has wgmma, all but one; float32 for the older architecture, and of those with less shared memory
+# all but the newest.
 ALIKE = (
     ("sm_80", "attention_mma", attention_variant(64, 64, 1)),
     ("sm_80", "attention_mma", attention_variant(128, 64, 0)),
+    *(("sm_90a", "attention_mma", attention_variant(head, 64, 1)) for head in (64, 128)),
     ("sm_90a", "attention_mma", attention_variant(64, 64, 0)),
-    ("sm_90a", "attention_mma", attention_variant(128, 64, 1)),
     ("sm_90a", "attention_wgmma", attention_variant(64, 64, 1)),
     *(v for v in VARIANTS if v[0] in SMALLER[:2]),
     *(v for v in VARIANTS if v[0] == "sm_80" and v[2] == {"BF16": 0}),

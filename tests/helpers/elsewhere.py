@@ -30,8 +30,12 @@ LOADED_BEFORE = (
     "multiprocessing.popen_spawn_posix numpy.random numba numba.np.ufunc.parallel llvmlite msgspec "
     "psutil regex rich.console "
     "rich.progress safetensors.numpy threadpoolctl filelock urllib.request sysconfig tokenize zlib "
-    "http.server unittest.mock matplotlib.figure matplotlib.backends.backend_agg uvicorn "
-    "starlette.applications starlette.responses numba.np.ufunc.omppool numba.np.ufunc.workqueue"
+    "http.server unittest.mock numba.np.ufunc.omppool numba.np.ufunc.workqueue"
+)
+# what draws and serves, a second's work, where EXTRAS is in the environment
+EXTRAS = (
+    "matplotlib.figure matplotlib.backends.backend_agg uvicorn starlette.applications "
+    "starlette.responses"
 )
 # None stands for a module that an import then does not find
 MODULES = {
@@ -61,7 +65,7 @@ CAUGHT = ("SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM", "SIGBRE
 def become(system: str) -> None:
     """Take away from this process what the system has not."""
     warnings.simplefilter("ignore", EncodingWarning)  # of others
-    for name in LOADED_BEFORE.split():
+    for name in f"{LOADED_BEFORE} {EXTRAS if 'EXTRAS' in os.environ else ''}".split():
         with contextlib.suppress(ImportError):  # an extra
             importlib.import_module(name)
     start = subprocess.Popen.__init__

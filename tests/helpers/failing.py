@@ -1,8 +1,8 @@
 """``myllm`` with a fault on one rank: FAULT="RANK WHERE HOW" python -m tests.helpers.failing ARGS.
 
 ``FIRST``, in the environment, is how long the first piece of work of a kind, and the start of MPI,
-may last. ``ASK`` is a folder: before each fsync a file is made there, and what was to be fsynced
-waits until somebody has removed it.
+may last, and ``SLOW`` how long one takes that is slow. ``ASK`` is a folder: before each fsync a
+file is made there, and what was to be fsynced waits until somebody has removed it.
 """
 
 import ctypes
@@ -59,7 +59,7 @@ def fail(how: str) -> None:
         case "hold":  # the interpreter, in a call that does not return
             ctypes.PyDLL(None).sleep(1000)
         case "slow":
-            time.sleep(5)
+            time.sleep(float(os.environ.get("SLOW", "5")))
         case "late":
             time.sleep(5)
             raise RuntimeError("a fault planted on one rank")

@@ -1,14 +1,17 @@
 """Small datasets and run files, for tests of training, and what a run left behind."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from accel import threads
 from dist import checkpoint, cli, monitor
 from dist.config import RunFile, from_tables
 from dist.slices import ARRAYS
@@ -110,6 +113,17 @@ def save_run_file(config: RunFile, path: Path) -> Path:
 def train(config: RunFile, *arguments: str) -> int:
     path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
     return cli.main(["train", str(path), *arguments])
+
+
+@contextlib.contextmanager
+def in_threads(n: int) -> Iterator[None]:
+    """Let kernels of this process use so many threads."""
+    before = threads.threads()
+    threads.set_threads(n)
+    try:
+        yield
+    finally:
+        threads.set_threads(before)
 
 
 def digest(config: RunFile) -> str:

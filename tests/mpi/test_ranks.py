@@ -35,6 +35,14 @@ def train(config: RunFile, ranks: int, *arguments: str, **environment: str) -> t
     return start(config, ranks, *arguments, **environment).end(600)
 
 
+def train_in_threads(config: RunFile, ranks: int, n: int) -> tuple[int, str, str]:
+    """Train on ranks of so many threads, or, where one is asked for, in this process."""
+    if ranks > 1:
+        return train(config, ranks, MYLLM_THREADS=str(n))
+    with here.in_threads(n):
+        return train(config, 1)
+
+
 def test_any_number_of_ranks_learns_the_same_bits(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__eval_every=3, model__dropout_residual=0.2)
     # of four ranks the next tests learn the same
@@ -89,9 +97,9 @@ def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
         optim__embedding_rate=3.0,
     )
     digests = set()
-    for ranks, threads in ((1, 2), (2, 1), (4, 1)):
-        run = with_run(config, out=str(tmp_path / f"w{ranks}t{threads}"))
-        status, _, err = train(run, ranks, MYLLM_THREADS=str(threads))
+    for ranks, n in ((1, 2), (2, 1), (4, 1)):
+        run = with_run(config, out=str(tmp_path / f"w{ranks}t{n}"))
+        status, _, err = train_in_threads(run, ranks, n)
         assert status == 0, err
         digests.add(digest(run))
     assert len(digests) == 1
@@ -130,9 +138,9 @@ def test_a_run_resumes_on_other_ranks_and_threads(tmp_path: Path) -> None:
     assert train(config, 2)[0] == 0
     whole = digest(config)
     latest = Path(config.run.out) / "checkpoints" / "latest"
-    for ranks, threads in ((4, "1"), (1, "2")):
+    for ranks, n in ((4, 1), (1, 2)):
         latest.write_text("step-00000002\n")
-        assert train(config, ranks, MYLLM_THREADS=threads)[0] == 0
+        assert train_in_threads(config, ranks, n)[0] == 0
         assert digest(config) == whole
 
 

@@ -29,7 +29,7 @@ def held(module: Path, *more: str, **environment: str) -> str:
     """Run the command in a process of its own and return what it says; it must be all right."""
     words = ["verify", "--like", str(EXAMPLES / "like_torch.py"), "--module", str(module), *more]
     done = subprocess.run(
-        [sys.executable, "-m", "dist.cli", *words, "--examples", "3", "--dtype", "float32"],
+        [sys.executable, "-m", "dist.cli", *words, "--examples=3", "--dtype=float32", "--jobs=1"],
         capture_output=True,
         text=True,
         cwd=ROOT,

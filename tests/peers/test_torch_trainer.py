@@ -19,7 +19,8 @@ from reference.params import decoder_layout
 from tokenizer import train_from_iterator
 
 torch = pytest.importorskip("torch", reason="needs the optional extra: pip install -e '.[peers]'")
-from tests.helpers.torch_models import Decoder  # noqa: E402 - after the check for PyTorch
+from tests.helpers.runs import in_threads  # noqa: E402 - after the check for PyTorch
+from tests.helpers.torch_models import Decoder  # noqa: E402
 from tests.helpers.torch_weights import copy_in  # noqa: E402
 
 STEPS = 200
@@ -53,10 +54,11 @@ def test_200_steps_on_real_text_stay_within_a_thousandth_of_pytorch(tmp_path: Pa
         ],
     )
     (tmp_path / "run.toml").write_text(run.to_toml())
-    assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
+    with in_threads(1):  # small products: more threads only wait for each other
+        assert cli.main(["train", str(tmp_path / "run.toml")]) == 0
     ours = [r["loss"] for r in monitor.read_metrics(tmp_path / "run") if "loss" in r]
 
-    torch.set_num_threads(1)  # small products: more threads only wait for each other
+    torch.set_num_threads(1)
     peer = Decoder(run.model)
     layout = decoder_layout(run.model)
     copy_in(peer.slots(), layout.views(layout.init(run.train.seed)))
