@@ -76,6 +76,15 @@ def test_a_loop_that_is_left_in_the_middle_leads_on() -> None:
     assert count(code).accesses == {("LDG", 2): 1, ("STG", 8): 1} and not hot_loop(code)
 
 
+def test_of_loops_with_as_many_products_the_shortest_is_run_most() -> None:
+    product = "5 HMMA.16816.F32.BF16 R4, R8, R12, R4"
+    (code,) = read_listing(
+        listing(".L_x_0:", product, "1 FSEL R1, R1, R2, P0", "5 @P0 BRA `(.L_x_0)",
+                ".L_x_1:", product, "5 @P1 BRA `(.L_x_1)", "5 EXIT")
+    ).values()  # fmt: skip
+    assert [i.stem for i in hot_loop(code)] == ["HMMA", "BRA"]
+
+
 def test_products_of_warpgroups_are_counted_for_a_quarter_of_them() -> None:
     (code,) = read_listing(listing(f"1 {PRODUCT}", f"1 {WIDE}")).values()
     assert [4 * i.flops for i in code] == [2 * 64 * 64 * 16, 2 * 64 * 128 * 16]
@@ -151,6 +160,11 @@ def test_warpgroups_wait_for_their_products_and_for_each_other() -> None:
     # where they meet in each round before they ask, their products take turns: both end last
     met = loop_of(*two, "1 WARPGROUP.DEPBAR.LE gsb0, 0x0", *work, "1 BAR.SYNC 0x0")
     assert met == pytest.approx(128 + 49 + 100 + 29, abs=6)
+    # and one by one: of both the first three are done when six are, of twelve
+    three = [f"1 {WIDE}", f"1 {WIDE}", f"1 {WIDE}, gsb0"]
+    first, both = (f"1 WARPGROUP.DEPBAR.LE gsb0, 0x{n}" for n in (1, 0))
+    fair = loop_of(*three, *three, first, *["10 NOP"] * 60, both, "1 BAR.SYNC 0x0")
+    assert fair == pytest.approx(6 * 64 + 49 + 600 + 29, abs=8)
 
 
 def test_behind_a_full_queue_a_warp_waits_and_other_results_delay_it() -> None:
@@ -176,6 +190,9 @@ def test_warpgroups_take_turns_where_a_register_names_the_barrier() -> None:
     assert loop_of(mine, *four, *["10 NOP"] * 40) == pytest.approx(chain + 400, abs=20)
     # with less work than products the tensor core is never idle
     assert loop_of(mine, *four, *["10 NOP"] * 5) == pytest.approx(2 * 4 * 64, abs=20)
+    # what lies between is done by one at a time
+    alone = loop_of(mine, *["10 NOP"] * 20, pass_on)
+    assert alone == pytest.approx(2 * (200 + 29), abs=8)
     with pytest.raises(ValueError, match="not all arrive"):
         loop_of(mine, *four[:-2])
 
@@ -192,6 +209,9 @@ def test_a_published_kernel_at_peak_is_left_with_the_last_wave() -> None:
     causal = published._row(published.KERNELS[1], "H100", 2048, "tensor")
     assert 0.5 < causal.ours / row.ours < 0.6  # in the order of rows, the longest last
     assert row.theirs == pytest.approx(4 * 16_384**2 * 2_048 / 370e12)
+    # what was counted agrees: a round of 2,048 cycles of tensor cores that were busy in 81.2 %
+    (third,) = (k for k in published.KERNELS if k.clock)
+    assert published._row(third, "H100", 2048 / 0.812, "").ratio == pytest.approx(1, abs=0.01)
 
 
 def test_bytes_are_those_of_the_arrays_as_often_as_they_move() -> None:
