@@ -1,6 +1,7 @@
 """The launchers on CuPy's own arrays: op cases by the rule, and steps with the shim's bits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,12 @@ import pytest
 
 from accel.cuda import device as devices
 from accel.cuda import ops, ops_bf16
+from dist.comm import Solo
+from dist.stopping import StopRequest
+from dist.train import Trainer
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice, ShimError
+from tests.cuda_shim.myllm import install
 from tests.helpers.cuda_cases import (
     attention_by_the_rule,
     attention_cases,
@@ -20,6 +25,8 @@ from tests.helpers.cuda_cases import (
 )
 from tests.helpers.cuda_models import batch, bf16_weights, parameters, train
 from tests.helpers.models import MODELS
+from tests.helpers.runs import digest, losses, prepare, with_run
+from tests.helpers.runs import train as train_run
 
 require.shim()
 require.nvrtc()
@@ -66,6 +73,25 @@ def test_steps_have_the_bits_of_those_on_numpy_s_arrays(
     assert mine[0] == theirs[0]
     for a, b in zip(mine[1:], theirs[1:], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_a_trainer_s_run_and_its_resumption_have_the_bits_of_one_on_numpy_s_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str
+) -> None:
+    few = {"train__steps": 3, "run__eval_every": 2, "model__dropout_residual": 0.2}
+    config = with_run(prepare(tmp_path, **few), backend="cuda", compute=compute)
+    runs = {}
+    for name, arrays in (("cupy", CuPyArrays()), ("numpy", ShimDevice())):
+        monkeypatch.setattr("accel.cuda.device._device", None)  # to be set by the run
+        install("none", monkeypatch.setattr, arrays)
+        runs[name] = with_run(config, out=str(tmp_path / name))
+        stop = StopRequest()
+        stop.signal = 15
+        Trainer(runs[name], Solo()).run(stop)  # a step
+        assert train_run(runs[name]) == 0 and arrays.launches
+    assert digest(runs["cupy"]) == digest(runs["numpy"])
+    assert losses(runs["cupy"]) == losses(runs["numpy"])
 
 
 def test_views_are_of_the_same_memory_and_other_arrays_are_refused(device: CuPyArrays) -> None:

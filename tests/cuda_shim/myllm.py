@@ -13,9 +13,9 @@ from tests.cuda_shim.device import ShimDevice
 from tests.helpers import fake_nccl
 
 
-def install(nccl: str, put: Any = setattr) -> ShimDevice:
+def install(nccl: str, put: Any = setattr, device: ShimDevice | None = None) -> ShimDevice:
     """Let ``accel.load("cuda")`` find the shim; ``put`` sets an attribute of a module."""
-    device = ShimDevice()
+    device = device or ShimDevice()
     put(cupy_device, "find_gpu", lambda: 0)
     put(cupy_device, "CuPyDevice", lambda index: device)
     none = SimpleNamespace(available=False)
