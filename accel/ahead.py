@@ -1,8 +1,9 @@
-"""Work on other threads whose results are wanted in order: files that are read and written."""
+"""Work on other threads, or in processes, whose results are wanted in order."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,19 +15,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def in_order(
+    function: Callable[[T], R],
+    items: Iterable[T],
+    n: int | None = None,
+    pool: Callable[[int], Executor] = ThreadPoolExecutor,
+) -> Iterator[R]:
     """Yield ``function`` of each item, in their order, computed on all threads.
 
     No more than a few items are ahead of what was yielded. They are taken in the caller's thread,
     which is free to wait for a disk meanwhile; the function should leave Python to those that do.
-    """
-    from accel.threads import threads  # and Numba with it, which who has nothing to do does without
 
-    n = threads()
+    Parameters
+    ----------
+    n : int, optional
+        How many threads, if not all.
+    pool : callable
+        Makes of n what runs the function: threads, unless it is told to make processes.
+    """
+    if n is None:
+        from accel.threads import threads  # and Numba with it: who has nothing to do does without
+
+        n = threads()
     waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(n) as pool:
+    with pool(n) as executor:
         for item in items:
-            waiting.append(pool.submit(function, item))
+            waiting.append(executor.submit(function, item))
             if len(waiting) > 2 * n:
                 yield waiting.popleft().result()
         while waiting:
@@ -67,3 +81,19 @@ def one_ahead(fill: Callable[[T, Array], R], sizes: Sequence[tuple[T, int]]) -> 
             yield found
             if following and not coming:
                 coming.append(begin(k + 1))
+
+
+def batches(
+    items: Iterable[T], size: Callable[[T], int], most: int, count: float = math.inf
+) -> Iterator[list[T]]:
+    """Gather items into lists, each of which ends as it reaches a size, or a number of items."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= most or len(batch) >= count:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

@@ -8,11 +8,12 @@ since only that can also carry Python's objects and end a rank that hangs.
 Both move bytes and compute nothing, so they give the same bits. The sums are ``step.py``'s.
 """
 
+import copy
 import warnings
 from collections.abc import Sequence
 from socket import gethostname
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -23,43 +24,11 @@ from dist.config import Carrier
 from reference.types import Array
 
 
-class Carried:
-    """The ranks of a run as MPI knows them, whose bulk travels another way.
-
-    Parameters
-    ----------
-    control : Comm
-        Says all that is small.
-    levels : sequence of Level
-        Move the arrays of a device.
-    """
-
-    behind = "gradients lie on a GPU"
-
-    def __init__(self, control: Comm, levels: Sequence[Level]) -> None:
-        self.control, self.levels = control, levels
-        self.rank, self.size, self.computing = control.rank, control.size, control.computing
-        self.library, self.watch = control.library, control.watch
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's small Python value, in the order of ranks."""
-        return self.control.all_gather(value)
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        return self.control.broadcast(value)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.control.barrier()
-
-    def finish(self) -> None:
-        """Say goodbye."""
-        self.control.finish()
-
-    def abort(self, status: int) -> NoReturn:
-        """End every rank at once."""
-        self.control.abort(status)
+def carried(control: Comm, levels: Sequence[Level]) -> Comm:
+    """Return the ranks of a run as MPI knows them, whose bulk is moved by ``levels``."""
+    ranks = copy.copy(control)
+    ranks.levels, ranks.behind = levels, "gradients lie on a GPU"
+    return ranks
 
 
 class OnDevice:
@@ -189,7 +158,7 @@ def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
     if backend != "cuda" or comm.size == 1:
         return comm, ""
     device = devices.current()
-    staged = Carried(comm, [Staged(level, device) for level in comm.levels])
+    staged = carried(comm, [Staged(level, device) for level in comm.levels])
     if how == "mpi":
         return staged, "gradients and weights go by MPI through host memory"
 
@@ -213,7 +182,7 @@ def carrier(comm: Comm, backend: str, how: Carrier) -> tuple[Comm, str]:
     said = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     with comm.watch.waiting("start of NCCL"):
         levels = [Nccl(level, device, nccl) for level in comm.levels]
-    return Carried(comm, levels), f"gradients and weights go by NCCL {said}"
+    return carried(comm, levels), f"gradients and weights go by NCCL {said}"
 
 
 def _nccl_module() -> ModuleType:

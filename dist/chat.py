@@ -10,9 +10,9 @@ import numpy as np
 
 from dist.commands import parser
 from dist.documents import ASSISTANT, END
-from dist.generate import Writer, add_sampling, asked, load, repeat, sampling_of, show, warn_of_chat
+from dist.generate import Writer, add_sampling, asked, repeat, sampling_of, show, warn_of_chat
 from dist.pack import special_id
-from dist.use import add_model
+from dist.use import add_model, load
 
 LEAVE = "(Ctrl-C ends a reply, Ctrl-D leaves, /new begins another conversation)"
 

@@ -11,38 +11,51 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from accel import READING
 from reference.blocks import Recompute
-from reference.config import Config
+from reference.config import Config, Positive, Range, check_fields
 from reference.schedule import Schedule, learning_rate
 
 T = TypeVar("T")
 Carrier = Literal["auto", "mpi", "nccl"]
 OptimKind = Literal["adamw", "muon"]
+Whole = Annotated[int, Range(0, 2**63 - 1, "a whole number >= 0")]
+Count = Annotated[int, Range(1, 2**63 - 1, "a whole number >= 1")]
+Seed = Annotated[int, Range(0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")]
+Number = Annotated[float, Range(-math.inf, math.inf, "a number")]
+NotNegative = Annotated[float, Range(0, math.inf, "a number >= 0")]
+Share = Annotated[float, Range(0, 1 - 2**-53, "a number in [0, 1)")]
 
 PRESETS = Path(__file__).parent / "presets"
 
 
+class Table:
+    """A table of the run file, whose values are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(Table):
     """A packed dataset and its share of the windows of a phase."""
 
     path: str  # a folder written by `myllm pack`, or a .bin file
-    weight: float = 1.0  # its share, relative to those of the others
+    weight: Positive = 1.0  # its share, relative to those of the others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(Table):
     """A stretch of training on one mixture of sources."""
 
-    tokens: int  # exposures; rounded up to whole steps
+    tokens: Count  # exposures; rounded up to whole steps
     sources: tuple[Source, ...]  # what is mixed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Table):
     """Where windows come from: ``train`` alone, or ``phases`` one after the other."""
 
     train: str = ""  # a folder written by `myllm pack`, or a .bin file
@@ -58,40 +71,40 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Table):
     """The step: how much, how long, how fast."""
 
-    micro_batch: int  # windows in one forward and backward; the unit of the exact sum
-    global_batch: int  # windows of a step over all ranks: micro_batch · ranks · accumulation
-    steps: int = 0  # 0: as many as the phases take
-    lr: float  # peak
-    warmup_steps: int = 0  # in which the rate rises from zero to its peak
+    micro_batch: Count  # windows in one forward and backward; the unit of the exact sum
+    global_batch: Count  # windows of a step over all ranks: micro_batch · ranks · accumulation
+    steps: Whole = 0  # 0: as many as the phases take
+    lr: Positive  # peak
+    warmup_steps: Whole = 0  # in which the rate rises from zero to its peak
     schedule: Schedule = "cosine"  # how the rate falls after that
-    final_fraction: float = 0.1  # of the peak, at the end
-    decay_steps: int = 0  # of schedule "wsd"
-    seed: int = 0  # of the initial weights, the data order and dropout
+    final_fraction: Number = 0.1  # of the peak, at the end
+    decay_steps: Whole = 0  # of schedule "wsd"
+    seed: Seed = 0  # of the initial weights, the data order and dropout
     # a checkpoint, or a run's folder, whose weights the run begins with, and whose model where
     # [model] says nothing else; step, schedule, moments, data order and best begin anew
     init: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optim:
+class Optim(Table):
     """AdamW; or Muon on the matrices of the blocks, and AdamW on all else."""
 
     kind: OptimKind = "adamw"  # muon: orthogonal steps of the matrices of the blocks
-    momentum: float = 0.95  # of Muon's running sum of the gradient
-    beta1: float = 0.9  # of AdamW's running mean of the gradient
-    beta2: float = 0.95  # of its running mean of the square
-    eps: float = 1e-8  # beside the root of that
-    weight_decay: float = 0.1  # a step takes lr · this of each weight
-    embedding_rate: float = 1.0  # of the token embedding, and of a head tied to it, × train.lr
+    momentum: Share = 0.95  # of Muon's running sum of the gradient
+    beta1: Share = 0.9  # of AdamW's running mean of the gradient
+    beta2: Share = 0.95  # of its running mean of the square
+    eps: Positive = 1e-8  # beside the root of that
+    weight_decay: NotNegative = 0.1  # a step takes lr · this of each weight
+    embedding_rate: Positive = 1.0  # of the token embedding, and of a head tied to it, × train.lr
     decay_all: bool = False  # gains, shifts and biases too, as the bare equation has it
-    clip: float = 1.0  # greatest norm of the gradient; 0: no clipping
+    clip: NotNegative = 1.0  # greatest norm of the gradient; 0: no clipping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Table):
     """Everything that does not change what is learned: where, by what, how often."""
 
     out: str  # folder of the run
@@ -100,15 +113,15 @@ class Run:
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
-    eval_every: int = 0  # steps; 0: at the end only
-    eval_windows: int = 64  # held-out windows looked at, of each set, from the first
-    checkpoint_every: int = 0  # steps; 0: at the end, and when stopped
-    keep: int = 2  # newest checkpoints kept, beside the best
-    patience: int = 5  # steps in a row with a loss or norm that is not finite, then the run ends
-    timeout: float = 0.0  # seconds at one piece of work, then a rank hangs; 0: as measured, × 20
-    log_every: int = 10  # steps from one line to the next, where there is no terminal
+    eval_every: Whole = 0  # steps; 0: at the end only
+    eval_windows: Count = 64  # held-out windows looked at, of each set, from the first
+    checkpoint_every: Whole = 0  # steps; 0: at the end, and when stopped
+    keep: Count = 2  # newest checkpoints kept, beside the best
+    patience: Count = 5  # steps in a row with a loss or norm that is not finite, then the run ends
+    timeout: NotNegative = 0.0  # seconds at one piece of work, then a rank hangs; 0: measured, × 20
+    log_every: Count = 10  # steps from one line to the next, where there is no terminal
     tensorboard: bool = False  # write event files for TensorBoard, too
-    sample_every: int = 0  # steps; 0: never
+    sample_every: Whole = 0  # steps; 0: never
     sample_prompt: str = ""  # what samples go on from; empty: a new line
 
 
@@ -204,10 +217,6 @@ _TABLES = dataclasses.fields(RunFile)
 def check(config: RunFile) -> None:
     """Raise a ``ValueError`` for what contradicts itself, naming the keys."""
     train, data, run = config.train, config.data, config.run
-    positive = {"train.micro_batch": train.micro_batch, "train.global_batch": train.global_batch}
-    for name, value in positive.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     if train.global_batch % train.micro_batch:
         raise ValueError(
             f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch "
@@ -221,38 +230,6 @@ def check(config: RunFile) -> None:
         )
     if not run.out:
         raise ValueError("run.out must name a folder for the run, got an empty name")
-    not_negative = {
-        "train.steps": train.steps,
-        "train.warmup_steps": train.warmup_steps,
-        "train.decay_steps": train.decay_steps,
-        "train.seed": train.seed,
-        "optim.weight_decay": config.optim.weight_decay,
-        "optim.clip": config.optim.clip,
-        **{
-            f"run.{name}": getattr(run, name)
-            for name in ("eval_every", "checkpoint_every", "sample_every")
-        },
-    }
-    for name, value in not_negative.items():
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-    for name in ("keep", "patience", "eval_windows", "log_every"):
-        if getattr(run, name) < 1:
-            raise ValueError(f"run.{name} must be at least 1, got {getattr(run, name)}")
-    if not run.timeout >= 0:
-        raise ValueError(f"run.timeout must not be negative, got {run.timeout}")
-    if train.seed >= 2**64:
-        raise ValueError(f"train.seed must be below 2^64, got {train.seed}")
-    for name in ("momentum", "beta1", "beta2"):
-        if not 0 <= getattr(config.optim, name) < 1:
-            raise ValueError(f"optim.{name} must lie in [0, 1), got {getattr(config.optim, name)}")
-    for name, rate in (
-        ("train.lr", train.lr),
-        ("optim.eps", config.optim.eps),
-        ("optim.embedding_rate", config.optim.embedding_rate),
-    ):
-        if not 0 < rate < math.inf:
-            raise ValueError(f"{name} must be a positive number, got {rate}")
     if bool(data.train) == bool(data.phases):
         raise ValueError("[data] needs either train (a packed folder) or phases")
     paths = [Path(path) for path in data.heldout_sets]
@@ -265,11 +242,8 @@ def check(config: RunFile) -> None:
             "train.steps out"
         )
     for number, phase in enumerate(data.phases, 1):
-        if phase.tokens < 1 or not phase.sources:
-            raise ValueError(f"phase {number} of data.phases needs tokens and sources")
-        for source in phase.sources:
-            if not 0 < source.weight < math.inf:
-                raise ValueError(f"the weight of {source.path} must be positive")
+        if not phase.sources:
+            raise ValueError(f"phase {number} of data.phases needs sources")
     if run.compute == READING:
         raise ValueError(
             f"run.compute {run.compute!r} is for reading and writing with a trained model: nothing "
@@ -392,7 +366,7 @@ def _list_of_tables(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _record(kind: type[T], table: Mapping[str, Any], name: str) -> T:
-    """Make a dataclass from a table, with every key known, present and of the right type."""
+    """Make a table of a dictionary, with every key known, present and of the right type."""
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in fields:
@@ -403,34 +377,24 @@ def _record(kind: type[T], table: Mapping[str, Any], name: str) -> T:
             values[key] = _typed(table[key], field.type, f"{name}.{key}")
         elif field.default is dataclasses.MISSING:
             raise ValueError(f"{name}.{key} is missing")
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from error
 
 
 def _typed(value: Any, kind: Any, name: str) -> Any:
-    choices = get_args(kind)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        return value
-    if choices == (str, tuple[str, ...]) and not isinstance(value, str):
+    """Return a value of TOML as its field has it."""
+    if get_args(kind) == (str, tuple[str, ...]) and not isinstance(value, str):
         if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
             raise ValueError(f"{name} must be a string or a list of strings, got {value!r}")
         return tuple(value)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int and not (isinstance(value, int) and is_number):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ValueError(
             f"{name} must be a number of 64 bits, got one of {value.bit_length()} bits"
         )
-    if kind is float:
-        if not is_number:
-            raise ValueError(f"{name} must be a number, got {value!r}")
-        return float(value)
-    if kind in (bool, str) and not isinstance(value, kind):
-        what = "true or false" if kind is bool else "a string"
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-    return value
+    number = get_origin(kind) is Annotated and get_args(kind)[0] is float
+    return float(value) if number and type(value) is int else value
 
 
 def _toml(value: Any) -> str:

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist import checkpoint
 from dist.checkpoint import Model
 from dist.commands import parser
 from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
-from dist.evaluate import load_tokenizer
 from dist.pack import part_ids, special_id
-from dist.use import add_model
+from dist.use import add_model, load
 from reference.session import Session
 
 if TYPE_CHECKING:
@@ -234,22 +232,6 @@ def sampling_of(given: Any) -> dict[str, Any]:
     if "" in given.stop:
         raise ValueError("--stop needs a text of at least one character")
     return {name: getattr(given, name) for name in names}
-
-
-def load(given: Any) -> tuple[Model, "Tokenizer"]:
-    """Return the model and the tokenizer of a checkpoint.
-
-    Raises
-    ------
-    ValueError
-        When it has no tokenizer, among others.
-    """
-    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
-    if model.tokenizer is None:
-        raise ValueError(
-            f"{model.path} has no tokenizer beside it, so it cannot read or write text"
-        )
-    return model, load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
 
 
 def show(writer: Writer, pieces: Generator[str, None, None]) -> None:

@@ -8,6 +8,7 @@ run's resolved file and its checkpoints, and a resumed run keeps it, so that its
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -76,9 +77,14 @@ def _product(ops: Ops, run: RunFile) -> float:
             ops.to_numpy(ops.linear_backward(out, cache)[1])  # waits, where work is asynchronous
         return time.perf_counter() - started
 
-    once()  # compiles
+    return median_seconds(once, SECONDS)
+
+
+def median_seconds(timed: Callable[[], float], seconds: float) -> float:
+    """Return the median of what ``timed`` gives for so long, after a first time that compiles."""
+    timed()
     times: list[float] = []
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
-        times.append(once())
+        times.append(timed())
     return statistics.median(times)

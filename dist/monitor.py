@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 
 from accel import launcher
-from accel.system import move
 from dist.comm import Comm, sentence, warn
 from dist.manifest import Count
 from dist.watchdog import Watch
 from reference.ops import Ops
+from tokenizer.files import replace_durably
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
@@ -90,9 +90,7 @@ class Metrics:
         kept = (
             [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
         )
-        part = self.path.with_suffix(".tmp")
-        part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        move(part, self.path)
+        replace_durably(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:

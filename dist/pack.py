@@ -16,10 +16,10 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from accel.ahead import batches, in_order
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
 from dist.duplicates import near_duplicates
@@ -200,39 +201,28 @@ def _work(documents: list[Document]) -> list[Encoded]:
     return [_encoder.encode(document) for document in documents]
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += sum(len(part.text) for part in document.parts)
-        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def encode_all(
     documents: Iterable[Document], settings: Settings, processes: int
 ) -> Iterator[list[Encoded]]:
     """Yield batches of encoded documents in the order of the documents."""
+
+    def size(document: Document) -> int:
+        return sum(len(part.text) for part in document.parts)
+
+    taken = batches(documents, size, BATCH_BYTES, BATCH_DOCUMENTS)
     if processes == 1:
         encoder = Encoder(settings)
-        for batch in _batches(documents):
+        for batch in taken:
             yield [encoder.encode(document) for document in batch]
         return
     # spawned, not forked: a fork of a process with threads may hang
-    with ProcessPoolExecutor(
-        processes, get_context("spawn"), initializer=_start_worker, initargs=(settings,)
-    ) as pool:
-        waiting: deque[Future[list[Encoded]]] = deque()
-        for batch in _batches(documents):
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * processes:  # a bound on the text in memory
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    pool = partial(
+        ProcessPoolExecutor,
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(settings,),
+    )
+    yield from in_order(_work, taken, processes, pool)
 
 
 def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:

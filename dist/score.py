@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dist import checkpoint
 from dist.checkpoint import Model
 from dist.commands import parser
 from dist.documents import EOS_NAMES
-from dist.evaluate import load_tokenizer
 from dist.pack import special_id
-from dist.use import add_model
+from dist.use import add_model, load
 from reference.model import head, hidden_forward, start_pass
 from reference.params import decoder_layout
 from reference.types import Array
@@ -110,10 +108,7 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("texts", nargs="+", metavar="TEXT", help="- reads one from standard input")
     args.add_argument("--json", action="store_true", help="one JSON object a text, on a line")
     given = args.parse_intermixed_args(argv)
-    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
-    if model.tokenizer is None:
-        raise ValueError(f"{model.path} has no tokenizer beside it, so it cannot read text")
-    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+    model, tokenizer = load(given)
     eos = special_id(tokenizer, *EOS_NAMES)
     for text in given.texts:
         text = sys.stdin.read() if text == "-" else text

@@ -9,7 +9,6 @@ one size gives way to the next was measured: ``sweep/sizing/README.md``.
 
 import json
 import shlex
-import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -97,12 +96,7 @@ def step_seconds(run: RunFile) -> float:
         stepper.update(stepper.gradient([batch] * run.micro_batches, 1, 0), 1e-6)
         return time.perf_counter() - started
 
-    once()  # compiles, and allocates
-    times: list[float] = []
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times) < 3:
-        times.append(once())
-    return statistics.median(times)
+    return mode.median_seconds(once, SECONDS)
 
 
 class Choice(NamedTuple):

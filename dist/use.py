@@ -3,18 +3,21 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.status import Status
 
 from dist import checkpoint, monitor
+from dist import config as run_file
 from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
-from dist.config import from_tables, load
 from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
+
+if TYPE_CHECKING:
+    from tokenizer import Tokenizer
 
 
 def add_model(args: Any) -> None:
@@ -24,6 +27,33 @@ def add_model(args: Any) -> None:
     )
     args.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
     args.add_argument("--compute", default="float32", help="float32 (default), bf16 or q8_0")
+
+
+def load(given: Any) -> tuple[Model, "Tokenizer"]:
+    """Return the model that ``add_model``'s arguments name, and its tokenizer.
+
+    Raises
+    ------
+    ValueError
+        When it has no tokenizer, among others.
+    """
+    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    return model, tokenizer_of(model)
+
+
+def tokenizer_of(model: Model) -> "Tokenizer":
+    """Return the tokenizer of a model.
+
+    Raises
+    ------
+    ValueError
+        When it has none.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{model.path} has no tokenizer beside it, so it cannot read or write text"
+        )
+    return load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
 
 
 # ---- eval ----------------------------------------------------------------------------------------
@@ -59,7 +89,7 @@ def eval_(argv: Sequence[str]) -> int:
     if "data" not in tables:  # imported weights: no run says what they are to be measured on
         train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
         tables = {**tables, "data": {"train": "-"}, "train": train, "run": {"out": "-"}}
-    config = from_tables(tables)
+    config = run_file.from_tables(tables)
     sets = [Windows(path, config) for path in given.data or config.data.heldout_sets]
     if not sets:
         raise ValueError("the run has no held-out data: name a packed folder")
@@ -70,9 +100,7 @@ def eval_(argv: Sequence[str]) -> int:
             raise ValueError(f"{path} was packed with another tokenizer than the model's")
     lengths = None
     if model.tokenizer is not None:
-        lengths = token_lengths(
-            load_tokenizer(model.tokenizer, model.state.tokenizer_sha256), config.model.vocab_size
-        )
+        lengths = token_lengths(tokenizer_of(model), config.model.vocab_size)
     results = []
     for windows in sets:
         started = time.perf_counter()
@@ -100,9 +128,7 @@ def _answer(model: Model, files: Sequence[Path], limit: int | None) -> int:
     """Answer the questions of files, and print how many rightly."""
     from dist.tasks import answer  # which needs this module
 
-    if model.tokenizer is None:
-        raise ValueError(f"{model.path} has no tokenizer beside it, so it cannot read text")
-    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+    tokenizer = tokenizer_of(model)
     console = Console(stderr=True)
     for path in files:
         with console.status(f"{path}") as status:
@@ -145,6 +171,21 @@ EACH = "bits_per_byte/"  # of one of several held-out sets, in metrics.jsonl
 FIRST = 0.1  # of the steps, whose losses may lie above the picture
 
 
+def figure_class() -> type:
+    """Return matplotlib's Figure.
+
+    Raises
+    ------
+    ImportError
+        When matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
+    return Figure
+
+
 def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     """Draw curves of loss and learning rate of some runs into files, by a key of ``AXES``.
 
@@ -157,13 +198,9 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     ValueError, ImportError
         When a run has no steps, or matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
     read = [monitor.read_metrics(run) for run in runs]
     several = any(name.startswith(EACH) for records in read for r in records for name in r)
-    figure = Figure(figsize=(8, 8 if several else 6), layout="constrained")
+    figure = figure_class()(figsize=(8, 8 if several else 6), layout="constrained")
     heights = [3, 2, 1] if several else [3, 1]
     loss_axes, *middle, lr_axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights
@@ -225,7 +262,7 @@ def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, 
     """Return where each step of a run lies on the axis."""
     each = 1
     if by == "tokens":
-        each = load(run / "config.toml").tokens_per_step
+        each = run_file.load(run / "config.toml").tokens_per_step
     places, minutes = {}, 0.0
     for r in records:
         if by == "time" and "lr" in r:

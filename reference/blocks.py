@@ -255,20 +255,9 @@ def self_attention_forward(
     seen["window"] = config.window_of(block)
     if remember is not None:
         k, v, seen = remember(block, k, v)
-    out, attention_cache = ops.attention_forward(
-        q,
-        k,
-        v,
-        run.alibi,
-        **seen,
-        **_attention_dropout(run, block_site(block, ATTENTION_PROBABILITIES)),
-    )
-    out, merge_cache = ops.merge_heads_forward(out)
-    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
-    return out, AttentionBranchCache(
-        *((input_cache,), rope_cache, split_cache, head_caches),
-        *(attention_cache, merge_cache, output_cache),
-    )
+    site = block_site(block, ATTENTION_PROBABILITIES)
+    out, caches = _attend_forward(run, name, site, q, k, v, run.alibi, **seen)
+    return out, AttentionBranchCache((input_cache,), rope_cache, split_cache, head_caches, *caches)
 
 
 def self_attention_backward(
@@ -280,14 +269,12 @@ def self_attention_backward(
     again: Callable[[], Array | None],
 ) -> Array:
     """Write the parameter gradients, return dx (B, T, D); ``again`` gives x unless it was kept."""
-    ops = run.ops
-    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
-    dout = ops.merge_heads_backward(dout, cache.merge)
-    dq, dk, dv = ops.attention_backward(dout, cache.attention)
+    dq, dk, dv = _attend_backward(run, grads, name, dout, cache)
     if cache.heads:
         dq = normed_heads_backward(run, grads, f"{name}.q_norm", dq, cache.heads[0])
         dk = normed_heads_backward(run, grads, f"{name}.k_norm", dk, cache.heads[1])
-    dqkv = rope_backward(run, ops.split_heads_backward((dq, dk, dv), cache.split), cache.rope)
+    dqkv = run.ops.split_heads_backward((dq, dk, dv), cache.split)
+    dqkv = rope_backward(run, dqkv, cache.rope)
     B, T, H, d = dqkv.shape
     dqkv = dqkv.reshape(B, T, H * d)
     input_cache, x = cache.inputs[0], again()
@@ -327,21 +314,9 @@ def cross_attention_forward(
     q = q.reshape(*x.shape[:2], config.n_heads, d)
     kv = kv.reshape(*memory.shape[:2], 2 * kv_heads, d)
     (k, v), split_cache = ops.split_heads_forward(kv, heads=(kv_heads, kv_heads))
-    out, attention_cache = ops.attention_forward(
-        q,
-        k,
-        v,
-        None,
-        key_mask,
-        causal=False,
-        **_attention_dropout(run, block_site(block, CROSS_PROBABILITIES)),
-    )
-    out, merge_cache = ops.merge_heads_forward(out)
-    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
-    return out, AttentionBranchCache(
-        *((q_cache, kv_cache), None, split_cache, ()),
-        *(attention_cache, merge_cache, output_cache),
-    )
+    site = block_site(block, CROSS_PROBABILITIES)
+    out, caches = _attend_forward(run, name, site, q, k, v, None, key_mask, causal=False)
+    return out, AttentionBranchCache((q_cache, kv_cache), None, split_cache, (), *caches)
 
 
 def cross_attention_backward(
@@ -353,11 +328,8 @@ def cross_attention_backward(
     again: Callable[[], Array | None],
 ) -> tuple[Array, Array]:
     """Write the parameter gradients, return (dx, dmemory)."""
-    ops = run.ops
-    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
-    dout = ops.merge_heads_backward(dout, cache.merge)
-    dq, dk, dv = ops.attention_backward(dout, cache.attention)
-    dkv = ops.split_heads_backward((dk, dv), cache.split)
+    dq, dk, dv = _attend_backward(run, grads, name, dout, cache)
+    dkv = run.ops.split_heads_backward((dk, dv), cache.split)
     dq = dq.reshape(*dq.shape[:2], -1)
     dkv = dkv.reshape(*dkv.shape[:2], -1)
     q_cache, kv_cache = cache.inputs
@@ -366,11 +338,27 @@ def cross_attention_backward(
     return dx, dmemory
 
 
-def _attention_dropout(run: Pass, site: int) -> dict[str, Any]:
-    if run.dropout is None or run.config.dropout_attention == 0:
-        return {}
-    key = run.dropout._replace(site=site)
-    return {"dropout_p": run.config.dropout_attention, "dropout_key": key}
+def _attend_forward(
+    run: Pass, name: str, site: int, *heads: Any, **seen: Any
+) -> tuple[Array, tuple[Any, Any, Any]]:
+    """Return attention of q, k and v, its heads merged and projected, and the three caches."""
+    if run.dropout is not None and run.config.dropout_attention:
+        seen["dropout_p"] = run.config.dropout_attention
+        seen["dropout_key"] = run.dropout._replace(site=site)
+    out, attention_cache = run.ops.attention_forward(*heads, **seen)
+    out, merge_cache = run.ops.merge_heads_forward(out)
+    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
+    return out, (attention_cache, merge_cache, output_cache)
+
+
+def _attend_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
+) -> tuple[Array, Array, Array]:
+    """Write the gradients of the way out, return (dq, dk, dv)."""
+    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
+    dout = run.ops.merge_heads_backward(dout, cache.merge)
+    dq, dk, dv = run.ops.attention_backward(dout, cache.attention)
+    return dq, dk, dv
 
 
 # ---- feed-forward --------------------------------------------------------------------------------

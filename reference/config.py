@@ -73,8 +73,7 @@ class Config:
     def __post_init__(self) -> None:
         if isinstance(self.window, list):  # as TOML and JSON write it
             object.__setattr__(self, "window", tuple(self.window))
-        for field in dataclasses.fields(self):
-            _check(field.name, field.type, getattr(self, field.name))
+        check_fields(self)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads}): "
@@ -145,8 +144,13 @@ class Config:
         return cls(**fields)
 
 
+def check_fields(record: Any) -> None:
+    """Raise unless each value of a dataclass is what its field declares; the message names it."""
+    for field in dataclasses.fields(record):
+        _check(field.name, field.type, getattr(record, field.name))
+
+
 def _check(name: str, declared: Any, value: object) -> None:
-    """Raise unless a value is what its field declares; the message names the field."""
     if get_origin(declared) is Literal:
         if value not in get_args(declared):
             known = ", ".join(get_args(declared))
@@ -154,6 +158,9 @@ def _check(name: str, declared: Any, value: object) -> None:
     elif declared is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
+    elif declared is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a string, got {value!r}")
     elif get_origin(declared) is Annotated:
         kind, allowed = get_args(declared)
         right = not isinstance(value, bool) and isinstance(value, (int, kind))

@@ -58,17 +58,7 @@ ORIGINAL_DECODER = Config(
     dropout_residual=0.1,
 )
 
-# MyLLM's architecture at sizes for a laptop and for tests.
-DEMO = Config(
-    vocab_size=4_096,
-    d_model=192,
-    n_layers=6,
-    n_heads=6,
-    n_kv_heads=2,
-    d_head=32,
-    d_ff=512,
-    context_length=256,
-)
+# MyLLM's architecture, as small as tests want it.
 TINY = Config(
     vocab_size=61,
     d_model=16,
@@ -79,12 +69,3 @@ TINY = Config(
     d_ff=20,
     context_length=24,
 )
-
-PRESETS = {
-    "myllm_1b": MYLLM_1B,
-    "gpt2_small": GPT2_SMALL,
-    "gpt2_textbook": GPT2_TEXTBOOK,
-    "original_decoder": ORIGINAL_DECODER,
-    "demo": DEMO,
-    "tiny": TINY,
-}

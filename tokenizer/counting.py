@@ -1,12 +1,12 @@
 """From texts to words: the distinct pieces of a corpus and how often each occurs."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
+from accel.ahead import batches, in_order
 from tokenizer import reference
 from tokenizer.arrays import Array
 from tokenizer.classes import UnicodeClasses
@@ -40,6 +40,14 @@ class Words(NamedTuple):
         return {data[a:b]: n for a, b, n in zip(ends, ends[1:], self.counts.tolist(), strict=False)}
 
 
+class _Long(NamedTuple):
+    """Of each word that is too long for a number, where it lies and how often it occurs."""
+
+    offsets: Array
+    lengths: Array
+    counts: Array
+
+
 class WordCounter:
     """Counts the words of texts by a state machine, in tables that grow as needed.
 
@@ -59,11 +67,8 @@ class WordCounter:
         self._bits = 12
         self._keys = np.zeros(2 << self._bits, np.uint64)
         self._counts = np.zeros(1 << self._bits, np.int64)
-        self._hashes = np.zeros(1 << 10, np.uint64)
-        self._word_of = np.zeros(1 << 10, np.int32)
-        self._offsets = np.zeros(1 << 9, np.int64)
-        self._lengths = np.zeros(1 << 9, np.int64)
-        self._long_counts = np.zeros(1 << 9, np.int64)
+        self._table = np.zeros(1 << 10, np.uint64), np.zeros(1 << 10, np.int32)  # hash, its word
+        self._long = _Long(*(np.zeros(1 << 9, np.int64) for _ in range(3)))
         self._arena = np.zeros(1 << 16, np.uint8)
         self._state = np.zeros(5, np.int64)
 
@@ -82,11 +87,8 @@ class WordCounter:
                 self._keys,
                 self._counts,
                 np.uint64(64 - self._bits),
-                self._hashes,
-                self._word_of,
-                self._offsets,
-                self._lengths,
-                self._long_counts,
+                *self._table,
+                *self._long,
                 self._arena,
                 self._state,
             )
@@ -95,7 +97,7 @@ class WordCounter:
             if status == kernels.GROW_SHORT:
                 self._grow_short(self._bits + 2)
             elif status == kernels.GROW_LONG:
-                self._grow_long(4 * self._offsets.size)
+                self._grow_long(4 * self._long.offsets.size)
             else:
                 longest = int(sizes.max())
                 self._arena = _grown(self._arena, 2 * self._arena.size + longest + PADDING)
@@ -109,21 +111,16 @@ class WordCounter:
         )
         n_long = int(other._state[kernels.N_LONG])
         need = int(self._state[kernels.N_LONG]) + n_long
-        if need > self._offsets.size:
+        if need > self._long.offsets.size:
             self._grow_long(1 << need.bit_length())
         need = int(self._state[kernels.ARENA_USED] + other._state[kernels.ARENA_USED]) + PADDING
         if need > self._arena.size:
             self._arena = _grown(self._arena, need)
         kernels.add_long(
             other._arena,
-            other._offsets[:n_long],
-            other._lengths[:n_long],
-            other._long_counts[:n_long],
-            self._hashes,
-            self._word_of,
-            self._offsets,
-            self._lengths,
-            self._long_counts,
+            *_Long(*(array[:n_long] for array in other._long)),
+            *self._table,
+            *self._long,
             self._arena,
             self._state,
         )
@@ -139,8 +136,8 @@ class WordCounter:
         counts = np.empty(n_short + n_long, np.int64)
         kernels.unpack_short(self._keys, self._counts, flat, offsets, counts)
         flat[short_bytes:] = self._arena[:used]
-        offsets[n_short + 1 :] = short_bytes + np.cumsum(self._lengths[:n_long])
-        counts[n_short:] = self._long_counts[:n_long]
+        offsets[n_short + 1 :] = short_bytes + np.cumsum(self._long.lengths[:n_long])
+        counts[n_short:] = self._long.counts[:n_long]
         return Words(flat, offsets, counts)
 
     def _grow_short(self, bits: int) -> None:
@@ -150,13 +147,10 @@ class WordCounter:
         self._bits, self._keys, self._counts = bits, keys, counts
 
     def _grow_long(self, size: int) -> None:
-        hashes = np.zeros(2 * size, np.uint64)
-        word_of = np.zeros(2 * size, np.int32)
-        kernels.rehash_long(self._hashes, self._word_of, hashes, word_of)
-        self._hashes, self._word_of = hashes, word_of
-        self._offsets = _grown(self._offsets, size)
-        self._lengths = _grown(self._lengths, size)
-        self._long_counts = _grown(self._long_counts, size)
+        table = np.zeros(2 * size, np.uint64), np.zeros(2 * size, np.int32)
+        kernels.rehash_long(*self._table, *table)
+        self._table = table
+        self._long = _Long(*(_grown(array, size) for array in self._long))
 
 
 def _grown(array: Array, size: int) -> Array:
@@ -188,13 +182,13 @@ def count_words(
         expression = compiled(pattern)
         counts: Counter[bytes] = Counter()
         for text in texts:
-            data = text if isinstance(text, bytes) else reference.to_bytes(text)
-            counts.update(reference.split(data, expression, classes))
+            counts.update(reference.split(_to_bytes(text), expression, classes))
         return Words.of(counts)
 
+    taken = batches(map(_to_bytes, texts), len, BATCH_BYTES)
     if n_threads == 1:
         counter = WordCounter(pattern, classes)
-        for batch in batches(texts):
+        for batch in taken:
             counter.add(batch)
         return counter.words()
 
@@ -205,34 +199,16 @@ def count_words(
         counter.add(batch)
         idle.append(counter)
 
-    with ThreadPoolExecutor(n_threads) as pool:
-        running: set[Future[None]] = set()
-        for batch in batches(texts):
-            running.add(pool.submit(work, batch))
-            while len(running) > 2 * n_threads:  # read no further ahead than this
-                done = next(iter(running))
-                done.result()
-                running = {future for future in running if not future.done()}
-        for future in running:
-            future.result()
+    for _ in in_order(work, taken, n_threads):
+        pass
     for counter in idle[1:]:
         idle[0].update(counter)
     return idle[0].words()
 
 
-def batches(texts: Iterable[str | bytes], size: int = BATCH_BYTES) -> Iterator[list[bytes]]:
-    """Gather texts into lists of about ``size`` bytes."""
-    batch: list[bytes] = []
-    total = 0
-    for text in texts:
-        if isinstance(text, str):
-            text = reference.to_bytes(text)
-        elif not isinstance(text, bytes):
-            raise ValueError(f"texts must be str or bytes, got {type(text).__name__}")
-        batch.append(text)
-        total += len(text)
-        if total >= size:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+def _to_bytes(text: str | bytes) -> bytes:
+    if isinstance(text, str):
+        return reference.to_bytes(text)
+    if not isinstance(text, bytes):
+        raise ValueError(f"texts must be str or bytes, got {type(text).__name__}")
+    return text

@@ -3,15 +3,14 @@
 import array
 import hashlib
 import os
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
 import regex
 
+from accel.ahead import batches, in_order
 from accel.threads import asked_for
 from tokenizer import fileformat, reference
 from tokenizer.arrays import Array
@@ -23,7 +22,7 @@ from tokenizer.vocabulary import Vocabulary
 
 Names = Collection[str] | Literal["all"]
 
-BATCH_BYTES = 1 << 19  # of text handed to a thread at once
+BATCH_BYTES = 1 << 19  # of text, in characters, handed to a thread at once
 ROOM = 1 << 20  # ids: what a thread keeps for the texts to come, so that its pages stay mapped
 CACHE_BITS = 15  # 2 MB: pieces of up to 15 bytes that one thread remembers
 LONG_CACHE_BITS = 12  # 0.5 MB: longer ones
@@ -332,20 +331,9 @@ class Tokenizer:
         """Encode texts group by group, in order, on several threads."""
         if isinstance(texts, str):
             raise ValueError("texts must be several texts, got one str; see encode")
-        marks = self._marks_of(allowed, disallowed)
-        n_threads = asked_for(num_threads)
-        if n_threads == 1:
-            for group in _groups(texts):
-                yield self._encode_marked(group, marks)
-            return
-        with ThreadPoolExecutor(n_threads) as pool:
-            at_work: deque[Future[list[Array]]] = deque()
-            for group in _groups(texts):
-                at_work.append(pool.submit(self._encode_marked, group, marks))
-                if len(at_work) > 2 * n_threads:
-                    yield at_work.popleft().result()
-            while at_work:
-                yield at_work.popleft().result()
+        encode = partial(self._encode_marked, marks=self._marks_of(allowed, disallowed))
+        n_threads, groups = asked_for(num_threads), batches(texts, len, BATCH_BYTES)
+        return map(encode, groups) if n_threads == 1 else in_order(encode, groups, n_threads)
 
 
 class _Marks:
@@ -421,20 +409,6 @@ def _fill_tables(vocabulary: Vocabulary) -> kernels.Tables:
     whole = vocabulary.whole_pieces or vocabulary.merges is None
     kernels.fill_vocabulary(offsets, ids, whole, tuple(tables))
     return tables
-
-
-def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Gather texts into groups of about BATCH_BYTES characters."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _to_bytes(text: str) -> bytes:

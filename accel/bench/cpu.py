@@ -8,6 +8,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,16 +30,7 @@ from reference.ops import HOST, Ops, backend
 from reference.presets import GPT2_SMALL
 from reference.types import KVCache
 
-LARGE = Config(
-    vocab_size=8192,
-    d_model=512,
-    n_layers=11,
-    n_heads=8,
-    n_kv_heads=2,
-    d_head=64,
-    d_ff=1408,
-    context_length=1024,
-)
+LARGE = replace(SMALL, d_model=512, n_layers=11, n_heads=8, d_ff=1408)
 
 
 class Step(NamedTuple):

@@ -29,10 +29,13 @@ from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
 from accel.verify.report import Report, failure_text
 from accel.verify.subject import Subject, SubjectError
+from reference.ops import OPS
 from reference.types import Array, Loss
 from reference.visibility import Visibility
 
 CLOSE = 1e-4  # of the largest element, in float32
+
+Run = Callable[..., Any]  # an adapter
 
 
 class Found(NamedTuple):
@@ -45,72 +48,56 @@ class Found(NamedTuple):
 # ---- adapters that are ops -----------------------------------------------------------------------
 
 
-def _linear(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def linear_forward(x: Array, weight: Array) -> Array:
-        given = arrays.give(weight.T), arrays.give(x)
-        return arrays.take(run(*weight.shape, *given))
-
-    return {"linear_forward": linear_forward}
+def _linear(run: Run, arrays: Arrays, x: Array, weight: Array) -> Array:
+    return arrays.take(run(*weight.shape, arrays.give(weight.T), arrays.give(x)))
 
 
-def _embedding(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def embedding_forward(ids: Array, table: Array) -> Array:
-        return arrays.take(run(*table.shape, arrays.give(table), arrays.give(ids.astype(np.int64))))
-
-    return {"embedding_forward": embedding_forward}
+def _embedding(run: Run, arrays: Arrays, ids: Array, table: Array) -> Array:
+    return arrays.take(run(*table.shape, arrays.give(table), arrays.give(ids.astype(np.int64))))
 
 
-def _rmsnorm(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> Array:
-        return arrays.take(run(len(gain), eps, arrays.give(gain), arrays.give(x)))
-
-    return {"rmsnorm_forward": rmsnorm_forward}
+def _rmsnorm(run: Run, arrays: Arrays, x: Array, gain: Array, *, eps: float) -> Array:
+    return arrays.take(run(len(gain), eps, arrays.give(gain), arrays.give(x)))
 
 
-def _softmax(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def softmax(x: Array) -> Array:
-        return arrays.take(run(arrays.give(x), -1))
-
-    return {"softmax": softmax}
+def _softmax(run: Run, arrays: Arrays, x: Array) -> Array:
+    return arrays.take(run(arrays.give(x), -1))
 
 
-def _cross_entropy(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
+def _cross_entropy(run: Run, arrays: Arrays, x: Array, head: Array, targets: Array) -> Loss:
     """The adapter gives the mean, of logits (N, V)."""
-
-    def linear_cross_entropy_forward(x: Array, head: Array, targets: Array) -> Loss:
-        logits = x.reshape(-1, x.shape[-1]) @ head.T
-        ids = targets.reshape(-1).astype(np.int64)
-        mean = arrays.take(run(arrays.give(logits), arrays.give(ids)))
-        return Loss(float(mean) * len(ids), len(ids))
-
-    return {"linear_cross_entropy_forward": linear_cross_entropy_forward}
+    logits = x.reshape(-1, x.shape[-1]) @ head.T
+    ids = targets.reshape(-1).astype(np.int64)
+    mean = arrays.take(run(arrays.give(logits), arrays.give(ids)))
+    return Loss(float(mean) * len(ids), len(ids))
 
 
-def _attention(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def attention_forward(
-        q: Array, k: Array, v: Array, key_mask: Array | None = None, *, causal: bool = True
-    ) -> Array:
-        (T, Hq), S = q.shape[1:3], k.shape[1]
-        allowed = Visibility(T, S, causal, key_mask=key_mask).allowed()[:, None]
-        heads = [np.repeat(x, Hq // x.shape[2], axis=2).swapaxes(1, 2) for x in (q, k, v)]
-        mask = np.broadcast_to(allowed, (len(q), Hq, T, S))
-        given = None if allowed.all() else arrays.give(mask)
-        out = arrays.take(run(*map(arrays.give, heads), given))
-        # a query without keys is left open there
-        return np.where(mask.any(-1, keepdims=True), out, 0).swapaxes(1, 2).astype(q.dtype)
-
-    return {"attention_forward": attention_forward}
-
-
-def _silu(run: Callable[..., Any], arrays: Arrays) -> dict[str, Callable[..., Any]]:
-    def swiglu_forward(x: Array) -> Array:
-        gate, up = np.split(x, 2, axis=-1)
-        return arrays.take(run(arrays.give(gate))) * up
-
-    return {"swiglu_forward": swiglu_forward}
+def _attention(
+    run: Run,
+    arrays: Arrays,
+    q: Array,
+    k: Array,
+    v: Array,
+    key_mask: Array | None = None,
+    *,
+    causal: bool = True,
+) -> Array:
+    (T, Hq), S = q.shape[1:3], k.shape[1]
+    allowed = Visibility(T, S, causal, key_mask=key_mask).allowed()[:, None]
+    heads = [np.repeat(x, Hq // x.shape[2], axis=2).swapaxes(1, 2) for x in (q, k, v)]
+    mask = np.broadcast_to(allowed, (len(q), Hq, T, S))
+    given = None if allowed.all() else arrays.give(mask)
+    out = arrays.take(run(*map(arrays.give, heads), given))
+    # a query without keys is left open there
+    return np.where(mask.any(-1, keepdims=True), out, 0).swapaxes(1, 2).astype(q.dtype)
 
 
-OPS_OF: dict[str, tuple[str, Callable[..., dict[str, Callable[..., Any]]]]] = {
+def _silu(run: Run, arrays: Arrays, x: Array) -> Array:
+    gate, up = np.split(x, 2, axis=-1)
+    return arrays.take(run(arrays.give(gate))) * up
+
+
+OPS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "run_linear": ("linear", _linear),
     "run_embedding": ("embedding", _embedding),
     "run_silu": ("swiglu", _silu),
@@ -157,9 +144,10 @@ def _unwritten(module: Any, name: str, arrays: Arrays) -> bool:
 
 
 def _as_op(module: Any, name: str, arrays: Arrays, options: Options) -> Verdict:
-    op, offer = OPS_OF[name]
+    op, of_contract = OPS_OF[name]
+    forward = partial(of_contract, getattr(module, name), arrays)
     offered = SimpleNamespace(
-        **offer(getattr(module, name), arrays), __file__=module.__file__, DTYPES="float32"
+        **{OPS[op].forward_name: forward}, __file__=module.__file__, DTYPES="float32"
     )
     subject: Subject = as_subject(offered, name)
     report: Report = check_subject(subject, dataclasses.replace(options, ops=(op,)))

@@ -337,19 +337,7 @@ def judge(run: Run, got: dict[str, Array | None], want: Expected, note: str = ""
             continue
         exact = want.exact[name]
         if np.shape(value) != np.shape(exact):
-            near = ""
-            if sorted(np.shape(value)) == sorted(np.shape(exact)):
-                near = "; are axes swapped?"
-            run.judged.append(
-                Judged(
-                    name,
-                    "shape",
-                    got=value,
-                    exact=exact,
-                    problem=f"{name}{note} has shape {shape_of(value)}, should have "
-                    f"{shape_of(exact)}{near}",
-                )
-            )
+            run.judged.append(misshapen(name, note, value, exact))
             continue
         problem, kind = "", "value"
         if note.startswith(" of a"):
@@ -367,10 +355,7 @@ def judge(run: Run, got: dict[str, Array | None], want: Expected, note: str = ""
         if lost:
             problem, kind = lost, "nan"
         elif not finite.all():
-            bad = np.argwhere(~finite)[0]
-            what = settled[tuple(bad)]
-            at = f"[{', '.join(str(i) for i in bad)}]" if len(bad) else ""
-            problem, kind = f"{name}{note}{at} is {what}", "nonfinite"
+            problem, kind = first_of(f"{name}{note}", settled, ~finite), "nonfinite"
             if travels is not None:
                 kind = "nan"
                 problem += f", but does not depend on {travels.place.text}"
@@ -388,6 +373,21 @@ def judge(run: Run, got: dict[str, Array | None], want: Expected, note: str = ""
         if kind in ("second", "refilled") and not closeness.ok:
             problem = f"{name}{note} is off by {closeness.error:.2e} relative"
         run.judged.append(Judged(name, kind, closeness, value, shown, problem))
+
+
+def misshapen(name: str, note: str, value: Array, exact: Array) -> Judged:
+    """Return what is said of a result of another shape."""
+    text = f"{name}{note} has shape {shape_of(value)}, should have {shape_of(exact)}"
+    if sorted(np.shape(value)) == sorted(np.shape(exact)):
+        text += "; are axes swapped?"
+    return Judged(name, "shape", None, value, exact, text)
+
+
+def first_of(name: str, values: Array, bad: Array) -> str:
+    """Say what the first bad element is."""
+    at = np.argwhere(bad)[0]
+    where = f"[{', '.join(map(str, at))}]" if len(at) else ""
+    return f"{name}{where} is {values[tuple(at)]}"
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:

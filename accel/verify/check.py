@@ -52,8 +52,6 @@ class Options:
     save: Path | None = None  # the folder for .npz files of failures; None writes none
     partial: bool = False  # whether what the subject offers and nobody tries is all right
     budget: float | None = None  # seconds for all of it; fewer cases are tried when they run out
-    # more mistakes to guess at: a sentence, and an op with that mistake, as ``load_op`` takes it
-    mistakes: tuple[tuple[str, str], ...] = ()
 
 
 def check_module(
@@ -372,8 +370,7 @@ def cases_of(spec: Op, options: Options) -> int:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     evidence, failure.evidence = failure.evidence, None
-    failure.hints = subject.hints(failure.case, failure.judged, evidence, options.mistakes)
-    failure.hints = failure.hints[:MAX_HINTS]
+    failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
     failure.rerun = search_command(
         subject.command,
         failure.op,

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
 from accel.tolerance import Closeness, Magnitude, compare
@@ -25,10 +26,10 @@ from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json
 from accel.verify.ops import room
 from accel.verify.travel import special_at
 from reference import ops as reference
-from reference.config import Config
 from reference.model import loss_backward, loss_forward
 from reference.ops import OPS
 from reference.params import decoder_layout
+from reference.presets import TINY
 from reference.types import Array
 
 CASES = 4  # of each op
@@ -36,16 +37,7 @@ MAX_ELEMENTS = 2_000  # of a case
 PRECISIONS = ("float64", "float32", "bf16")
 STEPS = 5
 
-MODEL = Config(
-    vocab_size=31,
-    d_model=16,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    d_head=6,
-    d_ff=20,
-    context_length=12,
-)
+MODEL = dataclasses.replace(TINY, vocab_size=31, context_length=12)
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 # Roundings on the longest path through the toy model: about 12 ops a block, 12 roundings each,
 # forward and backward. AdamW's m̂/√v̂ turns a relative error of the gradient into one of a step.
@@ -327,23 +319,16 @@ def read_tensors(path: Path) -> Tensors:
                 return {name: file[name] for name in file.files}
         except UNREADABLE as error:
             raise ValueError(f"{path.name} is no readable .npz: {error}") from None
-    raw = path.read_bytes()
     tensors: Tensors = {}
     try:
-        length = int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8 : 8 + length])
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            data = raw[8 + length :][start:stop]
-            array = np.frombuffer(data, _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in deserialize(path.read_bytes()):  # type: ignore[no-untyped-call]
+            array = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
             if entry["dtype"] == "BF16":
                 wide = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
                 array = np.zeros(wide.shape, [("bf16", "<f4")])
                 array["bf16"] = wide
             tensors[name] = array
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path.name} is no readable safetensors file: {error!r}") from None
     return tensors
 

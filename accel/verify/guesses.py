@@ -13,17 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from accel.system import bounded_memory
-from accel.tolerance import round_bf16
+from accel.tolerance import round_bf16, round_float16, round_tf32, round_to
 from accel.verify.calling import Judged
-from accel.verify.contract import Case, accumulated_onto, reference_results
+from accel.verify.contract import Case, accumulated_onto, numpy_dtype, reference_results
 from accel.verify.evidence import Wrong
-from accel.verify.load import functions_of
 from accel.verify.ops import Mistakes, room
 from accel.verify.spoiled import by_rule, listed, spoiled
 from reference.types import Array
@@ -87,7 +85,7 @@ def _tried(
 ) -> Iterator[tuple[str, Mapping[str, Array]]]:
     """Yield what comes of the guesses that apply to a case."""
     finite = judged.got is None or np.all(np.isfinite(judged.got))
-    for text, make in guesses(case, np.dtype(np.float64) if finite else working_dtype(case)):
+    for text, make in guesses(case, np.dtype(np.float64) if finite else numpy_dtype(case.dtype)):
         if time.monotonic() > stop:
             return
         if wanted is None or text in wanted:
@@ -133,11 +131,6 @@ def noise_of(judged: Judged) -> float:
     return judged.closeness.bound * (float(np.linalg.norm(np.asarray(judged.exact))) or 1.0)
 
 
-def working_dtype(case: Case) -> Any:
-    """Return the NumPy type that a case is worked in."""
-    return np.dtype(np.float64 if case.dtype == "float64" else np.float32)
-
-
 def _onto(wrong: Array, case: Case, judged: Judged) -> Array:
     """Return what a mistake gives where a gradient was added onto something."""
     if case.out == "accumulate" and judged.name == f"d{case.spec.parameters[0]}":
@@ -169,12 +162,6 @@ def explains(wrong: Any, judged: Judged) -> bool:
     return off > 0 and left <= max(0.02 * off, min(noise_of(judged), 0.2 * off))
 
 
-def given(case: Case, dtype: Any, mistakes: tuple[tuple[str, str], ...]) -> Iterator[Any]:
-    """Yield mistakes that come with the source of an op that makes them."""
-    for text, source in mistakes:
-        yield text, partial(_results_of, source, case)
-
-
 def known(case: Case, dtype: Any) -> Iterator[Any]:
     """Yield the mistakes that are listed."""
     for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case)):
@@ -184,7 +171,7 @@ def known(case: Case, dtype: Any) -> Iterator[Any]:
             yield text, wrong
     for mistake in listed(case.op):
         # what overflows does so in the working precision alone
-        for kind in dict.fromkeys((dtype, working_dtype(case), np.dtype(np.float64))):
+        for kind in dict.fromkeys((dtype, numpy_dtype(case.dtype), np.dtype(np.float64))):
             make = partial(spoiled, case.op, mistake)
             yield mistake.says, partial(_spoiled_results, case, make, kind)
     if dtype == np.float64:
@@ -206,14 +193,6 @@ def any_place(case: Case, dtype: Any) -> Iterator[Any]:
         yield text, partial(_spoiled_results, case, make, dtype)
 
 
-def _results_of(source: str, case: Case) -> dict[str, Array]:
-    """Return the results of a case of an op whose source is given."""
-    module = ModuleType("mistaken")
-    exec(compile(source, "<mistaken>", "exec"), vars(module))
-    ops = SimpleNamespace(**functions_of(case.op, module))
-    return reference_results(case, np.float64, ops)
-
-
 def _left_out(case: Case) -> Mistakes:
     """Yield the mistakes with arguments that need not be given."""
     shapes = {o.name: o.shape for o in case.spec.arrays}
@@ -233,18 +212,11 @@ def _left_out(case: Case) -> Mistakes:
             yield text, case.but({name: np.repeat(a[:1], len(a), axis=0)})
 
 
-def _round_tf32(x: Array) -> Array:
-    """Return x with ten bits behind the point, as tensor cores read float32."""
-    bits = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
-    kept = (bits + 0xFFF + ((bits >> np.uint64(13)) & np.uint64(1))) & np.uint64(0xFFFFE000)
-    return kept.astype(np.uint32).view(np.float32)
-
-
 NARROW: dict[str, Callable[[Array], Array]] = {
     "bf16": round_bf16,
-    "float16": lambda x: np.asarray(x, np.float16),
-    "TF32": _round_tf32,
-    "float32": lambda x: np.asarray(x, np.float32),
+    "float16": round_float16,
+    "TF32": round_tf32,
+    "float32": partial(round_to, dtype="float32"),
 }
 
 
@@ -261,7 +233,7 @@ def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
         def less(a: Any, narrow: Any = narrow) -> Any:
             if isinstance(a, tuple):
                 return tuple(less(part) for part in a)
-            return narrow(a.reshape(-1)).reshape(a.shape) if isinstance(a, np.ndarray) else a
+            return narrow(a) if isinstance(a, np.ndarray) else a
 
         arrays = {n: less(case.arrays[n]) for n in names}
         dout = less(case.cotangent)

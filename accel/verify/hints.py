@@ -9,7 +9,7 @@ observation (``observed.py``, ``evidence.py``), or a thing that makes the case p
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, other_case, reference_results
 from accel.verify.evidence import Evidence, Wrong
-from accel.verify.guesses import any_place, explained, given, known, that_explain
+from accel.verify.guesses import any_place, explained, known, that_explain
 from accel.verify.observed import factor, of_parts, of_values
 from accel.verify.subject import Subject
 from accel.verify.trial import run_case
@@ -28,11 +28,7 @@ LATER = 0.1  # seconds after which a result is read again
 
 
 def hints_for(
-    subject: Subject,
-    case: Case,
-    judged: Judged,
-    evidence: Evidence | None = None,
-    more: Iterable[tuple[str, str]] = (),
+    subject: Subject, case: Case, judged: Judged, evidence: Evidence | None = None
 ) -> list[str]:
     """Return what explains a failure, the most telling first.
 
@@ -42,9 +38,6 @@ def hints_for(
         The smallest case that fails, and what is wrong in it.
     evidence : Evidence, optional
         Of the other cases.
-    more : iterable of (str, str)
-        Mistakes beside those that the op's room knows: a sentence, and an op with that mistake, as
-        ``load_op`` takes it.
     """
     evidence = evidence or Evidence()
     key = judged.name, judged.kind
@@ -56,9 +49,8 @@ def hints_for(
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
             found += of_parts(both)
-            for guesses in (partial(given, mistakes=tuple(more)), known):
-                if not found:
-                    found += explained(both, guesses)
+            if not found:
+                found += explained(both, known)
             if not found:
                 found += factor(both)
             if not found:

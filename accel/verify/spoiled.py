@@ -81,14 +81,13 @@ def spoiled(op: str, mistake: Mistake) -> Any:
         if old not in text:
             raise ValueError(f"{op}, {mistake.says!r}: reference/{mistake.file}.py has no {old!r}")
         text = text.replace(old, new)
-    return _with_file(op, mistake.file, text)
+    return with_file(op, mistake.file, text)
 
 
-@functools.cache
-def _with_file(op: str, file: str, text: str) -> Any:
-    """Return the functions of an op, one file of ``reference/`` having another text."""
+def with_file(op: str, file: str, source: str | ast.Module) -> Any:
+    """Return the functions of an op, one file of ``reference/`` having another source."""
     changed = ModuleType(f"reference.{file}")
-    exec(compile(text, f"<spoiled {file}>", "exec"), vars(changed))
+    exec(compile(source, f"<spoiled {file}>", "exec"), vars(changed))
     return _offered(op, file, vars(changed))
 
 
@@ -156,7 +155,7 @@ def _made(op: str, file: str, function: ast.FunctionDef | None, node: ast.AST, n
     if function is not None:
         return _with_function(op, file, swap.visit(copy.deepcopy(function, memo)))
     tree = ast.fix_missing_locations(swap.visit(copy.deepcopy(tree_of(file), memo)))
-    return _with_file(op, file, ast.unparse(tree))
+    return with_file(op, file, tree)
 
 
 def _functions(op: str) -> Iterator[tuple[str, ast.FunctionDef, bool]]:

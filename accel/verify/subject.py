@@ -277,17 +277,11 @@ class Subject:
         """Yield smaller cases, the boldest cuts first."""
         return cuts(case)
 
-    def hints(
-        self,
-        case: Case,
-        judged: "Judged",
-        evidence: "Evidence | None" = None,
-        more: Iterable[tuple[str, str]] = (),
-    ) -> list[str]:
+    def hints(self, case: Case, judged: "Judged", evidence: "Evidence | None" = None) -> list[str]:
         """Return what may be wrong; the evidence is what other cases say."""
         from accel.verify.hints import hints_for  # which needs this module
 
-        return hints_for(self, case, judged, evidence, more)
+        return hints_for(self, case, judged, evidence)
 
     # ---- arrays ------------------------------------------------------------------------------
 

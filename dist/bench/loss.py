@@ -34,7 +34,7 @@ from dist.monitor import read_metrics
 from dist.sizing import Size
 from dist.stopping import StopRequest
 from dist.sweep.pool import finished, last_words, train_all
-from dist.sweep.results import figure_class
+from dist.use import figure_class
 from reference.params import decoder_layout
 from tokenizer.files import replace_durably
 from tokenizer.read import Source

@@ -13,9 +13,9 @@ import numpy as np
 from dist import checkpoint
 from dist.checkpoint import Model
 from dist.commands import parser
-from dist.evaluate import load_tokenizer
 from dist.inspect.trace import Trace, trace
 from dist.monitor import bytes_text
+from dist.use import tokenizer_of
 from reference.params import decoder_layout
 from reference.types import Array
 from tokenizer.files import replace_durably
@@ -44,9 +44,7 @@ def inspect(argv: Sequence[str]) -> int:
     )
     given = args.parse_args(argv)
     model = checkpoint.load_model(given.checkpoint, "reference", "float32")
-    if model.tokenizer is None:
-        raise ValueError(f"{model.path} has no tokenizer beside it, so it cannot read text")
-    tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
+    tokenizer = tokenizer_of(model)
     text = sys.stdin.read() if given.text == "-" else given.text
     ids = np.array(tokenizer.encode_ordinary(text), np.int32)
     page = make_page(model, tokenizer, ids)

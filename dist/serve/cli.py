@@ -9,8 +9,8 @@ from pathlib import Path
 from dist import checkpoint
 from dist.checkpoint import Model
 from dist.commands import parser
-from dist.generate import load, never_chatted
-from dist.use import add_model
+from dist.generate import never_chatted
+from dist.use import add_model, load
 from reference.batch import Batch, Row
 
 OPEN = "whoever can reach this machine can use the model: there is no password"

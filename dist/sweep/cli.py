@@ -20,6 +20,7 @@ from dist.stopping import StopRequest
 from dist.sweep import results
 from dist.sweep.pool import finished, last_words, progress, train_all
 from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
+from dist.use import figure_class
 from tokenizer.files import replace_durably
 
 PROBE_STEPS = 10  # that tell how long a step takes
@@ -90,7 +91,7 @@ def _settled(path: str, overrides: Sequence[str]) -> list[str]:
 
 def _prepare(trials: Sequence[Trial]) -> None:
     """Find out what is missing here, and compile, before any run starts."""
-    results.figure_class()
+    figure_class()  # now rather than when all have ended
     kinds = {repr((replace(t.run.run, out="-"), t.run.model)): t.run for t in trials}
     for run in kinds.values():
         load_backend(run.run.backend, compute=run.run.compute)

@@ -14,6 +14,7 @@ from dist.config import RunFile
 from dist.monitor import duration, read_metrics
 from dist.sweep.pool import finished, last_words
 from dist.sweep.trials import Trial
+from dist.use import figure_class
 from reference.flops import training_flops
 from reference.params import decoder_layout
 
@@ -124,21 +125,6 @@ def print_table(shown: Table) -> None:
     if not console.is_terminal:
         console = Console(width=200)
     console.print(shown)
-
-
-def figure_class() -> type:
-    """Return matplotlib's Figure.
-
-    Raises
-    ------
-    ImportError
-        When matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
-    return Figure
 
 
 def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_plan_counts_muon_s_memory_and_work(capsys: pytest.CaptureFixture[str]
     assert cli.main(["plan", "gpt2-small", "--set", "optim.kind=sgd"]) == 1
     assert "optim.kind must be one of adamw, muon" in capsys.readouterr().err
     assert cli.main(["plan", "gpt2-small", "--set", "optim.momentum=1"]) == 1
-    assert "optim.momentum must lie in [0, 1)" in capsys.readouterr().err
+    assert "optim.momentum must be a number in [0, 1)" in capsys.readouterr().err
 
 
 def test_every_element_is_stepped_once_whatever_the_ranks() -> None:

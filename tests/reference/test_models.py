@@ -13,7 +13,7 @@ from reference.config import Config
 from reference.gradcheck import GradientError, check_vjp
 from reference.params import Layout, ParamSpec, attention_specs, block_specs, decoder_layout
 from reference.params import ffn_specs as feed_forward_specs
-from reference.presets import GPT2_SMALL, GPT2_TEXTBOOK, MYLLM_1B, PRESETS
+from reference.presets import GPT2_SMALL, GPT2_TEXTBOOK, MYLLM_1B, ORIGINAL_DECODER, TINY
 from reference.types import Array, DropoutKey, Loss
 from tests.helpers.models import MODELS, encoder_decoder, toy
 
@@ -66,7 +66,7 @@ def test_gpt2_has_its_parameters() -> None:
 
 
 def test_attention_and_feed_forward_of_the_original_have_biases_where_the_paper_has_them() -> None:
-    names = decoder_layout(PRESETS["original_decoder"]).offsets
+    names = decoder_layout(ORIGINAL_DECODER).offsets
     assert "layers.0.ffn.b_up" in names and "layers.0.attention.bqkv" not in names
     assert "head.weight" in names and "head.bias" not in names and "final_norm.gain" not in names
 
@@ -95,7 +95,8 @@ def test_a_buffer_of_the_wrong_size_or_stride_is_refused() -> None:
 
 
 def test_initialisation_is_scaled_seeded_and_keyed_by_name() -> None:
-    config = dataclasses.replace(PRESETS["demo"], n_layers=8)
+    wide = {"vocab_size": 4096, "d_model": 192, "n_heads": 6, "d_head": 32, "d_ff": 512}
+    config = dataclasses.replace(TINY, **wide, n_layers=8)
     layout = decoder_layout(config)
     views = layout.views(layout.init(0))
     assert views["embedding.weight"].std() == pytest.approx(0.02, rel=0.01)

@@ -6,15 +6,11 @@ mistakes is taken for equivalent and left out, as is one that raises on any of t
 
 import ast
 import copy
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from accel.verify.board.outcome import Call, differs
-from reference.boundary import Boundary, plain
-from reference.ops import HOST, OPS
+from accel.verify.spoiled import home_of, tree_of, with_file
 
 
 class Mutant(NamedTuple):
@@ -94,15 +90,15 @@ def mutants(op: str, calls: list[Call]) -> Iterator[Mutant]:
     """Yield an op's mutants that are wrong in float64 on one of the calls and raise on none."""
     for where in MUTATED[op]:
         file, _, name = where.rpartition(".")
-        file = file or OPS[op].home or op
-        tree = _tree(file)
+        file = file or home_of(op)
+        tree = tree_of(file)
         function = next(
             n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name
         )
         for node in _nodes(function):
             for changed in _changes(node):
                 title = f"{file}.py:{node.lineno} {ast.unparse(node)} -> {ast.unparse(changed)}"
-                kernel = _kernel(op, file, _swapped(tree, node, changed))
+                kernel = with_file(op, file, _swapped(tree, node, changed))
                 if _wrong(kernel, calls):
                     yield Mutant(op, title, kernel)
 
@@ -112,11 +108,6 @@ def _wrong(kernel: Any, calls: list[Call]) -> bool:
         return any([bool(differs(kernel, call, "float64")) for call in calls])
     except Exception:  # whatever a changed line may raise: it would give itself away
         return False
-
-
-def _tree(file: str) -> ast.Module:
-    path = Path(importlib.import_module(f"reference.{file}").__file__ or "")
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _nodes(function: ast.FunctionDef) -> list[Any]:
@@ -164,33 +155,3 @@ def _swapped(tree: ast.Module, old: ast.AST, new: ast.AST) -> ast.Module:
     """Return a tree with one node in the place of another."""
     # deepcopy takes what its memo holds for a node's copy
     return ast.fix_missing_locations(copy.deepcopy(tree, {id(old): new}))
-
-
-def _kernel(op: str, file: str, tree: ast.Module) -> Any:
-    """Return the op's public functions with the code of one file of the reference changed."""
-    home = OPS[op].home or op
-    changed = _module(file, tree)
-    module = changed if file == home else _module(home, _tree(home))
-    if file != home:
-        for name in [n for n in vars(module) if hasattr(changed, n) and not n.startswith("__")]:
-            if getattr(getattr(module, name), "__module__", "") == f"reference.{file}":
-                setattr(module, name, getattr(changed, name))
-    if file == "visibility":
-        forward, seen = vars(module)["forward"], vars(changed)["Visibility"]
-        vars(module)["forward"] = lambda q, k, v, who, *a, **o: forward(
-            q, k, v, seen(*who), *a, **o
-        )
-    found = plain(OPS[op], module)
-    boundary = Boundary(OPS[op], HOST)
-    return SimpleNamespace(
-        **{
-            name: (boundary.backward if name.endswith("_backward") else boundary.forward)(f)
-            for name, f in found.items()
-        }
-    )
-
-
-def _module(file: str, tree: ast.Module) -> ModuleType:
-    module = ModuleType(f"reference.{file}")
-    exec(compile(tree, f"reference/{file}.py", "exec"), vars(module))
-    return module

@@ -6,9 +6,9 @@ No framework is imported before a file that is checked has brought it in.
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,43 @@ Given = Mapping[str, Any]  # arrays of a framework, by the names of a case
 Function = Callable[[Given], Any]
 
 
-class Framework(Protocol):
+class Framework:
     """What is asked of a framework."""
 
     name: str
 
     def give(self, array: Array, dtype: str) -> Any:
         """Make an array of the framework's; floats in the precision of that name."""
+        raise NotImplementedError
 
     def take(self, value: Any) -> Array:
         """Make a NumPy array of a result; bf16 and float16 become float32."""
+        raise NotImplementedError
 
     def dtype_of(self, value: Any) -> str:
         """Return the name of a result's precision."""
+        return str(np.asarray(value).dtype)
+
+    def differentiate(
+        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what a function gives, and the gradients of ⟨cotangents, result⟩ by name.
+
+        Raises
+        ------
+        NoGradient
+            When there is no way to differentiate it.
+        """
+        raise NoGradient(f"{self.name} has no automatic differentiation")
+
+    def within(self, dtype: str) -> AbstractContextManager[Any]:
+        """Surround calls in a precision: in float64 nothing inside is any narrower."""
+        return nullcontext()
 
     def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
-        """Call a function in a precision; in float64 nothing inside is any narrower."""
+        """Call a function in a precision."""
+        with self.within(dtype):
+            return function({name: self.give(a, dtype) for name, a in arrays.items()})
 
     def gradients(
         self,
@@ -43,7 +64,10 @@ class Framework(Protocol):
         wanted: list[str],
         cotangents: Mapping[str, Array],
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives, and the gradients of ⟨cotangents, result⟩ by name."""
+        """Differentiate a function in a precision."""
+        with self.within(dtype):
+            given = {name: self.give(a, dtype) for name, a in arrays.items()}
+            return self.differentiate(function, given, wanted, cotangents)
 
 
 class NoGradient(Exception):
@@ -71,7 +95,7 @@ def named_parts(out: Any, name: str = "out") -> dict[str, Any]:
 # ---- NumPy ---------------------------------------------------------------------------------------
 
 
-class NumPy:
+class NumPy(Framework):
     """Arrays of NumPy; bf16 numbers travel in float32."""
 
     name = "numpy"
@@ -86,40 +110,11 @@ class NumPy:
         array = np.asarray(value)
         return array.astype(np.float32) if array.dtype == np.float16 else array
 
-    def dtype_of(self, value: Any) -> str:
-        return str(np.asarray(value).dtype)
-
-    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
-        return function({name: self.give(a, dtype) for name, a in arrays.items()})
-
-    def gradients(self, *_: Any) -> tuple[Any, dict[str, Any]]:
-        raise NoGradient("NumPy has no automatic differentiation")
-
 
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-class _Automatic:
-    """What frameworks with automatic differentiation share."""
-
-    give: Callable[[Array, str], Any]
-    differentiate: Callable[..., tuple[Any, dict[str, Any]]]
-    _in: Callable[[str], AbstractContextManager[Any]]
-
-    def gradients(
-        self,
-        function: Function,
-        arrays: Mapping[str, Array],
-        dtype: str,
-        wanted: list[str],
-        cotangents: Mapping[str, Array],
-    ) -> tuple[Any, dict[str, Any]]:
-        with self._in(dtype):
-            given = {name: self.give(a, dtype) for name, a in arrays.items()}
-            return self.differentiate(function, given, wanted, cotangents)
-
-
-class Torch(_Automatic):
+class Torch(Framework):
     """Tensors of PyTorch, on the CPU unless the module has a ``from_numpy`` of its own."""
 
     name = "torch"
@@ -153,25 +148,18 @@ class Torch(_Automatic):
 
     def dtype_of(self, value: Any) -> str:
         if not isinstance(value, self.torch.Tensor):
-            return str(np.asarray(value).dtype)
+            return super().dtype_of(value)
         names = {torch: name for name, torch in self._types.items()}
         return names.get(value.dtype, str(value.dtype).removeprefix("torch."))
 
     def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
-        given = {name: self.give(a, dtype) for name, a in arrays.items()}
-        with self.torch.no_grad(), self._in(dtype):
-            return function(given)
+        with self.torch.no_grad():
+            return super().evaluate(function, arrays, dtype)
 
     def differentiate(
         self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives and its gradients, by autograd.
-
-        Raises
-        ------
-        NoGradient
-            When nothing of the result has a graph.
-        """
+        """Return what a function gives and its gradients, by autograd."""
         given = dict(given)
         for name in wanted:
             given[name] = given[name].detach().requires_grad_()
@@ -206,7 +194,7 @@ class Torch(_Automatic):
         }
 
     @contextmanager
-    def _in(self, dtype: str) -> Iterator[None]:
+    def within(self, dtype: str) -> Iterator[None]:
         """In float64, let what is made or converted inside a function be float64 as well."""
         if dtype != "float64":
             yield
@@ -243,7 +231,7 @@ class Torch(_Automatic):
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
-class Jax(_Automatic):
+class Jax(Framework):
     """Arrays of JAX; 64 bits are enabled while the reference runs in float64, and only then."""
 
     name = "jax"
@@ -265,22 +253,12 @@ class Jax(_Automatic):
         return array.astype(np.float32) if array.dtype.itemsize == 2 else array
 
     def dtype_of(self, value: Any) -> str:
-        return str(np.asarray(value).dtype).replace("bfloat16", "bf16")
-
-    def evaluate(self, function: Function, arrays: Mapping[str, Array], dtype: str) -> Any:
-        with self._in(dtype):
-            return function({name: self.give(a, dtype) for name, a in arrays.items()})
+        return super().dtype_of(value).replace("bfloat16", "bf16")
 
     def differentiate(
         self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives and its gradients, by ``jax.vjp``.
-
-        Raises
-        ------
-        NoGradient
-            When JAX cannot differentiate it.
-        """
+        """Return what a function gives and its gradients, by ``jax.vjp``."""
         jnp = self.jax.numpy
 
         def of_parts(leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -303,12 +281,11 @@ class Jax(_Automatic):
             raise NoGradient((str(error).splitlines() or [type(error).__name__])[0]) from error
         return out, dict(found)
 
-    def _in(self, dtype: str) -> AbstractContextManager[Any]:
+    def within(self, dtype: str) -> AbstractContextManager[Any]:
         if dtype != "float64":
             return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(self.jax.enable_x64(True))
-        return stack
+        wide: AbstractContextManager[Any] = self.jax.enable_x64(True)
+        return wide
 
 
 # ---- which it is ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ after the same seed.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -134,25 +135,19 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
         def made(sizes: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
             return of_axes({key: sizes[name] for name, group in named.items() for key in group})
 
-    def accepts(sizes: Mapping[str, int]) -> bool:
+    def accepts(sizes: Mapping[str, int], *, small: bool = True) -> bool:
         try:
-            return _runs(torch, problem.Model, *_meta(torch, made, sizes), small=False)
+            return _runs(torch, problem.Model, *_meta(torch, made, sizes), small=small)
         except Exception:  # whatever a file's own code makes of sizes that it cannot have
             return False
 
-    def accepts_small(sizes: Mapping[str, int]) -> bool:
-        try:
-            return _runs(torch, problem.Model, *_meta(torch, made, sizes), small=True)
-        except Exception:
-            return False
-
-    small = reduced(base, accepts)
-    if not accepts_small(small):
+    small = reduced(base, partial(accepts, small=False))
+    if not accepts(small):
         raise SubjectError(
             f"{like}: its sizes cannot be made small enough ({small} is still too large, or Model "
             "does not run on PyTorch's meta device); declare SHAPES for Model instead"
         )
-    known = sizes_taken(small, accepts_small)
+    known = sizes_taken(small, accepts)
     kinds = {
         name: "float" if a.is_floating_point() else "bool" if a.dtype == torch.bool else "int"
         for name, a in arrays.items()

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.verify.calling import Judged
-from accel.verify.contract import shape_of
+from accel.verify.calling import Judged, first_of, misshapen
 from accel.verify.like.bound import rounded
 from accel.verify.like.case import LikeCase
-from accel.verify.like.frameworks import Framework, Jax, NoGradient, NumPy, Torch, named_parts
+from accel.verify.like.frameworks import Framework, NoGradient, NumPy, Torch, named_parts
 from accel.verify.like.reference import STATE, Reference, cotangents_of
 from accel.verify.like.truth import Truth, close
 from accel.verify.subject import KernelError, Placed
@@ -138,7 +137,6 @@ class Run:
     ) -> tuple[Any, dict[str, Any] | None]:
         """Differentiate the kernel by its own framework."""
         framework = self.pair.framework
-        assert isinstance(framework, (Torch, Jax))
         wanted = [
             name for name in self.reference.wanted(self.case.arrays) if f"d{name}" in self.truths
         ]
@@ -226,18 +224,13 @@ class Run:
             truth = (truths or self.truths)[name]
             exact = truth.exact
             if value.shape != exact.shape:
-                text = f"{name}{note} has shape {shape_of(value)}, should have {shape_of(exact)}"
-                if sorted(value.shape) == sorted(exact.shape):
-                    text += "; are axes swapped?"
-                self.judged.append(Judged(name, "shape", None, value, exact, text))
+                self.judged.append(misshapen(name, note, value, exact))
                 continue
             kind, problem = "second" if note else "value", ""
             found = close(value, truth, self.case.dtype, gradient=name.startswith("d"))
             broken = ~np.isfinite(value) & truth.finite
             if broken.any():
-                at = np.argwhere(broken)[0]
-                where = f"[{', '.join(map(str, at))}]" if len(at) else ""
-                kind, problem = "nonfinite", f"{name}{note}{where} is {value[tuple(at)]}"
+                kind, problem = "nonfinite", first_of(f"{name}{note}", value, broken)
             elif parts is not None and name in self.types and not problem:
                 given, due = self.pair.framework.dtype_of(parts[name]), self.types[name]
                 same = type(self.pair.framework) is type(self.reference.framework)

@@ -241,13 +241,7 @@ class LikeSubject(Subject):
         self.watch("case", case)
         return Run(self, pair, case, truths, types).judged
 
-    def hints(
-        self,
-        case: Case,
-        judged: Judged,
-        evidence: Evidence | None = None,
-        more: Iterable[tuple[str, str]] = (),
-    ) -> list[str]:
+    def hints(self, case: Case, judged: Judged, evidence: Evidence | None = None) -> list[str]:
         assert isinstance(case, LikeCase)
         return hints_for(self, self.pairs[case.op].reference, case, judged)
 

@@ -11,6 +11,7 @@ from dist.commands import parser
 from dist.monitor import duration
 from dist.study.ablations import heads, norm_placement, positions
 from dist.study.ablations.lab import Finding, Lab, Plot
+from dist.use import figure_class
 from tokenizer.files import replace_durably
 
 EXPERIMENTS = {"positions": positions, "norm_placement": norm_placement, "heads": heads}
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     given = args.parse_args(argv)
     if not 0 < given.share <= 10:
         args.error("--share must be in (0, 10]")
-    _figure()  # now rather than after a quarter of an hour
+    figure_class()  # now rather than after a quarter of an hour
     given.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
 
@@ -100,17 +101,9 @@ def _table(rows: list[list[str]]) -> str:
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
-def _figure() -> type:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'myllm[plot]'") from error
-    return Figure
-
-
 def draw(plots: list[Plot]) -> str:
     """Return plots side by side, as SVG."""
-    figure = _figure()(figsize=(5.2 * max(len(plots), 1.5), 4), layout="constrained")
+    figure = figure_class()(figsize=(5.2 * max(len(plots), 1.5), 4), layout="constrained")
     for number, plot in enumerate(plots):
         axes = figure.add_subplot(1, len(plots), number + 1)
         for i, curve in enumerate(plot.curves):

@@ -66,16 +66,6 @@ EXERCISES = (
 p_i = exp(z_i) / Σ_j exp(z_j) over the last axis: scores become probabilities. A constant added to
 every score changes nothing, so take the row's maximum off first, and exp never overflows. Every row
 is a distribution of its own.""",
-        (
-            Mistake(
-                "is the sum taken over all elements? Every row has its own.",
-                {"np.sum(e, axis=-1, keepdims=True)": "np.sum(e)"},
-            ),
-            Mistake(
-                "is the sum taken over the first axis? It goes over the last.",
-                {"np.sum(e, axis=-1, keepdims=True)": "np.sum(e, axis=0, keepdims=True)"},
-            ),
-        ),
     ),
     Exercise(
         "softmax_backward",
@@ -209,28 +199,6 @@ For one head s_tu = scale · q_t·k_u, P = softmax over the keys that t may see,
 v_u, κ the dropout. Go back from the last line: dv and dP first, then ds through the softmax, then
 dq and dk, both with the scale. G query heads read one key/value head, so its dk and dv are sums
 over the group.""",
-        (
-            Mistake(
-                "is the scale missing in dq? s is scale · q·k, so it multiplies ds.",
-                {"dq = scale * (ds @ k)": "dq = ds @ k"},
-            ),
-            Mistake(
-                "is the scale missing in dk? s is scale · q·k, so it multiplies ds.",
-                {"dk = scale * np.sum(ds": "dk = np.sum(ds"},
-            ),
-            Mistake(
-                "is dP taken for ds? It has to pass through the softmax.",
-                {"ds = softmax_backward(dP, P)": "ds = dP"},
-            ),
-            Mistake(
-                "is P dP taken for ds? The softmax takes off the mean Σ P dP as well.",
-                {"ds = softmax_backward(dP, P)": "ds = P * dP"},
-            ),
-            Mistake(
-                "is the group averaged? Heads that share a key/value head add their gradients.",
-                {"dv = np.sum(dropped": "dv = np.mean(dropped"},
-            ),
-        ),
     ),
     Exercise(
         "online_softmax",

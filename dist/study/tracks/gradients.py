@@ -25,20 +25,6 @@ EXERCISES = (
 y = max(x, 0): what is positive passes, the rest becomes zero. Where x passed, y moves as x does, so
 dx is dy there; where it did not, y does not move and dx is zero. The cache is x, and at x = 0 the
 slope is taken to be zero.""",
-        (
-            Mistake(
-                "does the mask ask dy rather than x? The slope is a matter of the input.",
-                {"np.where(x > 0, dy, 0)": "np.where(dy > 0, dy, 0)"},
-            ),
-            Mistake(
-                "is dy missing? It multiplies the slope, which is 1 where x > 0.",
-                {"np.where(x > 0, dy, 0)": "np.where(x > 0, 1.0, 0) + 0 * dy"},
-            ),
-            Mistake(
-                "is the slope 1 at x = 0? It is taken to be 0 there.",
-                {"np.where(x > 0, dy, 0)": "np.where(x >= 0, dy, 0)"},
-            ),
-        ),
         kernels="accel.cpu.elementwise",
     ),
     Exercise(
@@ -49,19 +35,6 @@ y = a + b with NumPy's broadcasting: an array of one row may be added to many. A
 part in several elements of y gets the sum of their gradients, so da has a's shape again: sum dy
 over every axis along which a was repeated. There may be axes in front that a lacks, and axes of
 length 1 that were stretched.""",
-        (
-            Mistake(
-                "mean for sum? What is used several times gets the sum of the gradients.",
-                {"np.asarray(np.sum(dy,": "np.asarray(np.mean(dy,"},
-            ),
-            Mistake(
-                "does only the first copy count? What is used several times gets the sum.",
-                {
-                    "np.asarray(np.sum(dy, axis=(*range(new), *repeated)))": "dy[tuple(0 if i in "
-                    "(*range(new), *repeated) else slice(None) for i in range(dy.ndim))]"
-                },
-            ),
-        ),
     ),
     Exercise(
         "linear",
@@ -70,16 +43,6 @@ length 1 that were stretched.""",
 y = x W + b: each output is a sum over inputs, y_no = Σ_i x_ni W_io + b_o. Follow one element: x_ni
 reaches every y_no through W_io, W_io meets every row n through x_ni, and b_o is in every row. The
 shapes leave no other choice: dx is x's, dW is W's, and rows may have any number of axes before.""",
-        (
-            Mistake(
-                "mean for sum over the rows? db is the sum of dy over all rows.",
-                {"np.sum(rows, axis=0)": "np.mean(rows, axis=0)"},
-            ),
-            Mistake(
-                "is dW divided by the number of rows? It is a sum, xᵀ dy.",
-                {".T @ rows": ".T @ rows / len(rows)"},
-            ),
-        ),
     ),
     Exercise(
         "embedding",
@@ -96,23 +59,6 @@ table[ids] += dy counts it once.""",
 x holds a gate g and then an up u side by side, and y = silu(g) u with silu(g) = g σ(g). The slope
 of the sigmoid is σ' = σ (1 - σ), so by the product rule silu'(g) = σ + g σ (1 - σ). dx has the two
 halves in the order in which x has them.""",
-        (
-            Mistake(
-                "is the slope of silu taken for σ alone? By the product rule g σ (1 - σ) is added.",
-                {"dg = dy * u * sigma * (1 + g * (1 - sigma))": "dg = dy * u * sigma"},
-            ),
-            Mistake(
-                "is the slope of the gate taken for that of the sigmoid, σ (1 - σ)?",
-                {
-                    "dg = dy * u * sigma * (1 + g * (1 - sigma))": "dg = dy * u * sigma * "
-                    "(1 - sigma)"
-                },
-            ),
-            Mistake(
-                "is the up missing in dg? y is a product, so u multiplies the gate's slope.",
-                {"dg = dy * u * sigma": "dg = dy * sigma"},
-            ),
-        ),
         kernels="accel.cpu.activations",
     ),
     Exercise(
@@ -121,16 +67,6 @@ halves in the order in which x has them.""",
         """\
 y = x Φ(x), Φ(x) the chance that a standard normal variable lies below x. Φ's derivative is the
 density φ(x) = exp(-x²/2)/√(2π). x stands in y twice, so the product rule gives two terms.""",
-        (
-            Mistake(
-                "is the term x φ(x) missing? Φ(x) moves with x as well.",
-                {"(_normal_cdf(x) + x * density)": "_normal_cdf(x)"},
-            ),
-            Mistake(
-                "is φ(x) not multiplied by x? The product rule gives Φ(x) + x φ(x).",
-                {"(_normal_cdf(x) + x * density)": "(_normal_cdf(x) + density)"},
-            ),
-        ),
         given=("_normal_cdf",),
     ),
     Exercise(
@@ -140,20 +76,6 @@ density φ(x) = exp(-x²/2)/√(2π). x stands in y twice, so the product rule g
 y = ½ x (1 + h) with h = tanh(c (x + a x³)), c = √(2/π) and a = 0.044715: GPT-2's GELU. tanh' = 1 -
 tanh², and the chain rule goes on into what stands inside tanh. x stands outside and inside, so the
 product rule gives two terms.""",
-        (
-            Mistake(
-                "is the slope of what stands inside tanh missing? It is c (1 + 3 a x²).",
-                {"(1 - h * h) * _C * (1 + 3 * _A * x * x)": "(1 - h * h)"},
-            ),
-            Mistake(
-                "is the second term missing? h moves with x as well.",
-                {" + 0.5 * x * (1 - h * h) * _C * (1 + 3 * _A * x * x)": ""},
-            ),
-            Mistake(
-                "is the derivative of x³ taken for x²? It is 3 x².",
-                {"(1 + 3 * _A": "(1 + _A"},
-            ),
-        ),
     ),
     Exercise(
         "rmsnorm",
@@ -162,19 +84,6 @@ product rule gives two terms.""",
 y = x r g with r = 1/√(mean(x²) + ε): a row is divided by its root mean square, then scaled. Every
 x_i reaches its own y_i directly and all y_j of the row through r, so dx has two terms; write n = x
 r and dn = dy g first. The gain is shared by all rows, so dg sums over them.""",
-        (
-            Mistake(
-                "sum for mean in the second term? It is n · mean(dn · n).",
-                {
-                    "np.mean(dn * n, axis=-1, keepdims=True)": "np.sum(dn * n, axis=-1, "
-                    "keepdims=True)"
-                },
-            ),
-            Mistake(
-                "is the gain missing in dx? n is scaled by g, so dn = dy g.",
-                {"dn = dy * g": "dn = dy"},
-            ),
-        ),
         kernels="accel.cpu.norms",
     ),
     Exercise(

@@ -90,27 +90,6 @@ m and v are running means of the gradient and of its square, both from zero, whi
 βᵗ undoes; t counts from 1. The step is m̂ / (√v̂ + ε), with ε outside the root. Weight decay is
 decoupled: it is added to the step and not to the gradient, and only for the first n_decayed
 elements.""",
-        (
-            Mistake(
-                "is ε inside the root? It stands outside: √v̂ + ε.",
-                {"(np.sqrt(v_hat) + eps)": "np.sqrt(v_hat + eps)"},
-            ),
-            Mistake(
-                "is the decay part of the gradient, as in Adam with L2? AdamW adds it to the step.",
-                {
-                    "    g = grad * grad_scale\n": "    g = grad * grad_scale\n"
-                    "    g[:n_decayed] += weight_decay * master[:n_decayed]\n",
-                    "    update[:n_decayed] += weight_decay * master[:n_decayed]\n": "",
-                },
-            ),
-            Mistake(
-                "is the decay not multiplied by the learning rate? Here lr multiplies it.",
-                {
-                    "    update[:n_decayed] += weight_decay * master[:n_decayed]\n": "    master["
-                    ":n_decayed] -= weight_decay * master[:n_decayed]\n"
-                },
-            ),
-        ),
     ),
     Exercise(
         "schedule",

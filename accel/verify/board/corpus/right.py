@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numba
 import numpy as np
 
+from accel.tolerance import round_bf16, round_tf32
 from accel.verify.board.corpus import kernels as k
 from accel.verify.board.corpus.build import SECTIONS, edited
 from accel.verify.board.corpus.build import functions as built
@@ -54,101 +55,54 @@ EDITED = [
 ]  # fmt: skip
 
 
+def around(module, op, before=lambda value: value, after=lambda out, dtype: out, **more):
+    """The same kernels, ``before`` done to all that goes in, and ``after`` to what comes out."""
+
+    def forward(*arrays, **options):
+        dtype = next(a.dtype for a in arrays if isinstance(a, np.ndarray) and a.dtype.kind == "f")
+        given = {name: before(value) for name, value in options.items()}
+        out = getattr(module, OPS[op].forward_name)(*map(before, arrays), **given)
+        if not OPS[op].backward:
+            return after(out, dtype)
+        return after(out[0], dtype), (out[1], dtype)
+
+    def backward(dout, cache):
+        return after(getattr(module, f"{op}_backward")(before(dout), cache[0]), cache[1])
+
+    return SimpleNamespace(**dict(zip(OPS[op].names, (forward, backward), strict=False)), **more)
+
+
+def each(convert, value):
+    """Convert an array, or those of a tuple."""
+    if type(value) is tuple:  # not a loss, or a key
+        return tuple(each(convert, v) for v in value)
+    return convert(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+
 def upcast(module, op):
     """The same kernels, computing in float64 and rounding what they give."""
 
     def wide(value):
-        if isinstance(value, np.ndarray) and value.dtype == np.float32:
-            return value.astype(np.float64)
-        return tuple(wide(v) for v in value) if type(value) is tuple else value
+        return each(lambda a: a.astype(np.float64), value)
 
-    def narrow(value, dtype):
-        if isinstance(value, np.ndarray) and value.dtype == np.float64:
-            return value.astype(dtype)
-        if isinstance(value, tuple) and not isinstance(value, Loss):
-            return tuple(narrow(v, dtype) for v in value)
-        return value
+    def narrow(out, dtype):
+        return each(lambda a: a.astype(dtype), out)
 
-    def dtype_of(values):
-        return next(v.dtype for v in values if isinstance(v, np.ndarray) and v.dtype.kind == "f")
-
-    def forward(*arrays, **options):
-        dtype = dtype_of(arrays)
-        wider = {name: wide(value) for name, value in options.items()}
-        out, cache = getattr(module, f"{op}_forward")(*[wide(a) for a in arrays], **wider)
-        return narrow(out, dtype), (cache, dtype)
-
-    def backward(dout, cache):
-        return narrow(getattr(module, f"{op}_backward")(wide(dout), cache[0]), cache[1])
-
-    def only(*arrays, **options):
-        wider = {name: wide(value) for name, value in options.items()}
-        out = getattr(module, op)(*[wide(a) for a in arrays], **wider)
-        return narrow(out, dtype_of(arrays))
-
-    if OPS[op].backward:
-        return SimpleNamespace(**{f"{op}_forward": forward, f"{op}_backward": backward})
-    return SimpleNamespace(**{op: only})
-
-
-def bf16(value):
-    """Round float32 to bf16, to nearest even; tuples element by element."""
-    if isinstance(value, np.ndarray) and value.dtype == np.float32:
-        bits = value.view(np.uint32).astype(np.uint64)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32)
-        return np.where(np.isfinite(value), rounded.view(np.float32), value)
-    if isinstance(value, tuple) and not isinstance(value, Loss):
-        return tuple(bf16(v) for v in value)
-    return value
+    return around(module, op, wide, narrow)
 
 
 def stored_as_bf16(module, op):
     """The same kernels, computing in float32 and giving bf16."""
-
-    def forward(*arrays, **options):
-        out, cache = getattr(module, f"{op}_forward")(*arrays, **options)
-        return bf16(out), cache
-
-    def backward(dout, cache):
-        return bf16(getattr(module, f"{op}_backward")(dout, cache))
-
-    names = {f"{op}_forward": forward, f"{op}_backward": backward}
-    if not OPS[op].backward:
-        names = {op: lambda *arrays, **options: bf16(getattr(module, op)(*arrays, **options))}
-    return SimpleNamespace(DTYPES="bf16", **names)
-
-
-def tf32(value):
-    """Round float32 matrices to TF32's ten bits, to nearest even, as tensor cores read them."""
-    if isinstance(value, np.ndarray) and value.dtype == np.float32 and value.ndim > 1:
-        bits = np.ascontiguousarray(value).view(np.uint32).astype(np.uint64)
-        rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) >> 13 << 13).astype(np.uint32)
-        return np.where(np.isfinite(value), rounded.view(np.float32), value)
-    return value
+    return around(module, op, after=lambda out, dtype: each(round_bf16, out), DTYPES="bf16")
 
 
 def products_in_tf32(module, op):
-    """The same kernels, the operands of their products rounded to TF32."""
+    """The same kernels, the matrices of their products rounded to TF32, as tensor cores do."""
 
-    def rounded(arrays, options):
-        return [tf32(a) for a in arrays], {name: tf32(value) for name, value in options.items()}
+    def rounded(value):
+        return each(lambda a: round_tf32(a) if a.ndim > 1 else a, value)
 
-    def forward(*arrays, **options):
-        arrays, options = rounded(arrays, options)
-        return getattr(module, f"{op}_forward")(*arrays, **options)
-
-    def backward(dout, cache):
-        return getattr(module, f"{op}_backward")(tf32(dout), cache)
-
-    def only(*arrays, **options):
-        arrays, options = rounded(arrays, options)
-        return getattr(module, op)(*arrays, **options)
-
-    if OPS[op].backward:
-        functions = {f"{op}_forward": forward, f"{op}_backward": backward}
-    else:
-        functions = {op: only}
-    return SimpleNamespace(DTYPES="tf32", **functions)
+    return around(module, op, rounded, DTYPES="tf32")
 
 
 # ---- ways of their own; a class is the op's functions --------------------------------------------

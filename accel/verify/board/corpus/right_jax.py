@@ -7,20 +7,11 @@ DTYPES = ("float32",)
 from_numpy = jnp.asarray
 
 
-def _with_vjp(function, *arrays):
-    y, vjp = jax.vjp(function, *arrays)
-    return y, vjp
-
-
 def rmsnorm_forward(x, gain, *, eps):
     def f(x, gain):
         return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * gain
 
-    return _with_vjp(f, x, gain)
-
-
-def rmsnorm_backward(dout, vjp):
-    return vjp(dout)
+    return jax.vjp(f, x, gain)
 
 
 def layernorm_forward(x, gain, bias, *, eps):
@@ -28,19 +19,11 @@ def layernorm_forward(x, gain, bias, *, eps):
         c = x - jnp.mean(x, axis=-1, keepdims=True)
         return c * jax.lax.rsqrt(jnp.mean(c * c, axis=-1, keepdims=True) + eps) * gain + bias
 
-    return _with_vjp(f, x, gain, bias)
-
-
-def layernorm_backward(dout, vjp):
-    return vjp(dout)
+    return jax.vjp(f, x, gain, bias)
 
 
 def linear_forward(x, weight):
-    return _with_vjp(lambda x, weight: jnp.einsum("...i,io->...o", x, weight), x, weight)
-
-
-def linear_backward(dout, vjp):
-    return vjp(dout)
+    return jax.vjp(lambda x, weight: jnp.einsum("...i,io->...o", x, weight), x, weight)
 
 
 def swiglu_forward(x):
@@ -48,20 +31,20 @@ def swiglu_forward(x):
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
-    return _with_vjp(f, x)
-
-
-def swiglu_backward(dout, vjp):
-    return vjp(dout)[0]
+    return jax.vjp(f, x)
 
 
 def gelu_tanh_forward(x):
-    return _with_vjp(lambda x: jax.nn.gelu(x, approximate=True), x)
-
-
-def gelu_tanh_backward(dout, vjp):
-    return vjp(dout)[0]
+    return jax.vjp(lambda x: jax.nn.gelu(x, approximate=True), x)
 
 
 def softmax(x):
     return jax.nn.softmax(x, axis=-1)
+
+
+def _gradients(dout, vjp):
+    return vjp(dout)
+
+
+rmsnorm_backward = layernorm_backward = linear_backward = _gradients
+swiglu_backward = gelu_tanh_backward = _gradients

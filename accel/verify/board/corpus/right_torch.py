@@ -16,77 +16,51 @@ def to_numpy(tensor):
     return tensor.detach().numpy()
 
 
-def _leaf(tensor):
-    return None if tensor is None else tensor.detach().clone().requires_grad_()
+def _tracked(function, *tensors):
+    """What a function gives, and what its gradients are found by."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    return y.detach(), (y, leaves)
 
 
-def _grads(out, dout, leaves):
+def _gradients(dout, cache):
+    y, leaves = cache
     given = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad(out, given, dout))
+    found = iter(torch.autograd.grad(y, given, dout))
     return tuple(None if leaf is None else next(found) for leaf in leaves)
 
 
 def linear_forward(x, weight, *, bias=None):
-    leaves = [_leaf(t) for t in (x, weight, bias)]
-    y = F.linear(leaves[0], leaves[1].T, leaves[2])
-    return y.detach(), (y, leaves)
-
-
-def linear_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])
+    return _tracked(lambda x, weight, bias: F.linear(x, weight.T, bias), x, weight, bias)
 
 
 def layernorm_forward(x, gain, bias, *, eps):
     # F.layer_norm's own backward loses digits where a row's mean is far above its spread
-    x, gain, bias = leaves = [_leaf(t) for t in (x, gain, bias)]
-    apart = x - x.mean(-1, keepdim=True)
-    y = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps) * gain + bias
-    return y.detach(), (y, leaves)
+    def norm(x, gain, bias):
+        apart = x - x.mean(-1, keepdim=True)
+        return apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps) * gain + bias
 
-
-def layernorm_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])
+    return _tracked(norm, x, gain, bias)
 
 
 def rmsnorm_forward(x, gain, *, eps):
-    leaves = [_leaf(t) for t in (x, gain)]
-    y = F.rms_norm(leaves[0], (x.shape[-1],), leaves[1], eps)
-    return y.detach(), (y, leaves)
-
-
-def rmsnorm_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])
+    return _tracked(lambda x, gain: F.rms_norm(x, (x.shape[-1],), gain, eps), x, gain)
 
 
 def gelu_forward(x):
-    x = _leaf(x)
-    y = F.gelu(x)
-    return y.detach(), (y, [x])
-
-
-def gelu_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])[0]
+    return _tracked(F.gelu, x)
 
 
 def gelu_tanh_forward(x):
-    x = _leaf(x)
-    y = F.gelu(x, approximate="tanh")
-    return y.detach(), (y, [x])
-
-
-def gelu_tanh_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])[0]
+    return _tracked(lambda x: F.gelu(x, approximate="tanh"), x)
 
 
 def swiglu_forward(x):
-    x = _leaf(x)
-    gate, up = x.chunk(2, dim=-1)
-    y = F.silu(gate) * up
-    return y.detach(), (y, [x])
+    def gated(x):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
-
-def swiglu_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])[0]
+    return _tracked(gated, x)
 
 
 def softmax(x):
@@ -94,9 +68,7 @@ def softmax(x):
 
 
 def attention_forward(q, k, v, *, key_mask=None, causal=True, window=0, scale=None):
-    leaves = [_leaf(t) for t in (q, k, v)]
     T, S, G = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    kk, vv = (t.repeat_interleave(G, dim=2).transpose(1, 2) for t in leaves[1:])
     distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
     seen = torch.ones(1, 1, T, S, dtype=torch.bool)
     if causal:
@@ -106,12 +78,16 @@ def attention_forward(q, k, v, *, key_mask=None, causal=True, window=0, scale=No
     if key_mask is not None:
         seen = seen & key_mask[:, None, None, :]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    s = scale * (leaves[0].transpose(1, 2) @ kk.transpose(-1, -2))
-    s = s.masked_fill(~seen, torch.finfo(q.dtype).min)
-    p = torch.softmax(s, dim=-1) * seen
-    y = (p @ vv).transpose(1, 2)
-    return y.detach(), (y, leaves)
+
+    def attend(q, k, v):
+        k, v = (t.repeat_interleave(G, dim=2).transpose(1, 2) for t in (k, v))
+        s = scale * (q.transpose(1, 2) @ k.transpose(-1, -2))
+        s = s.masked_fill(~seen, torch.finfo(q.dtype).min)
+        p = torch.softmax(s, dim=-1) * seen
+        return (p @ v).transpose(1, 2)
+
+    return _tracked(attend, q, k, v)
 
 
-def attention_backward(dout, cache):
-    return _grads(cache[0], dout, cache[1])
+linear_backward = layernorm_backward = rmsnorm_backward = attention_backward = _gradients
+gelu_backward = gelu_tanh_backward = swiglu_backward = _gradients
