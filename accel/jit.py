@@ -18,12 +18,17 @@ user's cache folder. A folder that can be read but not written still serves what
 is looked up, created or compiled before a kernel is first called. A folder that others can write is
 refused, and a damaged file is compiled again (``cache_files.py``).
 
+A kernel that another kernel calls is a part of it: LLVM's optimised code of it is kept, in a file
+of its own, and ends up in the machine code of the caller. Machine code of its own, and a way in
+from Python, are made when Python calls it.
+
 Several processes that start together on a cold cache share the work: each kernel has a lock file,
 is compiled by one of them, and the others load what it wrote (``dist/warm.py`` lets each begin with
 another one). A kernel stays locked while those that it calls are, so no two wait for each other.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -38,7 +43,8 @@ from typing import Any, TypeVar, overload
 
 import llvmlite
 import numba
-from numba.core import codegen, config
+from llvmlite.binding import newpassmanagers, parse_bitcode
+from numba.core import codegen, config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
@@ -125,8 +131,22 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
                 ready_pool()
             if self._store is None:
                 return super().compile(sig)
-            with self._store.compiling(self.py_func):
-                return super().compile(sig)
+            before, self._cache.part = self._cache.part, _active is not None
+            args, _ = sigutils.normalize_signature(sig)
+            if not self._cache.part and args in self.overloads and _is_part(self.overloads[args]):
+                del self.overloads[args]  # Python calls it now
+            try:
+                with self._store.compiling(self.py_func):
+                    return super().compile(sig)
+            finally:
+                self._cache.part = before
+
+    def add_overload(self, compiled: Any) -> None:
+        """Take a version in; Python, which looks by arguments' types, does not find a part."""
+        if _is_part(compiled):
+            self.overloads[tuple(compiled.signature.args)] = compiled
+        else:
+            super().add_overload(compiled)
 
     def _compile_and_load(self, args: Any, return_type: Any) -> Any:
         """Compile, store, and return what every later process will load.
@@ -135,8 +155,13 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         that exists already. The stored code holds a copy of it that was optimised again together
         with its caller, and may add in another order. So the process that compiled loads, too.
         """
-        with _codegen(self.targetctx, _Compiling(self.py_func.__qualname__)):
-            compiled = self._compile_here(args, return_type)
+        options, part = self._compiler.targetoptions, self._cache.part
+        self._compiler.targetoptions = {**options, "no_cpython_wrapper": part}
+        try:
+            with _codegen(self.targetctx, _Compiling(self.py_func.__qualname__, part)):
+                compiled = self._compile_here(args, return_type)
+        finally:
+            self._compiler.targetoptions = options
         self._cache.store(args, compiled)
         loaded = self._cache.reload(args, self.targetctx)
         if loaded is None:
@@ -162,37 +187,72 @@ class InTurn(Kernel):
             return super().__call__(*args, **options)
 
 
+def _is_part(compiled: Any) -> bool:
+    """Whether a version can be called by other kernels only."""
+    return getattr(compiled.library.codegen, "part", False)
+
+
 class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
-    """Code that is made into machine code only if it is a kernel.
+    """Code that is made into machine code only if it is a kernel that Python calls.
 
     Numba makes three more of every ``prange``: its body and two wrappers, each with a copy of all
-    that it calls. All end up in the kernel's own, and are optimised there.
+    that it calls. All end up in the kernel's own, and are optimised there. So do the kernels that
+    a kernel calls, its parts: they are kept as LLVM's code.
     """
 
+    def add_ir_module(self, ir_module: Any) -> None:
+        if ir_module.name != "wrapper" or self.name == self.codegen.kernel:  # else nobody calls it
+            super().add_ir_module(ir_module)
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self.codegen._data_layout  # optimised below, all of it together
+
     def _optimize_final_module(self) -> None:
+        # the body of a prange, too: optimised in its kernel alone, LayerNorm's sums have other bits
         if self.name == self.codegen.kernel or self.name.startswith("__numba_parfor_gufunc"):
+            unused = newpassmanagers.ModulePassManager()  # most of what was linked to it
+            unused.add_global_dead_code_eliminate_pass()
+            unused.run(self._final_module, self.codegen._pass_builder())
             super()._optimize_final_module()
 
     def _finalize_final_module(self) -> None:
-        if self.name == self.codegen.kernel:
+        if self.name == self.codegen.kernel and not self.codegen.part:
             super()._finalize_final_module()
         else:
             self._finalize_dynamic_globals()
             self._finalized = True
 
+    def serialize_using_object_code(self) -> Any:
+        if not self.codegen.part:
+            return super().serialize_using_object_code()
+        return self.name, "part", self._get_module_for_linking().as_bitcode()
+
+    @classmethod
+    def _unserialize(cls, codegen: Any, state: Any) -> Any:
+        name, _, code = state
+        self = codegen.create_library(name)
+        self._final_module = self._shared_module = parse_bitcode(code)
+        self._finalized = True
+        return self
+
 
 class _Compiling(codegen.JITCPUCodegen):  # type: ignore[misc]
-    """What makes the code of one kernel."""
+    """What makes the code of one kernel, or loads a part."""
 
     _library_class = _Library
 
-    def __init__(self, kernel: str):
+    def __init__(self, kernel: str = "", part: bool = True):
         super().__init__("myllm.compiled")
-        self.kernel = kernel
+        self.kernel, self.part = kernel, part
 
     def set_env(self, env_name: str, env: Any) -> None:
         if self._engine.is_symbol_defined(env_name):  # of the kernel itself
             super().set_env(env_name, env)
+
+
+@functools.cache
+def _parts() -> _Compiling:
+    return _Compiling()
 
 
 @contextlib.contextmanager
@@ -399,10 +459,11 @@ class _DiskImpl(CompileResultCacheImpl):  # type: ignore[misc]
 class _DiskCache(FunctionCache):  # type: ignore[misc]
     _impl_class = _DiskImpl
 
-    def __init__(self, py_func: Callable[..., Any]):
+    def __init__(self, py_func: Callable[..., Any], part: bool):
         super().__init__(py_func)
         stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+        base = self._impl.filename_base + (".part" if part else "")
+        self._cache_file = CheckedFiles(self._cache_path, base, stamp)
 
 
 class _LazyCache(_Cache):  # type: ignore[misc]
@@ -411,7 +472,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
     def __init__(self, py_func: Callable[..., Any], store: Store):
         self._py_func = py_func
         self._store = store
-        self._disk: Any = None
+        self.part = False  # what is asked for is called by another kernel
+        self._disk: dict[bool, Any] = {}
 
     @property
     def cache_path(self) -> str:
@@ -452,17 +514,19 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         self._files().flush()
 
     def _files(self) -> Any:
-        if self._disk is None or self._disk.cache_path != self.cache_path:
+        found = self._disk.get(self.part)
+        if found is None or found.cache_path != self.cache_path:
             check_private(self._store.root, self._store.folder)
-            self._disk = _DiskCache(self._py_func)
-        return self._disk
+            found = self._disk[self.part] = _DiskCache(self._py_func, self.part)
+        return found
 
     def _read(self, sig: Any, target_context: Any) -> Any:
         # Each in its own engine: a common one would bind a kernel's calls to the first copy of
         # the callee that was loaded, which may have been optimised for another caller.
         files = self._files()
         try:
-            with _codegen(target_context, codegen.JITCPUCodegen("myllm.stored")):
+            loading = _parts() if self.part else codegen.JITCPUCodegen("myllm.stored")
+            with _codegen(target_context, loading):
                 return files.load_overload(sig, target_context)
         except OSError:
             return None  # no such folder, or not ours to read: taking the lock tells which, and why

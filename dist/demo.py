@@ -112,21 +112,22 @@ def main(argv: Sequence[str]) -> int:
         given.compute = typical.run.compute
         say(chosen)
     load_backend("cpu", compute=given.compute)
-    with warm.helpers(typical, max(1, cores() - 1), writes=True):
+    with warm.helpers(typical, max(1, cores() - 1)) as finish_compiling:
         prepare_corpus(paths)
         prepare_tokenizer(paths)
         if not (paths.data / "train" / "manifest.json").exists():
             say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
             packing = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
             pack.pack([str(paths.corpus)], paths.data, packing)
-        warm.compile_kernels(typical, writes=True)  # what is left: nothing else shall run beside it
+        finish_compiling()  # nothing else shall run beside what follows
     if not paths.run_file.exists():
         choose_run(paths, deadline, given.ranks, given.compute)
     say(f"training: myllm train {paths.run_file} --ranks {given.ranks}")
     status = train(paths.run_file, given.ranks)
     if status:
         return status
-    show(paths, given.compute)
+    with warm.helpers(typical, 1, writes=True):  # what the model writes with, while it is evaluated
+        show(paths, given.compute)
     return 0
 
 

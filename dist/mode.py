@@ -37,30 +37,38 @@ def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
         return run, ""
     if newest is not None:
         before = checkpoint.read_manifest(newest).config["run"]["compute"]
-        return _with(run, before), f"compute: {before}, as before"
+        return in_mode(run, before), f"compute: {before}, as before"
     seconds = measure(run)
     best = min(seconds, key=lambda mode: seconds[mode])
     times = ", ".join(f"{mode} {1e3 * t:.1f} ms" for mode, t in seconds.items())
     only = "" if len(seconds) > 1 else ", the only one here"
-    return _with(run, best), f"compute: {best}{only} (a product of this model: {times})"
+    return in_mode(run, best), f"compute: {best}{only} (a product of this model: {times})"
 
 
-def _with(run: RunFile, mode: str) -> RunFile:
+def in_mode(run: RunFile, mode: str) -> RunFile:
+    """Return the run in a mode."""
     return dataclasses.replace(run, run=dataclasses.replace(run.run, compute=mode))
+
+
+def offered(backend: str) -> dict[str, Ops]:
+    """Return the modes of a backend that this machine offers."""
+    found = {}
+    for mode in COMPUTE:
+        try:
+            found[mode] = load_backend(backend, compute=mode)
+        except (ImportError, ValueError):  # a processor without bf16, say
+            if mode == COMPUTE[0]:
+                raise
+    return found
 
 
 def measure(run: RunFile) -> dict[str, float]:
     """Return the seconds that a product takes in each mode that this machine offers."""
-    found: dict[str, float] = {}
-    for mode in COMPUTE:
-        try:
-            ops = load_backend(run.run.backend, compute=mode)
-        except (ImportError, ValueError):  # a processor without bf16, say
-            if mode == COMPUTE[0]:
-                raise
-            continue
-        found[mode] = _product(ops, run)
-    return found
+    modes = offered(run.run.backend)
+    from dist.warm import compile_kernels  # which chooses tasks by what this file offers
+
+    compile_kernels(run)
+    return {mode: _product(ops, run) for mode, ops in modes.items()}
 
 
 def _product(ops: Ops, run: RunFile) -> float:
@@ -81,7 +89,7 @@ def _product(ops: Ops, run: RunFile) -> float:
 
 
 def median_seconds(timed: Callable[[], float], seconds: float) -> float:
-    """Return the median of what ``timed`` gives for so long, after a first time that compiles."""
+    """Return the median of what ``timed`` gives for so long, after it loaded or compiled."""
     timed()
     times: list[float] = []
     end = time.perf_counter() + seconds

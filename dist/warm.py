@@ -7,6 +7,8 @@ itself on the run's backend, by whichever process of this machine comes to it fi
 and as many more (``python -m dist.warm``) as there are cores. Their kernels go to the cache
 (``accel/jit.py``), where the run finds them.
 
+Of a run whose mode is to be chosen it is the products of every mode, by which it is.
+
 What was missed, or could not be compiled here, is compiled when it is called.
 """
 
@@ -31,6 +33,7 @@ from accel.threads import available_cores
 from dist.comm import Solo
 from dist.config import RunFile, from_tables
 from dist.data import make_batch
+from dist.mode import AUTO, in_mode, offered
 from dist.monitor import Output, terminal_columns
 from dist.step import Stepper, initial_weights
 from reference import ops as reference
@@ -41,13 +44,17 @@ from reference.params import decoder_layout
 from reference.types import Array
 
 TOKENS = 8  # of a tiny model's context
+PRODUCTS = ("linear_forward-", "linear_backward-")  # tasks that the choice of a mode needs
+LONGEST = ("attention_", "linear_")
 
 
 class Task(NamedTuple):
     """Something to be called once, so that its kernels are compiled."""
 
     name: str  # the same in every process, and for every run that would call it alike
+    compute: str  # of the backend that it is given
     call: Callable[[Ops], object]
+    after: str = ""  # the task that calls what this one calls, too
 
 
 def compile_kernels(run: RunFile, *, writes: bool = False) -> None:
@@ -62,17 +69,17 @@ def compile_kernels(run: RunFile, *, writes: bool = False) -> None:
     """
     if run.run.backend != "cpu":
         return
-    share = available_cores() // launcher.local_size()
-    with helpers(run, share - 1, writes=writes) as missing:
-        work(missing, load_backend("cpu", compute=run.run.compute), _store(), _show)
+    ranks = 1 if run.run.compute == AUTO else launcher.local_size()  # one chooses, the others wait
+    with helpers(run, available_cores() // ranks - 1, writes=writes) as finish:
+        finish()
 
 
 @contextlib.contextmanager
-def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[list[Task]]:
+def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[Callable[[], None]]:
     """Have a number of processes compile what is missing, while the caller does something else.
 
-    They end when all is compiled, when the block ends, or with this process. The block is told what
-    is missing.
+    They end when all is compiled, when the block ends, or with this process. The block is given a
+    function that helps them, and returns when all is compiled.
     """
     store = _store()
     missing = [task for task in tasks_of(run, writes=writes) if not _is_done(store, task)]
@@ -96,7 +103,7 @@ def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[list
             process.stdin.flush()
         started.append(process)
     try:
-        yield missing
+        yield lambda: work(missing, store, _show)
     finally:
         for process in started:
             with contextlib.suppress(BrokenPipeError):
@@ -108,11 +115,9 @@ def main() -> None:
     """Compile what stdin asks for; end at once when stdin does."""
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    run = from_tables(order["run"])
-    ops = load_backend("cpu", compute=run.run.compute)
     store = _store()
     store.silent = True
-    work(tasks_of(run, writes=order["writes"]), ops, store)
+    work(tasks_of(from_tables(order["run"]), writes=order["writes"]), store)
 
 
 def _end_with_stdin() -> None:
@@ -125,29 +130,35 @@ def _end_with_stdin() -> None:
 
 def work(
     tasks: list[Task],
-    ops: Ops,
     store: Store,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Do the tasks that nobody does; then wait for the others, and do what they leave undone.
+    """Do the tasks that nobody does; wait for the others, and do what they leave undone.
 
     ``show`` is told how many of how many are done.
     """
-    done: set[str] = set()
-    for wait in (False, True):
-        for name, call in tasks:
-            if name in done:
-                continue
-            descriptor = store.open_lock(name)
-            try:
-                if system.lock(descriptor, wait=wait):  # else another process has it
-                    if os.fstat(descriptor).st_size == 0:
-                        call(ops)
-                        os.write(descriptor, b"done")
-                    done.add(name)
-            finally:
-                os.close(descriptor)
-            show(len(done), len(tasks))
+    left = list(tasks)
+    while left:
+        names = {task.name for task in left}
+        ready = [task for task in left if task.after not in names]
+        task = next((task for task in ready if _do(task, store, wait=False)), ready[0])
+        _do(task, store, wait=True)
+        left.remove(task)
+        show(len(tasks) - len(left), len(tasks))
+
+
+def _do(task: Task, store: Store, *, wait: bool) -> bool:
+    """See that a task is done; unless ``wait``, not if another process has it."""
+    descriptor = store.open_lock(task.name)
+    try:
+        if not system.lock(descriptor, wait=wait):
+            return False
+        if os.fstat(descriptor).st_size == 0:
+            task.call(load_backend("cpu", compute=task.compute))
+            os.write(descriptor, b"done")
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _show(done: int, total: int) -> None:
@@ -174,7 +185,13 @@ def _store() -> Store:
 
 
 def tasks_of(run: RunFile, *, writes: bool) -> list[Task]:
-    """Return the calls that differ in kind of a step, an evaluation and, if asked for, writing."""
+    """Return the calls that differ in kind of a step, an evaluation and, if asked for, writing.
+
+    Those that take longest to compile come first.
+    """
+    if run.run.compute == AUTO:
+        every = [tasks_of(in_mode(run, name), writes=False) for name in offered(run.run.backend)]
+        return [task for tasks in every for task in tasks if task.name.startswith(PRODUCTS)]
     tiny = _tiny(run.model)
     batch = make_batch([(np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.bool_))] * 2)
     if run.data.isolate_documents:
@@ -185,9 +202,11 @@ def tasks_of(run: RunFile, *, writes: bool) -> list[Task]:
     stepper = Stepper(ops, tiny, run.optim, layout, Solo(), weights, 0, run.run.recompute)
     # two leaves, so that the tree adds
     stepper.update(stepper.gradient([batch, batch], 1, 0), 1e-3)
-    tasks = list(recorder.tasks.values())
+    tasks = sorted(recorder.tasks.values(), key=lambda task: not task.name.startswith(LONGEST))
     if writes or run.run.sample_every:
-        tasks.append(Task(_name("writing", run.run.compute, tiny.to_dict()), partial(_write, tiny)))
+        compute = run.run.compute
+        name = _name("writing", compute, tiny.to_dict())
+        tasks.append(Task(name, compute, partial(_write, tiny)))
     return tasks
 
 
@@ -239,9 +258,10 @@ class Recorder:
         self._weights = {id(array): array for array in made.values()}
         return made
 
-    def _note(self, kind: str, call: Callable[[Ops], object], *given: Any) -> None:
+    def _note(self, kind: str, call: Callable[[Ops], object], *given: Any, after: str = "") -> str:
         name = _name(kind, self._compute, [self._kind_of(value) for value in given])
-        self.tasks.setdefault(name, Task(name, call))
+        self.tasks.setdefault(name, Task(name, self._compute, call, after))
+        return name
 
     def _plain(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         again = partial(_call, name, self._marked(args), options)
@@ -250,20 +270,20 @@ class Recorder:
 
     def _forward(self, op: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         again = partial(_call, op.forward_name, self._marked(args), options)
-        self._note(op.forward_name, again, args, options)
+        name = self._note(op.forward_name, again, args, options)
         out, cache = function(*args, **options)
-        return out, (cache, again, args, options)
+        return out, (cache, again, name, args, options)
 
     def _backward(
         self, op: Any, function: Callable[..., Any], dout: Any, noted: Any, **options: Any
     ) -> Any:
-        cache, forward, *given = noted
+        cache, forward, after, *given = noted
 
         def again(ops: Ops) -> None:
             _, kept = forward(ops)
             getattr(ops, op.backward_name)(dout, kept, **options)
 
-        self._note(op.backward_name, again, *given, dout, options)
+        self._note(op.backward_name, again, *given, dout, options, after=after)
         return function(dout, cache, **options)
 
     def _marked(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -124,6 +124,35 @@ def test_a_kernel_may_be_the_first_of_its_process_to_reach_a_parallel_one(pack: 
     assert cold[0] == warm[0] == ["104.0"]
 
 
+def test_what_only_kernels_call_is_kept_as_a_part_and_made_whole_when_python_calls_it(
+    pack: Path,
+) -> None:
+    """Machine code and a way in from Python are made for what Python calls alone."""
+    code = f"""
+import pathlib
+import numpy as np
+from pack import kernels
+every = (kernels.scaled, kernels.total, kernels.doubled)
+def show(result):
+    names = [path.name for path in pathlib.Path({str(pack)!r}).rglob("*scaled*.nbc")]
+    compiled = sum(sum(k.stats.cache_misses.values()) for k in every)
+    print(result, compiled, *sorted("part" if ".part." in name else "whole" for name in names))
+show(kernels.total(np.arange(4.0)))
+show(kernels.scaled(1.0))
+show(kernels.total(np.arange(3.0)))
+"""
+    assert run(pack, code)[0] == ["52.0 2 part", "12.0 3 part whole", "36.0 3 part whole"]
+    assert run(pack, code)[0] == ["52.0 0 part whole", "12.0 0 part whole", "36.0 0 part whole"]
+    more = code + "show(kernels.doubled(np.arange(4.0)))"
+    assert run(pack, more)[0][-1] == "104.0 1 part whole"
+    more = code.replace("show(kernels.total", "show(kernels.doubled", 1)
+    for compiled in (2, 1):  # total as a part is compiled, then loaded, then called from Python
+        (doubled,) = (pack / "cache").rglob("*doubled*.nbi")
+        doubled.unlink()
+        results = run(pack, more)[0]
+        assert results == [f"{x} {compiled} part whole" for x in (104.0, 12.0, 36.0)]
+
+
 def test_first_process_compiles_and_says_so_the_second_loads_in_silence(pack: Path) -> None:
     out, err = run(pack)
     assert out == ["12.0 52.0", "2"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import accel
-from dist import config, mode
+from dist import config, mode, warm
 from tests.helpers.runs import prepare, train, with_run
 
 AUTO = config.load("demo", ["run.compute=auto"])
@@ -20,6 +20,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
             raise ImportError(f"no {compute} here")
         return compute
 
+    monkeypatch.setattr(warm, "compile_kernels", lambda run: None)
     monkeypatch.setattr(mode, "load_backend", load)
     monkeypatch.setattr(mode, "_product", lambda ops, run: seconds[ops])
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from accel.jit import Store
-from dist import config, warm
+from dist import config, mode, warm
 from dist.warm import Task, work
-from reference import ops
 from tests.helpers import ROOT
 
 DEMO = config.load("demo")
@@ -37,14 +36,14 @@ def test_a_task_that_another_process_has_is_waited_for_and_done_if_it_was_left(
             if name == "last":
                 reached.set()
 
-        return Task(name, call)
+        return Task(name, "float32", call)
 
     others = store.open_lock("other's")
     fcntl.flock(others, fcntl.LOCK_EX)
     tasks = [task("first"), task("other's"), task("last")]
     shown: list[tuple[int, int]] = []
     show = lambda *numbers: shown.append(numbers)  # noqa: E731
-    worker = threading.Thread(target=work, args=(tasks, ops, store, show))
+    worker = threading.Thread(target=work, args=(tasks, store, show))
     worker.start()
     assert reached.wait(30)
     worker.join(0.2)
@@ -52,9 +51,42 @@ def test_a_task_that_another_process_has_is_waited_for_and_done_if_it_was_left(
     os.close(others)  # as a process does that was killed before it was done
     worker.join(30)
     assert done == ["first", "last", "other's"]
-    assert shown == [(1, 3), (1, 3), (2, 3), (3, 3)]
-    work(tasks, ops, store)
+    assert shown == [(1, 3), (2, 3), (3, 3)]
+    work(tasks, store)
     assert len(done) == 3  # not again
+
+
+def test_a_task_is_not_begun_before_the_one_whose_kernels_it_needs(store: Store) -> None:
+    """It would wait for them, instead of doing something else."""
+    done: list[str] = []
+    forward = Task("forward", "float32", lambda _: done.append("forward"))
+    backward = Task("backward", "float32", lambda _: done.append("backward"), after="forward")
+    other = Task("other", "float32", lambda _: done.append("other"))
+    work([backward, other, forward], store)
+    assert done == ["other", "forward", "backward"]
+
+
+def test_attention_comes_first_and_backward_after_forward() -> None:
+    tasks = warm.tasks_of(DEMO, writes=True)
+    kinds = [task.name.rpartition("-")[0] for task in tasks]
+    longest = [kind.startswith(warm.LONGEST) for kind in kinds]
+    assert any(longest) and longest == sorted(longest, reverse=True)
+    after = {kind: task.after.rpartition("-")[0] for kind, task in zip(kinds, tasks, strict=True)}
+    assert after["attention_backward"] == "attention_forward"
+    assert after["linear_backward"] == "linear_forward" and after["adamw"] == ""
+    assert kinds[-1] == "writing"
+
+
+def test_of_a_run_whose_mode_is_open_the_products_of_every_mode_are_compiled() -> None:
+    open_ = config.load("demo", ["run.compute=auto"])
+    tasks = warm.tasks_of(open_, writes=False)
+    offered = set(mode.offered("cpu"))
+    assert {task.compute for task in tasks} == offered
+    for name in offered:
+        in_mode = warm.tasks_of(mode.in_mode(open_, name), writes=False)
+        kinds = ("linear_forward", "linear_backward")
+        wanted = {task.name for task in in_mode if task.name.rpartition("-")[0] in kinds}
+        assert wanted and {task.name for task in tasks if task.compute == name} == wanted
 
 
 def test_every_op_of_a_step_is_a_task_and_a_choice_that_changes_kernels_another_one() -> None:

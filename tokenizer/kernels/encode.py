@@ -141,7 +141,7 @@ def merge_heap(buf: Array, start: Int, stop: Int, tables: Tables) -> Array:
     after = np.empty(n, np.int32)
     merges = np.empty(n, np.uint64)  # rank and new id of the pair that begins here, as it is now
     heap = np.empty(3 * n + 1, np.uint64)
-    size = 0
+    size = np.int64(0)
     for k in range(n):
         symbols[k] = tables.byte_ids[buf[start + k]]
         before[k] = k - 1
@@ -379,7 +379,7 @@ def encode_texts(
     ranks = np.empty(MAX_SCAN, np.uint64)
     ends = given if kind == 0 else np.empty(BLOCK, np.int64)
     n_ends = given.size
-    k = 0
+    k = np.int64(0)
     piece = 0
     for t in range(starts.size):
         i = starts[t]

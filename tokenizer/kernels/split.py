@@ -303,7 +303,7 @@ def cut(
 
     ``[i, n)`` is known to be whole characters. Returns the number of ends, and the new ``n``.
     """
-    k = 0
+    k = np.int64(0)  # a literal 0 would be a type, and its callees compiled twice
     while i < stop and k < ends.size:
         if i == n:
             n = end_of_characters(buf, i, stop)

@@ -170,7 +170,7 @@ def learn_merges(
     # -- the heap
     keys = np.empty(1 << 16, np.uint64)
     heap = np.empty(1 << 16, np.int32)
-    n_heap = 0
+    n_heap = np.int64(0)
     threshold = max(np.int64(min_count), most // 64) * 4
 
     # -- the loop
