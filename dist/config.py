@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -24,7 +24,7 @@ OptimKind = Literal["adamw", "muon"]
 Whole = Annotated[int, Range(0, 2**63 - 1, "a whole number >= 0")]
 Count = Annotated[int, Range(1, 2**63 - 1, "a whole number >= 1")]
 Seed = Annotated[int, Range(0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")]
-Number = Annotated[float, Range(-math.inf, math.inf, "a number")]
+Fraction = Annotated[float, Range(0, 1, "a number from 0 to 1")]
 NotNegative = Annotated[float, Range(0, math.inf, "a number >= 0")]
 Share = Annotated[float, Range(0, 1 - 2**-53, "a number in [0, 1)")]
 
@@ -80,7 +80,7 @@ class Train(Table):
     lr: Positive  # peak
     warmup_steps: Whole = 0  # in which the rate rises from zero to its peak
     schedule: Schedule = "cosine"  # how the rate falls after that
-    final_fraction: Number = 0.1  # of the peak, at the end
+    final_fraction: Fraction = 0.1  # of the peak, at the end
     decay_steps: Whole = 0  # of schedule "wsd"
     seed: Seed = 0  # of the initial weights, the data order and dropout
     # a checkpoint, or a run's folder, whose weights the run begins with, and whose model where
@@ -334,10 +334,7 @@ def from_tables(tables: Mapping[str, Any]) -> RunFile:
     if "model" not in tables:
         raise ValueError("the table [model] is missing")
     data = dict(tables.get("data", {}))
-    data["phases"] = tuple(
-        _record(Phase, {**phase, "sources": _sources(phase)}, "data.phases")
-        for phase in _list_of_tables(data.get("phases", []), "data.phases")
-    )
+    data["phases"] = _numbered(data.get("phases", []), "data.phases", _phase)
     return RunFile(
         model=_model(tables["model"]),
         data=_record(Data, data, "data"),
@@ -354,9 +351,21 @@ def _model(table: dict[str, Any]) -> Config:
         raise ValueError(f"[model]: {error}") from error
 
 
-def _sources(phase: Mapping[str, Any]) -> tuple[Source, ...]:
-    tables = _list_of_tables(phase.get("sources", []), "data.phases.sources")
-    return tuple(_record(Source, table, "data.phases.sources") for table in tables)
+def _phase(table: Mapping[str, Any]) -> Phase:
+    name = "data.phases.sources"
+    sources = _numbered(table.get("sources", []), name, lambda t: _record(Source, t, name))
+    return _record(Phase, {**table, "sources": sources}, "data.phases")
+
+
+def _numbered(value: Any, name: str, make: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
+    """Return what is made of each table of a list; of what is wrong with one its number is said."""
+    made = []
+    for number, table in enumerate(_list_of_tables(value, name), 1):
+        try:
+            made.append(make(table))
+        except ValueError as error:
+            raise ValueError(f"number {number} of {name}: {error}") from None
+    return tuple(made)
 
 
 def _list_of_tables(value: Any, name: str) -> list[dict[str, Any]]:

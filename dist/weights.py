@@ -1,6 +1,7 @@
 """Weights without the rest of a run: read from a checkpoint, or written as one, piece by piece.
 
-No more than one parameter is held at a time.
+The next parameter is read while one is used: no more than two are held, in the memory of the
+largest and 256 MiB.
 """
 
 import dataclasses

@@ -35,6 +35,7 @@ from reference.config import FeedForward
 
 MATVEC_TASK = 32_768  # elements of a weight that one task reads, about
 MAX_TASKS = 64  # of one product
+SUM_COLUMNS = 256  # of a product, whose partial sums one task adds
 KEY_BLOCK = 512  # keys of one task
 DOT_ROWS = 64  # rows of a weight whose dot products are one task
 
@@ -105,17 +106,20 @@ def _matvec(
                 for j in range(n_out):
                     y[j] += u0 * w0[j]
                 i += 1
-    for b in range(batch):
-        z = at(out, b * n_out)
-        for j in range(n_out):
-            z[j] = 0
-        if bias_address:
-            for j in range(n_out):
-                z[j] = bias[j]
-        for task in range(tasks):
-            y = at(partial, (task * batch + b) * n_out)
-            for j in range(n_out):
-                z[j] += y[j]
+    for piece in prange((n_out + SUM_COLUMNS - 1) // SUM_COLUMNS):
+        first = piece * SUM_COLUMNS
+        columns = min(SUM_COLUMNS, n_out - first)
+        for b in range(batch):
+            z = at(out, b * n_out + first)
+            for j in range(columns):
+                z[j] = 0
+            if bias_address:
+                for j in range(columns):
+                    z[j] = bias[first + j]
+            for task in range(tasks):
+                y = at(partial, (task * batch + b) * n_out + first)
+                for j in range(columns):
+                    z[j] += y[j]
 
 
 @jit(**SUM)

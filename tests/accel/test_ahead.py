@@ -1,9 +1,9 @@
 """Work on other threads, wanted in order."""
 
 import threading
+import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from accel import ahead
@@ -49,7 +49,18 @@ def test_a_fault_comes_in_its_turn() -> None:
     assert seen == ["a", "b"]
 
 
-def test_who_stops_early_is_not_waited_for() -> None:
-    iteration = one_ahead(lambda name, memory: np.full_like(memory, 1).sum(), SIZES)
-    assert next(iteration) == 5
+def test_who_stops_early_waits_for_what_is_under_way() -> None:
+    """Nothing is written behind the back of somebody who has left."""
+    under_way, ended = threading.Event(), threading.Event()
+
+    def fill(name: str, memory: Any) -> None:
+        if name == "b":
+            under_way.set()
+            time.sleep(0.2)
+            ended.set()
+
+    iteration = one_ahead(fill, SIZES)
+    next(iteration)
+    assert under_way.wait(10)
     iteration.close()
+    assert ended.is_set()

@@ -256,6 +256,22 @@ print(len(files))
     assert out == ["2"] and err.count("a damaged kernel is compiled again: ") == 50
 
 
+def test_a_damaged_part_of_a_kernel_is_compiled_again(pack: Path) -> None:
+    """The code of ``scaled`` for ``total`` alone, when ``total`` is made anew."""
+    code = "import numpy as np\nfrom pack import kernels\nprint(kernels.total(np.arange(4.0)))"
+    assert run(pack, code)[0] == ["52.0"]
+    for suffix in ("nbc", "nbi"):
+        (damaged,) = (pack / "cache").rglob(f"*scaled*.part*.{suffix}")
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        (total,) = (pack / "cache").rglob("*total*.nbi")
+        total.unlink()
+        out, err = run(pack, code)
+        assert out == ["52.0"] and "a damaged kernel is compiled again: " in err
+        assert run(pack, code)[1] == ""
+
+
 def test_files_that_changed_places_are_not_taken_for_one_another(pack: Path) -> None:
     """Each has a right hash; so does the code that an index of before a crash may name."""
     run(pack, "from pack import kernels\nkernels.scaled(1.0), kernels.scaled(1)")

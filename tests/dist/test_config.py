@@ -125,7 +125,12 @@ def test_phases_and_steps_exclude_each_other(tmp_path: Path) -> None:
     raw["train"]["steps"] = 0
     assert config.from_tables(raw).steps == 2  # 96 tokens a step, rounded up
     raw["data"]["phases"] = [{**phase, "token": 3}]
-    with pytest.raises(ValueError, match=r"unknown key data\.phases\.token"):
+    with pytest.raises(ValueError, match=r"number 1 of data\.phases: unknown key .*\.token"):
+        config.from_tables(raw)
+    sources = [*phase["sources"], {"path": "y", "weight": 0}]  # type: ignore[misc]
+    raw["data"]["phases"] = [phase, {**phase, "sources": sources}]
+    where = r"number 2 of data\.phases: number 2 of data\.phases\.sources: .*\.weight must be a pos"
+    with pytest.raises(ValueError, match=where):
         config.from_tables(raw)
 
 

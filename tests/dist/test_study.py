@@ -186,6 +186,8 @@ KNOWN = [
     ("relu", "np.where(x > 0, dy, 0)", "np.where(x > 0, 1.0, 0 * dy)", "is dout missing?"),
     ("relu", "np.where(x > 0", "np.where(x >= 0", "is the gradient passed on where x is 0?"),
     ("add", "np.asarray(np.sum(dy,", "np.asarray(np.mean(dy,", "mean for sum over what was"),
+    ("add", "np.asarray(np.sum(dy, axis=(*range(new), *repeated)))", "dy[tuple(0 if i < new else "
+     "slice(0, 1 if i in repeated else None) for i in range(dy.ndim))]", "broadcast not summed?"),
     ("linear", "np.sum(rows, axis=0)", "np.mean(rows, axis=0)", "mean for sum over the rows in db"),
     ("linear", ".T @ rows", ".T @ rows / len(rows)", "mean for sum over the rows in dweight"),
     ("swiglu", "dg = dy * u * sigma * (1 + g * (1 - sigma))", "dg = dy * u * sigma",
