@@ -112,7 +112,8 @@ def test_a_stream_that_is_closed_frees_its_place(client: Any, server: Server) ->
     server.go.clear()
     stream = client.completions.create(model="tiny", prompt="the", max_tokens=40, stream=True)
     stream.close()
-    wait_for(lambda: len(server.engine._left) == 1)
+    engine = server.engine
+    wait_for(lambda: bool(engine._left) or not engine.busy())  # come and gone before it was begun
     server.go.set()
     server.wait_until_idle()
 
