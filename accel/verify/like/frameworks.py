@@ -5,6 +5,7 @@ No framework is imported before a file that is checked has brought it in.
 
 import sys
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -18,18 +19,18 @@ Given = Mapping[str, Any]  # arrays of a framework, by the names of a case
 Function = Callable[[Given], Any]
 
 
-class Framework:
+class Framework(ABC):
     """What is asked of a framework."""
 
     name: str
 
+    @abstractmethod
     def give(self, array: Array, dtype: str) -> Any:
         """Make an array of the framework's; floats in the precision of that name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, value: Any) -> Array:
         """Make a NumPy array of a result; bf16 and float16 become float32."""
-        raise NotImplementedError
 
     def dtype_of(self, value: Any) -> str:
         """Return the name of a result's precision."""
