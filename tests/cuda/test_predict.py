@@ -251,6 +251,7 @@ def test_the_command_predicts_a_step_that_reaches_its_bar(
         assert times["H200"][what] <= t * 1.001
 
 
+@pytest.mark.slow
 def test_the_path_by_mma_sync_reaches_its_bar(capsys: pytest.CaptureFixture[str]) -> None:
     require.nvdisasm()
     assert bench.main(["--model", "H200-mma", "--batch", "4"]) == 0

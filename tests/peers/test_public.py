@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import re
 import tomllib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -51,7 +53,17 @@ def _imported(code: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in VERSIONS]
 
 
-@pytest.mark.parametrize(("code", "printed"), SHOWN, ids=[_imported(c)[-1] for c, _ in SHOWN])
+def _shown() -> Iterator[Any]:
+    """Yield each finding; of a package that has several all but the first are slow."""
+    seen = set()
+    for code, printed in SHOWN:
+        package = _imported(code)[-1]
+        marks = [pytest.mark.slow] if package in seen else []
+        yield pytest.param(code, printed, id=package, marks=marks)
+        seen.add(package)
+
+
+@pytest.mark.parametrize(("code", "printed"), [*_shown()])
 def test_the_lines_that_show_a_finding_print_what_is_said(code: str, printed: str) -> None:
     needs(*_imported(code))
     done = forked.run(TORCH, code, cwd=ROOT)

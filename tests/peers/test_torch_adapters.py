@@ -68,14 +68,14 @@ def test_pytorch_s_own_functions_pass(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3", "run_swiglu(d_model, d_ff, w3_weight"
-         ", w2_weight, w1", "w1 and w3 swapped?"),
-        ("in_query_or_key.unflatten(-1, (-1, 2))", "in_query_or_key.unflatten(-1, (2, -1))"
-         ".transpose(-1, -2)", "FAIL run_rope"),
+        pytest.param("run_swiglu(d_model, d_ff, w1_weight, w2_weight, w3", "run_swiglu(d_model, "
+         "d_ff, w3_weight, w2_weight, w1", "w1 and w3 swapped?", marks=pytest.mark.slow),
+        pytest.param("in_query_or_key.unflatten(-1, (-1, 2))", "in_query_or_key.unflatten(-1, "
+         "(2, -1)).transpose(-1, -2)", "FAIL run_rope", marks=pytest.mark.slow),
         ("return torch.optim.AdamW", "return torch.optim.Adam", "is the decay added to the "
          "gradient"),
-        ("F.linear(in_features, weights)", "F.linear(in_features, weights) / math.sqrt(d_in)",
-         "FAIL run_linear"),
+        pytest.param("F.linear(in_features, weights)", "F.linear(in_features, weights) / "
+         "math.sqrt(d_in)", "FAIL run_linear", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_mistake_among_them_is_named(
