@@ -23,6 +23,7 @@ whole ones, and what a block does outside of its loop (1 %) is left out.
 """
 
 import argparse
+import mmap
 import re
 import subprocess
 import tempfile
@@ -83,7 +84,8 @@ KERNELS = (
 def rows(library: Path, gpu_name: str) -> list[Row]:
     """Return a row for each kernel of a library that was measured on a GPU."""
     gpu = MODELS[gpu_name]
-    third = b"FlashAttnFwdSm90" in library.read_bytes()
+    with library.open("rb") as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        third = whole.find(b"FlashAttnFwdSm90") >= 0
     wanted = [k for k in KERNELS if gpu_name in k.measured and third == (k.name == _TURNS)]
     found: dict[str, Row] = {}
     if not wanted:

@@ -27,8 +27,8 @@ from accel.cpu.attention import (
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import pack_columns, pack_rows
-from accel.cpu.decode import decode
-from accel.cpu.halves import BF16, to_bf16, to_float32, transposed
+from accel.cpu.decode import decode, is_table
+from accel.cpu.halves import BF16, to_bf16, to_float32
 from accel.cpu.kernels import (
     SERIAL,
     SUM,
@@ -44,6 +44,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import team
+from accel.transpose import transpose
 from reference import kv
 from reference.config import Config
 from reference.types import Dropout, KVCache, Loss
@@ -152,14 +153,12 @@ def decode_step(
     matrices = {}
     for name, weight in params.items():
         if weight.ndim == 2:
-            halves = getattr(weight, "halves", None)
-            if halves is None:
-                halves = to_bf16(weight)
-                if name.startswith("layers."):
-                    halves = transposed(halves)
-            if isinstance(weight, PackedWeight):
-                weight.halves = halves
-            matrices[name] = halves
+            kept = weight if isinstance(weight, PackedWeight) else weight.view(PackedWeight)
+            if kept.halves is None:
+                kept.halves = to_bf16(weight)
+                if not is_table(name):
+                    kept.halves = transpose(kept.halves)
+            matrices[name] = kept.halves
     return decode(params, matrices, config, token, cache, position)
 
 

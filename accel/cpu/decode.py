@@ -135,6 +135,11 @@ def decode(
     return out
 
 
+def is_table(name: str) -> bool:
+    """Whether a matrix is read as (V, D), row by row, and not as a layer's (in, out)."""
+    return not name.startswith("layers.")
+
+
 _decode_alone = alone(decode_token)
 _layout = functools.lru_cache(maxsize=8)(decoder_layout)
 

@@ -24,7 +24,6 @@ Array = npt.NDArray[Any]
 BF16 = np.dtype(np.uint16)
 FLOAT32 = np.dtype(np.float32)
 _NAN = 0x7FC0
-TOGETHER = 64  # rows that are transposed at once: 128 bytes of each row that is written
 
 
 def as_type(target: Any, x: Any) -> Any:
@@ -87,11 +86,3 @@ def to_bf16(x: Array) -> Array:
 def to_float32(x: Array) -> Array:
     """Return the numbers whose upper halves x has, or x itself where it has none."""
     return _converted(x, FLOAT32) if x.dtype == BF16 else x
-
-
-def transposed(x: Array) -> Array:
-    """Return xᵀ as an array of its own, made some rows at a time, which stay in the caches."""
-    out = empty(x.shape[::-1], x.dtype)
-    for first in range(0, len(x), TOGETHER):
-        out[:, first : first + TOGETHER] = x[first : first + TOGETHER].T
-    return out

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ahead import in_order
-from accel.cpu.decode import decode
+from accel.cpu.decode import decode, is_table
 from accel.cpu.q8_kernels import SCALE, TILE
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from reference.config import Config
@@ -44,7 +44,7 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
     for name, array in master.items():
         if array.ndim == 2:
             try:
-                made[name] = _rounded(array, tiles=name.startswith("layers."))
+                made[name] = _rounded(array, tiles=not is_table(name))
             except ValueError as error:
                 raise ValueError(f"{name} {error}: choose compute='float32'") from error
     return made

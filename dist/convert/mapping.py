@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accel.transpose import transpose
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
 CHUNK = 1 << 18  # elements that are converted at once: as many bytes as fit a processor's cache
-BAND = 16  # float32 in a cache line
 
 
 class Key(NamedTuple):
@@ -77,7 +77,7 @@ class Tensor(NamedTuple):
         """Return theirs low .. high - 1 of the first axis, out of our parameter."""
         part = self._of(parameter, low, high)
         if self.transposed:
-            part = transpose(part, np.empty(part.shape[::-1], part.dtype))
+            part = transpose(part)
         # ours has both sides of a pair together, theirs all first sides and then the others
         return np.ascontiguousarray(self._turned(part, self.head // 2, 2))
 
@@ -88,13 +88,6 @@ class Tensor(NamedTuple):
             transpose(values, part)
         else:
             part[...] = values
-
-
-def transpose(source: Array, target: Array) -> Array:
-    """Write the transpose of a matrix: a band at a time, whose cache lines are used whole."""
-    for row in range(0, len(source), BAND):
-        target[:, row : row + BAND] = source[row : row + BAND].T
-    return target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ A test of processes starts many, and most of the time of each goes into importin
 Here they are imported once, by an interpreter that forks whenever it is asked to. Nothing of ours
 is imported before the fork, so what our modules do when they are imported, and what they read from
 the environment, is that of a new process. What another's package reads from the environment when it
-is imported is not: Numba's ``NUMBA_…``, for one.
+is imported is not, such as Numba's ``NUMBA_…`` and the threads of BLAS.
 """
 
 import atexit

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from accel import transpose
 from dist import checkpoint, cli, weights
 from dist.convert import huggingface, mapping
 from dist.convert.families import HUGGING_FACE
@@ -53,7 +54,7 @@ def test_the_size_of_pieces_changes_no_byte(
     once = out_and_back(tmp_path / "once", config)
     for size in (1, 7, 700, 40_000):
         monkeypatch.setattr(mapping, "CHUNK", size if size > 1 else 32)
-        monkeypatch.setattr(mapping, "BAND", size)
+        monkeypatch.setattr(transpose, "LINE", 4 * size)
         monkeypatch.setattr(checkpoint, "TOGETHER", size)
         monkeypatch.setattr(weights, "PIECE", size * weights.SUM_BLOCK)
         again = out_and_back(tmp_path / str(size), config)
