@@ -43,9 +43,10 @@ from reference.config import Config
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
-CHECKED = 8192  # tokens of a sequence that is checked, at most: the plain kernel is slow
+CHECKED = 4096  # tokens of a sequence that is checked, at most: the plain kernel is slow
 DOCUMENTS = 4  # in a sequence, where attention stays within them
-ROUNDS, SAMPLE, MOST_CALLS = 11, 0.05, 50  # of timing; seconds and calls of a sample
+SECONDS, ROUNDS = 4.0, (3, 11)  # of timing all paths in turn, about; the fewest and most rounds
+SAMPLE, MOST_CALLS = 0.05, 50  # seconds and calls of a sample
 # each rounded to bf16 once: P and the result; ds, out in D and the result
 ROUNDINGS = {"out": 2, "dq": 3, "dk": 3, "dv": 2}
 clock: Callable[[], float] = time.perf_counter
@@ -269,4 +270,6 @@ def measure(shapes: Shapes, paths: Sequence[Attention]) -> dict[str, float]:
         taken(call, 1)
     longest = max(taken(call, 1) for call in functions.values())
     calls = max(1, min(MOST_CALLS, int(SAMPLE / longest)))
-    return medians(functions, ROUNDS, lambda call: taken(call, calls))
+    least, most = ROUNDS
+    rounds = max(least, min(most, int(SECONDS / (len(paths) * calls * longest))))
+    return medians(functions, rounds, lambda call: taken(call, calls))

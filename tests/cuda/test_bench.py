@@ -183,6 +183,8 @@ def test_the_command_chooses_attention_s_path_at_its_own_shapes_and_goes_by_it(
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(bench.Bench, "check", lambda self: None)
     monkeypatch.setattr(bench.Bench, "measure_ceilings", lambda self: None)
+    cases = bench.Bench.cases
+    monkeypatch.setattr(bench.Bench, "cases", lambda *given: cases(*given[:-1], 5000))
     monkeypatch.setattr(bench, "FILL", 64)
     monkeypatch.setattr(bench, "MYLLM_1B", toy(MYLLM_1B, d_head=16))
     words = ["--layers", "1", "--length", "9", "--repeats", "1", "--parts", "attention"]

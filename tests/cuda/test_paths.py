@@ -87,6 +87,26 @@ def test_times_are_kept_for_gpus_of_a_kind_and_shapes_alike(
     assert timed.pop() and len([*cache.iterdir()]) == 3
 
 
+@pytest.mark.parametrize(
+    ("seconds", "calls"),
+    [(0.001, 2 + 11 * 50), (0.02, 2 + 11 * 2), (0.5, 2 + 4), (9.0, 2 + 3)],
+)
+def test_timing_takes_a_few_seconds_or_three_rounds(
+    seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"wgmma": 0, "mma": 0}
+
+    def counted(*_: Any) -> None:
+        asked[devices.current().attention] += 1
+
+    monkeypatch.setattr(attention, "attention_forward", lambda *_, **__: (None, None))
+    monkeypatch.setattr(attention, "attention_backward", counted)
+    devices.use(clocked({"wgmma": seconds, "mma": seconds / 2}, monkeypatch.setattr))
+    found = paths.measure(SMALL, ("wgmma", "mma"))
+    assert found == pytest.approx({"wgmma": seconds, "mma": seconds / 2})
+    assert asked == {"wgmma": calls, "mma": calls}
+
+
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_right_kernels_pass_the_check(shapes: Shapes) -> None:
     devices.use(ShimDevice(warpgroups=True))

@@ -42,7 +42,6 @@ def clocked(seconds: Mapping[str, float], put: Any = setattr) -> ShimDevice:
 
     put(attention, "attention_backward", passes)
     put(paths, "clock", lambda: now[0])
-    put(paths, "ROUNDS", 3)
     return ShimDevice(warpgroups="wgmma" in seconds)
 
 
