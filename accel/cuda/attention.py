@@ -25,9 +25,8 @@ from accel.cuda.elementwise import drawn_by
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
-PATHS: tuple[Attention, ...] = get_args(Attention)[
-    1:
-]  # the first of those that there are, if not told
+# of those that a device has it takes the first, unless told
+PATHS: tuple[Attention, ...] = get_args(Attention)[1:]
 PLAIN = PATHS[-1]
 WIDEST, CHUNK = 128, 8  # of heads on tensor cores; the elements that their width is a multiple of
 
