@@ -1,7 +1,7 @@
 """The same functions as ``reference``, made fast. ``load`` hands out the backends by name."""
 
 import importlib
-from typing import cast
+from typing import Final, Literal, cast, get_args
 
 from reference.ops import Ops
 
@@ -10,9 +10,13 @@ __all__ = ["load"]
 BACKENDS = ("reference", "cpu", "cuda")
 COMPUTE = ("float32", "bf16")
 READING = "q8_0"  # computes, too, but nothing can be trained in it
+AUTO: Final = "auto"
+# what multiplies in a GPU's attention: products of warpgroups (Hopper alone), mma.sync, or one
+# thread at a time, the plain statement of the same
+Attention = Literal["auto", "wgmma", "mma", "plain"]
 
 
-def load(backend: str, *, compute: str = "float32") -> Ops:
+def load(backend: str, *, compute: str = "float32", attention: Attention = AUTO) -> Ops:
     """Return a backend: a module with the functions of ``reference.ops``.
 
     Parameters
@@ -23,6 +27,10 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
         ``"float32"``; or ``"bf16"``, in which products and attention read bfloat16 operands and add
         up in float32. Parameters and optimizer stay in float32 either way. ``"q8_0"`` (cpu alone):
         float32, with matrices rounded to eight bits a weight, for decoding; not for training.
+    attention : str
+        By which kernels the backend ``"cuda"`` computes attention of bf16: ``"wgmma"``, ``"mma"``
+        or ``"plain"``; ``"auto"``: the first of these that the GPU has. Which is the faster for the
+        shapes of a run, ``accel/cuda/paths.py`` finds out.
 
     Raises
     ------
@@ -40,10 +48,18 @@ def load(backend: str, *, compute: str = "float32") -> Ops:
         raise ValueError(f"there is no compute mode {compute!r}; known: {known}")
     if compute == READING and backend == "cuda":
         raise ValueError(f"the backend 'cuda' has no mode {compute}; choose bf16, or backend cpu")
+    if attention not in get_args(Attention):
+        known = ", ".join(get_args(Attention))
+        raise ValueError(f"there is no attention {attention!r}; known: {known}")
     if backend == "cuda":
         from accel.cuda.cupy_device import backend as cuda_backend  # needs CuPy only when called
 
-        return cuda_backend(compute)
+        return cuda_backend(compute, attention)
+    if attention != AUTO:
+        raise ValueError(
+            f"attention {attention!r} is by kernels of GPUs, and the backend {backend!r} has none; "
+            "leave attention at 'auto'"
+        )
     if backend == "reference":
         if compute != "float32":
             raise ValueError(

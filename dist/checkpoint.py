@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from accel import AUTO, Attention
 from accel.ahead import in_order
 from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
@@ -71,6 +72,12 @@ class State(manifest.Record, kw_only=True, frozen=True):
     )
     config: dict[str, dict[str, Any]]  # the resolved run file
     monitor: Memory
+
+    @property
+    def attention(self) -> Attention:
+        """The path of attention that the run took; AUTO: there was but one, or it is not known."""
+        found: Attention = self.config.get("run", {}).get("attention", AUTO)
+        return found
 
 
 class Manifest(State, kw_only=True, frozen=True):
@@ -576,6 +583,11 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
     layout = decoder_layout(config)
     master = load_master(found)
     ops = load_backend(backend, compute=compute)
+    if backend == "cuda":
+        from accel.cuda import attention
+
+        if state.attention in attention.offered():  # as when it was trained, where that can be had
+            attention.take(state.attention)
     params = ops.parameters(layout.views(ops.from_numpy(master)))
     return Model(
         ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from accel import READING
+from accel import AUTO, READING, Attention
 from reference.blocks import Recompute
 from reference.config import Config, Positive, Range, check_fields
 from reference.schedule import Schedule, learning_rate
@@ -110,6 +110,9 @@ class Run(Table):
     out: str  # folder of the run
     backend: str = "cpu"  # cpu, cuda, or reference: slow, and all of it to be read
     compute: str = "float32"  # or bf16; auto: whichever is the faster here
+    # kernels of a GPU's attention in bf16: wgmma (H100, H200), mma, or the slow, plain ones;
+    # auto: of the right ones the fastest here
+    attention: Attention = AUTO
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
@@ -253,6 +256,11 @@ def check(config: RunFile) -> None:
         raise ValueError(
             f"run.comm 'nccl' moves the arrays of GPUs, and run.backend {run.backend!r} has none; "
             "leave run.comm at 'auto'"
+        )
+    if run.attention != AUTO and run.backend != "cuda":
+        raise ValueError(
+            f"run.attention {run.attention!r} names kernels of GPUs, and run.backend "
+            f"{run.backend!r} has none; leave run.attention at 'auto'"
         )
     if config.steps < 1:
         raise ValueError("train.steps must be at least 1")

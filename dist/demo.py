@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from accel import AUTO
 from accel import load as load_backend
 from accel.system import cores
 from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("--ranks", type=int, default=2, help="MPI ranks (default 2)")
     args.add_argument("--out", default="demo", help="folder for all results (default demo)")
     args.add_argument(
-        "--compute", default=mode.AUTO, help="float32, bf16 or auto: the faster one here (default)"
+        "--compute", default=AUTO, help="float32, bf16 or auto: the faster one here (default)"
     )
     given = args.parse_args(argv)
     deadline = time.monotonic() + 60 * given.minutes
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     if given.ranks > 1:
         find_mpirun()  # now rather than after a minute of preparation
     paths.out.mkdir(parents=True, exist_ok=True)
-    if given.compute == mode.AUTO and paths.run_file.exists():
+    if given.compute == AUTO and paths.run_file.exists():
         given.compute = config.load(paths.run_file).run.compute
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
     typical, chosen = mode.settled(typical, None)

@@ -1,8 +1,10 @@
-"""Which mode the cpu backend computes in, where ``run.compute = "auto"`` leaves that open.
+"""What a run computes by, where ``run.compute`` or ``run.attention`` is ``"auto"``.
 
 Each mode that the processor offers multiplies matrices of the model's own widths, forward and
-backward, for a second; the faster one is taken. It is found out once: what was chosen stands in the
-run's resolved file and its checkpoints, and a resumed run keeps it, so that its bits stay the same.
+backward, for a second; the faster one is taken. So is the faster of a GPU's paths of attention, at
+the run's own shapes (``accel/cuda/paths.py``). Rank 0 finds out, once: what was chosen stands in
+the run's resolved file and its checkpoints, and a resumed run keeps it, so that its bits stay the
+same.
 """
 
 import dataclasses
@@ -13,13 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from accel import COMPUTE
+from accel import AUTO, COMPUTE
 from accel import load as load_backend
 from dist import checkpoint
 from dist.config import RunFile
 from reference.ops import Ops
 
-AUTO = "auto"
 SECONDS = 1.0  # of measuring each mode
 ROWS = 1024  # of the left operand, at most
 
@@ -48,6 +49,45 @@ def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
 def in_mode(run: RunFile, mode: str) -> RunFile:
     """Return the run in a mode."""
     return dataclasses.replace(run, run=dataclasses.replace(run.run, compute=mode))
+
+
+def attending(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
+    """Return a run whose mode is settled with its path of attention chosen, and a sentence on that.
+
+    Where a run has but one, as all have that do not compute in bf16 on a GPU, it stays open.
+
+    Parameters
+    ----------
+    run : RunFile
+    newest : Path, optional
+        The checkpoint that the run goes on from, whose path it keeps.
+
+    Raises
+    ------
+    ValueError
+        When the run names a path that its mode or its heads do not allow.
+    """
+    asked = run.run.attention
+    if run.run.backend != "cuda":
+        return run, ""
+    from accel.cuda import attention, paths
+
+    shapes = paths.shapes_of(run.model, run.train.micro_batch, documents=run.data.isolate_documents)
+    fast = run.run.compute == "bf16" and shapes.fit
+    if asked not in (AUTO, attention.PLAIN) and not fast:
+        raise ValueError(
+            f"run.attention {asked!r} is for bf16 and heads whose width is a multiple of "
+            f"{attention.CHUNK} up to {attention.WIDEST}, and the run has {run.run.compute} and "
+            f"{run.model.d_head}: leave run.attention at 'auto'"
+        )
+    if asked != AUTO or not fast:
+        return run, ""
+    path = AUTO if newest is None else checkpoint.read_manifest(newest).attention
+    said = f"attention: {path}, as before"
+    if path == AUTO:
+        load_backend(run.run.backend, compute=run.run.compute)
+        path, said = paths.choose(shapes)
+    return dataclasses.replace(run, run=dataclasses.replace(run.run, attention=path)), said
 
 
 def offered(backend: str) -> dict[str, Ops]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from accel import AUTO
 from accel import load as load_backend
 from dist import config, mode, warm
 from dist.comm import Solo
@@ -82,7 +83,7 @@ def step_flops(run: RunFile) -> float:
 
 def step_seconds(run: RunFile) -> float:
     """Return how long a step takes on this rank alone, on ids drawn at random."""
-    ops = load_backend(run.run.backend, compute=run.run.compute)
+    ops = load_backend(run.run.backend, compute=run.run.compute, attention=run.run.attention)
     layout, rng = decoder_layout(run.model), np.random.default_rng(0)
     weights = initial_weights(ops, layout, 0)
     stepper = Stepper(
@@ -165,7 +166,7 @@ def write_run_file(minutes: float, path: str | None, out: Path | None) -> tuple[
     if out.exists():
         raise ValueError(f"{out} is there already: name another by -o, or move it away")
     texts = texts_of(path, out)
-    typical, _ = mode.settled(run_of(TYPICAL, texts, out, 1, mode.AUTO), None)
+    typical, _ = mode.settled(run_of(TYPICAL, texts, out, 1, AUTO), None)
     compute = typical.run.compute
     warm.compile_kernels(typical)
     choice = choice_for(60 * minutes, measured_speed(compute))

@@ -19,12 +19,13 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from accel import AUTO
 from accel import load as load_backend
 from accel.system import HANDED_ON
 from dist import checkpoint, mode, monitor
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import RunFile, from_tables
+from dist.config import Run, RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.lock import locked
@@ -52,6 +53,12 @@ def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
         for key, value in fresh[table].items()
         if before[table][key] != value
     ]
+
+
+def computes_by(run: Run) -> str:
+    """Say what decides the last bits of what a run learns."""
+    path = "" if run.attention == AUTO else f", attention by {run.attention}"
+    return f"{run.backend} ({run.compute}{path})"
 
 
 class Trainer:
@@ -85,6 +92,7 @@ class Trainer:
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         config, self.chosen = together(comm, lambda: mode.settled(config, newest), only=0)[0]
+        config, self.attention = together(comm, lambda: mode.attending(config, newest), only=0)[0]
         self.config = config
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
@@ -122,7 +130,7 @@ class Trainer:
     def _open(self) -> None:
         run = self.config.run
         self.accumulation = self.config.accumulation(self.comm.size)
-        self.ops = load_backend(run.backend, compute=run.compute)
+        self.ops = load_backend(run.backend, compute=run.compute, attention=run.attention)
         if run.backend == "reference":
             threadpool_limits(1)  # BLAS adds up in an order that depends on its threads
         self.data = TrainingData(self.config)
@@ -174,11 +182,11 @@ class Trainer:
             self.reservations.append(
                 f"{newest} was saved by an older version: nothing checks its {checkpoint.MANIFEST}"
             )
-        before, now = from_tables(state.config).run, self.config.run
-        if (before.backend, before.compute) != (now.backend, now.compute):
+        before, now = (computes_by(c.run) for c in (from_tables(state.config), self.config))
+        if before != now:
             self.reservations.append(
-                f"{newest} was learned by the backend {before.backend} ({before.compute}): from "
-                f"here on the last bits are those of {now.backend} ({now.compute})"
+                f"{newest} was learned by the backend {before}: from here on the last bits are "
+                f"those of {now}"
             )
         return state.monitor
 
@@ -344,7 +352,7 @@ class Trainer:
         behind = ""
         if comm.size > 1 and config.run.overlap and comm.behind:
             behind = f"gradients travel when the backward has ended: {comm.behind}"
-        for said in filter(None, (self.chosen, self.carried, behind)):
+        for said in filter(None, (self.chosen, self.attention, self.carried, behind)):
             self.console.say(said)
         for source in self.data.sources:
             d = source.dataset

@@ -1,10 +1,11 @@
 """``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
 
-First two ceilings are measured: bytes a second of a large copy on the GPU, and operations a second
-of one large bf16 product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or
-operations that its arithmetic asks for, and their share of the ceiling; then a training step of
-the model. Attention is checked against the reference at a small size in the process that is timed;
-with ``--peer torch`` so are the loss and every gradient of a model, against PyTorch's.
+First attention's path is chosen, as a run at these shapes chooses it, and two ceilings are
+measured: bytes a second of a large copy on the GPU, and operations a second of one large bf16
+product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or operations that its
+arithmetic asks for, and their share of the ceiling; then a training step of the model. Attention is
+checked against the reference at a small size in the process that is timed; with ``--peer torch`` so
+are the loss and every gradient of a model, against PyTorch's.
 
 With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
 would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).
@@ -31,6 +32,7 @@ from accel.bench.gpus import MODELS
 from accel.bench.report import Row
 from accel.bench.timing import Function, check, medians, relative_error
 from accel.bench.training import SETTINGS, Training
+from accel.cuda import attention, paths
 from accel.cuda.device import current, zeros
 from accel.cuda.linear import matmul
 from reference import ops as reference
@@ -97,10 +99,13 @@ def main(argv: list[str]) -> int:
 
     peer = load_peer() if given.peer else None
     bench = Bench(ops, cupy, given.repeats)
-    bench.check()
-    bench.measure_ceilings()
     room = cupy.cuda.runtime.memGetInfo()[1]
     shape = given.batch or default_batch(room, peer is not None), given.length
+    context = dataclasses.replace(config, context_length=given.length)
+    path, chosen = paths.choose(paths.shapes_of(context, shape[0]), remember=False)
+    attention.take(path)
+    bench.check()
+    bench.measure_ceilings()
 
     def cases() -> Iterator[OpCase]:
         return bench.cases(MYLLM_1B, *shape, 1 << 28)
@@ -120,7 +125,8 @@ def main(argv: list[str]) -> int:
     about = (
         f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
         f"{shape[0]} sequences of {shape[1]:,}\n\n"
-        f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s"
+        f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s\n\n"
+        f"{chosen}"
     )
     return report.run(p, given, about, parts)
 

@@ -101,6 +101,7 @@ class Recorder:
 
     def __init__(self, gpu: Gpu):
         self.shared_limit, self.warpgroups = gpu.shared_limit, gpu.warpgroups
+        self.attention = ""
         self.asked: list[Launch | tuple[int, int, int]] = []  # launches; products (m, n, k)
         self.arena = Arena(self)
         self._end = 1 << 40  # of the addresses that were given out
@@ -165,6 +166,9 @@ class Recorder:
         return 0
 
     def name(self) -> str:
+        return "predicted"
+
+    def kind(self) -> str:
         return "predicted"
 
     def memory(self) -> int:

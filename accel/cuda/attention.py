@@ -1,7 +1,8 @@
 """Read reference/study/tiled_attention.py first: its tables never leave the chip.
 
-Kernels: ``attention_wgmma.cu`` (Hopper) and ``attention_mma.cu`` (all others) on tensor cores, for
-bf16 with widths up to 128 that are multiples of 8; ``attention.cu`` for float32 and other widths.
+Kernels, a path each: ``attention_wgmma.cu`` (Hopper alone) and ``attention_mma.cu`` on tensor
+cores, for bf16 with widths up to 128 that are multiples of 8; ``attention.cu``, the plain one, for
+all else. ``paths.py`` chooses for a run.
 Forward keeps the output and one float a row, log Σ exp of its scores; backward makes the
 probabilities again from it, in two kernels, so that no atomics are needed: one whose blocks own
 queries (dq), one whose blocks own keys and loop over all query heads that read them (dk, dv). Where
@@ -13,15 +14,21 @@ square), of which the two kernels do 7·T²·d, since both make the scores again
 or a window hides from a whole block are not walked over.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from accel import Attention
 from accel.cuda.arrays import contiguous, packs, strides, to_dtype
 from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
+
+# of those that a device has it takes the first, unless told
+PATHS: tuple[Attention, ...] = get_args(Attention)[1:]
+PLAIN = PATHS[-1]
+WIDEST, CHUNK = 128, 8  # of heads on tensor cores; the elements that their width is a multiple of
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
 OWN = 128  # rows of a block on tensor cores
@@ -54,6 +61,29 @@ WGMMA = {
     "attention_dq": Tiles(2, 5, (64,)),
     "attention_dkv": Tiles(2, 6, (64, 32), 6),
 }
+TILES: dict[str, dict[str, Tiles]] = {"wgmma": WGMMA, "mma": MMA}
+
+
+def offered() -> tuple[Attention, ...]:
+    """Return the paths that the device in use has."""
+    return PATHS if current().warpgroups else PATHS[1:]
+
+
+def take(path: Attention) -> None:
+    """Let attention take a path on the device in use, where its arrays allow it.
+
+    Raises
+    ------
+    ImportError
+        When the device does not have it.
+    """
+    if path not in offered():
+        raise ImportError(
+            f"attention by {path!r} needs a GPU of compute capability 9.0 (H100, H200), and this "
+            f"one has {' and '.join(map(repr, offered()))}: run.attention may name another, which "
+            "gives other last bits"
+        )
+    current().attention = path
 
 
 class AttentionCache(NamedTuple):
@@ -158,7 +188,8 @@ def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, A
 def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own OWN of n rows."""
     device = current()
-    source, table = ("attention_wgmma", WGMMA) if device.warpgroups else ("attention_mma", MMA)
+    path = device.attention or offered()[0]
+    source, table = f"attention_{path}", TILES[path]
     head = 64 if max(given["d"], given["dv"]) <= 64 else 128
     options = {
         "ALIBI": int(given["alibi"] is not None),
@@ -171,7 +202,7 @@ def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None
 
     def rows_of(tiles: Tiles) -> int:
         fitting = [r for r in tiles.rows if shared(tiles, r) <= device.shared_limit]
-        crowded = device.warpgroups and (options["ALIBI"] or options["DROPOUT"])
+        crowded = path == "wgmma" and (options["ALIBI"] or options["DROPOUT"])
         return tiles.rows[-1] if crowded or not fitting else fitting[0]
 
     tiles = table[kernel]
@@ -184,12 +215,12 @@ def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None
 
 
 def _tensor_cores(*arrays: Array) -> bool:
-    """Return whether attention_mma.cu can read the arrays: bf16, narrow enough, 16-byte chunks."""
-    return all(
+    """Return whether tensor cores are to have the arrays: bf16, narrow enough, 16-byte chunks."""
+    return current().attention != PLAIN and all(
         x.dtype == BF16
-        and x.shape[3] <= 128
-        and x.shape[3] % 8 == 0
-        and all(s % 8 == 0 for s in strides(x)[:3])
+        and x.shape[3] <= WIDEST
+        and x.shape[3] % CHUNK == 0
+        and all(s % CHUNK == 0 for s in strides(x)[:3])
         and current().address(x) % 16 == 0
         for x in arrays
     )

@@ -142,14 +142,16 @@ def cubin_file(source: str, architecture: str, defines: Mapping[str, int]) -> Pa
     text = sources.join(sources.parts(source))
     parts = [text, *options_of(architecture, defines), repr(nvrtc_version()), "whole"]
     name = f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.cubin"
-    folder = (default_root() or Path(tempfile.mkdtemp(prefix="myllm-"))) / "cuda"
-    path = folder / name
+    path = (default_root() or Path(tempfile.mkdtemp(prefix="myllm-"))) / "cuda" / name
     if not path.exists():
-        cubin, _ = compile_kernels(text, source, architecture, defines)
-        folder.mkdir(parents=True, exist_ok=True)
-        # written aside and renamed: ranks that start together never read half a file
-        handle, partial = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        move(Path(partial), path)
+        keep(path, compile_kernels(text, source, architecture, defines)[0])
     return path
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file aside and rename it: ranks that start together never read half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    move(Path(partial), path)

@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from accel import launcher
+from accel import AUTO, Attention, launcher
+from accel.cuda import attention
 from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
@@ -36,16 +37,18 @@ COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 97
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 
 
-def backend(compute: str) -> Ops:
+def backend(compute: str, path: Attention = AUTO) -> Ops:
     """Return the backend's module for ``compute``, with this process's GPU in use.
 
     Raises
     ------
     ImportError
-        When CuPy, NVRTC, cuBLAS, the driver or a GPU is missing; the message says which, and what
-        to do.
+        When CuPy, NVRTC, cuBLAS, the driver, a GPU or its path of attention is missing; the message
+        says which, and what to do.
     """
     devices.use(CuPyDevice(find_gpu()))
+    if path != AUTO:
+        attention.take(path)
     name = "accel.cuda.ops_bf16" if compute == "bf16" else "accel.cuda.ops"
     return cast(Ops, importlib.import_module(name))
 
@@ -117,6 +120,7 @@ class CuPyDevice:
         )
         capability = self._gpu.compute_capability  # "90", say
         self.warpgroups = capability == "90"
+        self.attention = ""
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
         self._kernels: dict[Any, Any] = {}
@@ -247,6 +251,12 @@ class CuPyDevice:
     def name(self) -> str:
         """Return the GPU's address on the bus, which no CUDA_VISIBLE_DEVICES changes."""
         return str(self._gpu.pci_bus_id)
+
+    def kind(self) -> str:
+        """Return the GPU's product name and architecture, and the versions of NVRTC and driver."""
+        runtime = self._cupy.cuda.runtime
+        name = runtime.getDeviceProperties(self._gpu.id)["name"].decode()
+        return f"{name} {self.architecture} {nvrtc_version()} {runtime.driverGetVersion()}"
 
     def memory(self) -> int:
         """Return the bytes of CuPy's pool, which gives nothing back during a run."""

@@ -31,6 +31,7 @@ class Device(Protocol):
     arena: Arena  # of its steps
     shared_limit: int  # bytes of shared memory that a block can have
     warpgroups: bool  # whether it multiplies by wgmma: Hopper alone
+    attention: str  # the path that attention takes, of those in attention.py; "": the first it has
 
     def __hash__(self) -> int:
         """Tell one device from another."""
@@ -107,6 +108,9 @@ class Device(Protocol):
 
     def name(self) -> str:
         """Return what tells this device from all others of the machine."""
+
+    def kind(self) -> str:
+        """Return what decides how fast its kernels are, the same on all devices of this kind."""
 
     def memory(self) -> int:
         """Return the most bytes of the device's memory that this process has held."""

@@ -1,6 +1,7 @@
 """The benchmark of the cuda backend does what it says: tried on the shim, with another clock."""
 
 import ctypes
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from accel.cuda import ops_bf16
 from reference.presets import MYLLM_1B
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
+from tests.cuda_shim.myllm import clocked, install
 from tests.helpers.models import toy
 
 require.shim()
@@ -163,3 +165,30 @@ def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--batch", "0"])
     assert "must be positive" in capsys.readouterr().err
+
+
+def test_the_command_chooses_attention_s_path_at_its_own_shapes_and_goes_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("accel.cuda.device._device", None)
+    device = install(
+        "none", monkeypatch.setattr, clocked({"wgmma": 2.0, "mma": 1.0}, monkeypatch.setattr)
+    )
+    cupy = fake_cupy()
+    cupy.__version__ = "0"
+    cupy.cuda.Device = lambda: SimpleNamespace(id=0, synchronize=lambda: None)
+    cupy.cuda.runtime.memGetInfo = lambda: (0, 0)
+    cupy.cuda.runtime.runtimeGetVersion = lambda: 0
+    cupy.cuda.runtime.getDeviceProperties = lambda index: {"name": b"Shim"}
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(bench.Bench, "check", lambda self: None)
+    monkeypatch.setattr(bench.Bench, "measure_ceilings", lambda self: None)
+    cases = bench.Bench.cases
+    monkeypatch.setattr(bench.Bench, "cases", lambda *given: cases(*given[:-1], 5000))
+    monkeypatch.setattr(bench, "FILL", 64)
+    monkeypatch.setattr(bench, "MYLLM_1B", toy(MYLLM_1B, d_head=16))
+    words = ["--layers", "1", "--length", "9", "--repeats", "1", "--parts", "attention"]
+    assert bench.main(words) == 0
+    said = capsys.readouterr().out
+    assert "attention: mma (forward and backward at this run's shapes: wgmma 2000.00 ms" in said
+    assert "attention (causal) forward" in said and device.attention == "mma"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from accel.cuda import device as devices
-from accel.cuda import ops, ops_bf16
+from accel.cuda import ops, ops_bf16, paths
 from dist.comm import Solo
 from dist.stopping import StopRequest
 from dist.train import Trainer
@@ -92,6 +92,13 @@ def test_a_trainer_s_run_and_its_resumption_have_the_bits_of_one_on_numpy_s_arra
         assert train_run(runs[name]) == 0 and arrays.launches
     assert digest(runs["cupy"]) == digest(runs["numpy"])
     assert losses(runs["cupy"]) == losses(runs["numpy"])
+
+
+def test_attention_s_path_is_checked_and_timed() -> None:
+    devices.use(CuPyArrays(warpgroups=True))
+    for options in ({}, {"documents": True}, {"alibi": True, "dropout": 0.1, "window": 5}):
+        path, said = paths.choose(paths.Shapes(2, 9, 2, 1, 8, **options), remember=False)
+        assert path in ("wgmma", "mma") and "left out" not in said
 
 
 def test_views_are_of_the_same_memory_and_other_arrays_are_refused(device: CuPyArrays) -> None:

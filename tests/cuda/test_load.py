@@ -131,6 +131,24 @@ def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.Mo
     assert (device.shared_limit, device.architecture) == (101_376, "sm_89")
 
 
+def test_a_gpu_of_another_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product, architecture and driver, and what compiles for it."""
+    said = {"name": b"NVIDIA H100", "driver": 13020}
+    runtime = SimpleNamespace(
+        getDeviceProperties=lambda index: {"name": said["name"], "index": [0, 1, 2][index]},
+        driverGetVersion=lambda: said["driver"],
+    )
+    monkeypatch.setattr(cupy_device, "nvrtc_version", lambda: (13, 5))
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    device._gpu, device.architecture = SimpleNamespace(id=2), "sm_90a"
+    assert device.kind() == "NVIDIA H100 sm_90a (13, 5) 13020"
+    if importlib.util.find_spec("cupy_backends") is not None:
+        from cupy_backends.cuda.api import runtime as real
+
+        assert all(hasattr(real, name) for name in vars(runtime))
+
+
 class Recorded:
     """Stands in for a library: keeps the calls."""
 

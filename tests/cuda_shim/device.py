@@ -96,6 +96,7 @@ class ShimDevice:
         self.order = order
         self.shared_limit = shared_limit
         self.warpgroups = warpgroups
+        self.attention = ""
         self.early = early
         self.races = races
         self.edits = dict(edits or {})
@@ -155,6 +156,9 @@ class ShimDevice:
 
     def name(self) -> str:
         return f"shim {os.getpid()}"  # each rank has a processor of its own
+
+    def kind(self) -> str:
+        return "shim"
 
     def memory(self) -> int:
         return sum(memory.nbytes for memory in self._bands)

@@ -1,13 +1,20 @@
 """``myllm`` on a machine that the shim plays the GPU of: python myllm.py NCCL ARGS...
 
-NCCL is ``fake`` (MPI carries its calls) or ``none`` (the library is not installed).
+NCCL is ``fake`` (MPI carries its calls) or ``none`` (the library is not installed). SHIM_SECONDS,
+where it is set, has for each rank a JSON object: what a training step of attention takes there by
+each path that its GPU has.
 """
 
+import json
+import os
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from accel.cuda import cupy_device
+from accel import launcher
+from accel.cuda import attention, cupy_device, paths
+from accel.cuda import device as devices
 from dist import carriers, cli
 from tests.cuda_shim.device import ShimDevice
 from tests.helpers import fake_nccl
@@ -24,6 +31,23 @@ def install(nccl: str, put: Any = setattr, device: ShimDevice | None = None) -> 
     return device
 
 
+def clocked(seconds: Mapping[str, float], put: Any = setattr) -> ShimDevice:
+    """Return a device with these paths of attention, whose backward takes so long by the clock."""
+    now = [0.0]
+    backward = attention.attention_backward
+
+    def passes(*given: Any) -> Any:
+        now[0] += seconds.get(devices.current().attention, 0.0)
+        return backward(*given)
+
+    put(attention, "attention_backward", passes)
+    put(paths, "clock", lambda: now[0])
+    return ShimDevice(warpgroups="wgmma" in seconds)
+
+
 if __name__ == "__main__":
-    install(sys.argv[1])
+    by_rank = os.environ.get("SHIM_SECONDS")
+    install(
+        sys.argv[1], device=clocked(json.loads(by_rank)[launcher.local_rank()]) if by_rank else None
+    )
     sys.exit(cli.main(sys.argv[2:]))

@@ -1,5 +1,6 @@
 """The trainer on the backend cuda: the same run as on a processor, and how its arrays travel."""
 
+import shutil
 import sys
 import threading
 import warnings
@@ -18,6 +19,7 @@ from dist import carriers, checkpoint
 from dist.carriers import Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo
 from dist.config import RunFile
+from dist.config import load as load_run_file
 from dist.slices import bounds_of_slices
 from dist.stopping import StopRequest
 from dist.train import Trainer
@@ -26,11 +28,14 @@ from reference.params import Layout, decoder_layout
 from reference.types import Array
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
-from tests.cuda_shim.myllm import install
+from tests.cuda_shim.myllm import clocked, install
 from tests.helpers.fake_nccl import Wires, module
 from tests.helpers.runs import digest, losses, prepare, train, with_run
 
 require.shim()
+
+# windows of two tiles and more, over which the paths of attention add up in another order
+LONG = {"model__context_length": 150, "train__global_batch": 4, "train__steps": 2}
 
 
 @pytest.fixture
@@ -144,6 +149,124 @@ def test_a_start_sends_the_device_one_parameter_at_a_time(
     monkeypatch.setattr(shim, "upload", lambda array: pytest.fail("a leaf came from the host"))
     for _ in range(3):
         assert trainer.stepper._tree.leaf().shape == (layout.size,)
+
+
+# ---- attention's path ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ShimDevice]:
+    """Put a GPU in place that has these paths of attention, and the seconds that each takes."""
+    monkeypatch.setenv("MYLLM_CACHE_DIR", str(tmp_path / "cache"))
+
+    def put(**seconds: float) -> ShimDevice:
+        monkeypatch.setattr("accel.cuda.device._device", None)
+        return install("none", monkeypatch.setattr, clocked(seconds, monkeypatch.setattr))
+
+    return put
+
+
+def taken(device: ShimDevice) -> set[str]:
+    """Return the files of attention's kernels that have run."""
+    return {source for source, _ in device._libraries if source.startswith("attention_")}
+
+
+def go_back(config: RunFile, step: int) -> None:
+    latest = Path(config.run.out) / "checkpoints" / "latest"
+    latest.write_text(f"step-{step:08d}\n")
+
+
+def test_a_run_writes_attention_s_path_down_and_keeps_it(
+    tmp_path: Path, gpu: Callable[..., ShimDevice], capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {"run__checkpoint_every": 1, "run__keep": 9}
+    config = on("cuda", prepare(tmp_path, **LONG, **often), "bf16")
+    by_hand = {}
+    for path in ("wgmma", "mma"):
+        run = with_run(config, attention=path, out=str(tmp_path / path))
+        device = gpu(wgmma=1.0, mma=1.0)
+        assert train(run) == 0 and taken(device) == {f"attention_{path}"}
+        by_hand[path] = digest(run)
+    assert by_hand["wgmma"] != by_hand["mma"]
+    assert "attention: " not in capsys.readouterr().out  # nothing was open
+
+    gpu(wgmma=2.0, mma=1.0)
+    assert train(config) == 0
+    said = "attention: mma (forward and backward at this run's shapes: wgmma 2000.00 ms, mma 1000"
+    assert said in capsys.readouterr().out
+    assert load_run_file(Path(config.run.out) / "config.toml").run.attention == "mma"
+    saved = [checkpoint.read_manifest(p) for p in sorted(Path(config.run.out).glob("*/step-*"))]
+    assert [state.attention for state in saved] == ["mma", "mma"]
+    assert digest(config) == by_hand["mma"]
+
+    go_back(config, 1)
+    device = gpu(wgmma=1.0, mma=2.0)  # would choose the other one
+    shutil.rmtree(tmp_path / "cache")
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert "attention: mma, as before" in said and "last bits" not in said
+    assert taken(device) == {"attention_mma"} and digest(config) == by_hand["mma"]
+
+    device = gpu(wgmma=1.0, mma=2.0)  # whose first path it is not
+    model = checkpoint.load_model(config.run.out, "cuda", "bf16")
+    assert model.state.attention == device.attention == "mma"
+
+
+def test_a_gpu_without_the_run_s_path_is_told_so_and_another_may_be_named(
+    tmp_path: Path, gpu: Callable[..., ShimDevice], capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {"run__checkpoint_every": 1, "run__keep": 9}
+    config = on("cuda", prepare(tmp_path, **LONG, **often), "bf16")
+    gpu(wgmma=1.0, mma=2.0)
+    assert train(config) == 0
+    go_back(config, 1)
+    device = gpu(mma=2.0)
+    assert checkpoint.load_model(config.run.out, "cuda", "bf16").ops and not device.attention
+    assert train(config) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "myllm train: attention by 'wgmma' needs a GPU of compute capability 9.0"
+    )
+    assert "this one has 'mma' and 'plain': run.attention may name another" in said
+    assert said.count("\n") == 1
+    assert train(config, "--set", "run.attention=mma") == 0
+    assert (
+        "was learned by the backend cuda (bf16, attention by wgmma): from here on the last bits "
+        "are those of cuda (bf16, attention by mma)"
+    ) in capsys.readouterr().out
+    assert taken(device) == {"attention_mma"}
+
+
+def test_a_path_that_a_run_cannot_take_is_one_sentence(
+    tmp_path: Path, gpu: Callable[..., ShimDevice], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on("cuda", prepare(tmp_path), "bf16")
+    gpu(wgmma=1.0, mma=2.0)
+    for words, says in (
+        (["run.attention=flash"], "run.attention must be one of auto, wgmma, mma, plain, got 'fla"),
+        (["run.attention=mma", "run.backend=cpu"], "names kernels of GPUs, and run.backend 'cpu'"),
+        (["run.attention=mma", "run.compute=float32"], "up to 128, and the run has float32 and 8:"),
+        (["run.attention=wgmma", "model.d_head=12"], "of 8 up to 128, and the run has bf16 and 12"),
+    ):
+        assert train(config, *(word for one in words for word in ("--set", one))) == 1
+        said = capsys.readouterr().err
+        assert says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("other", [{"run__compute": "float32"}, {"model__d_head": 12}], ids=str)
+def test_where_there_is_one_path_nothing_is_chosen(
+    tmp_path: Path,
+    gpu: Callable[..., ShimDevice],
+    other: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = prepare(
+        tmp_path, run__backend="cuda", train__steps=1, **{"run__compute": "bf16"} | other
+    )
+    device = gpu(wgmma=1.0, mma=2.0)
+    assert train(config) == 0
+    assert "attention" not in capsys.readouterr().out and not taken(device)
+    assert load_run_file(Path(config.run.out) / "config.toml").run.attention == "auto"
 
 
 # ---- how arrays travel ---------------------------------------------------------------------------

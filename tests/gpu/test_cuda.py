@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import accel
-from accel.cuda import attention
+from accel.cuda import attention, paths
 from accel.cuda import device as devices
 from accel.verify import check_module
 from reference.params import decoder_layout
@@ -69,11 +69,15 @@ def test_bf16_keeps_to_the_rule(case: Any, bf16: Any) -> None:
         assert closeness.ok, (name, closeness)
 
 
+@pytest.mark.parametrize("path", attention.TILES)
 @pytest.mark.parametrize("whole", [False, True], ids=["one head a block", "whole groups"])
 @pytest.mark.parametrize("case", MMA_CASES, ids=[what for _, what, _, _ in MMA_CASES])
 def test_attention_on_tensor_cores(
-    case: Any, whole: bool, bf16: Any, monkeypatch: pytest.MonkeyPatch
+    case: Any, whole: bool, path: str, bf16: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if path not in attention.offered():
+        pytest.skip(f"this GPU has no {path}")
+    attention.take(path)
     op, _, arrays, options = case
     if whole:  # the blocks of dk and dv walk over a group of heads, as where there are many
         monkeypatch.setattr(attention, "ENOUGH", 0)
@@ -83,6 +87,20 @@ def test_attention_on_tensor_cores(
         assert closeness.ok, (name, closeness)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"documents": True}, {"dropout": 0.1}])
+def test_attention_s_paths_agree_with_the_plain_kernel_and_one_is_chosen(
+    options: dict[str, Any], bf16: Any
+) -> None:
+    shapes = paths.Shapes(1, 2048, 14, 2, 128)._replace(**options)
+    fast = [path for path in attention.offered() if path != attention.PLAIN]
+    for path, results in paths.check(shapes, fast).items():
+        for name, closeness in results.items():
+            assert closeness.ok, (path, name, closeness)
+    path, said = paths.choose(shapes, remember=False)
+    print(said)
+    assert path in fast and "left out" not in said
 
 
 @pytest.mark.parametrize("compute", ["float32", "bf16"])

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import accel
+from accel.cuda import attention
 from accel.cuda import device as devices
 from dist.comm import Solo
 from dist.config import RunFile
+from dist.config import load as load_run_file
 from dist.stopping import StopRequest
 from dist.train import Trainer
 from tests.helpers import ROOT
@@ -64,6 +66,21 @@ def test_twice_and_in_parts_gives_the_same_bits(tmp_path: Path, compute: str) ->
         stop.signal = 15
         Trainer(runs[2], Solo()).run(stop)
     assert len({digest(run) for run in runs}) == 1
+
+
+def test_attention_s_path_is_chosen_and_written_down_and_each_may_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__backend="cuda", run__compute="bf16", **WIDE)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    chosen = load_run_file(Path(config.run.out) / "config.toml").run.attention
+    assert f"attention: {chosen} (" in said and "left out" not in said
+    for path in attention.offered():
+        named = with_run(config, attention=path, out=str(tmp_path / path))
+        assert train(named) == 0
+        assert losses(named) == pytest.approx(losses(config), rel=1e-2)
+        assert path != chosen or digest(named) == digest(config)
 
 
 def test_two_ranks_may_share_a_gpu_by_way_of_host_memory(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks with a GPU each, which the shim plays: the same bits, however many, however they talk."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,8 +20,10 @@ require.shim()
 WIDE = {"model__d_model": 96, "model__d_ff": 256, "model__dropout_residual": 0.2}
 
 
-def train(config: RunFile, ranks: int, nccl: str, *arguments: str) -> tuple[int, str, str]:
-    """Run ``myllm train`` with the shim for a GPU."""
+def train(
+    config: RunFile, ranks: int, nccl: str, *arguments: str, seconds: str = ""
+) -> tuple[int, str, str]:
+    """Run ``myllm train`` with the shim for a GPU, ``seconds`` by rank of attention's paths."""
     path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
     words = [sys.executable]
     if ranks > 1:
@@ -28,7 +31,12 @@ def train(config: RunFile, ranks: int, nccl: str, *arguments: str) -> tuple[int,
     done = subprocess.run(
         [*words, "-m", "tests.cuda_shim.myllm", nccl, "train", str(path), *arguments],
         cwd=ROOT,
-        env={**launch.environment(ranks), **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**launch.environment(ranks), **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        | (
+            {"SHIM_SECONDS": seconds, "MYLLM_CACHE_DIR": f"{config.run.out}-cache"}
+            if seconds
+            else {}
+        ),
         capture_output=True,
         text=True,
         timeout=300,
@@ -80,3 +88,27 @@ def test_asking_for_nccl_where_it_is_not_is_said_once(tmp_path: Path) -> None:
     assert err.count("run.comm is 'nccl', but NCCL's library was not found: pip install") == 1
     assert "Traceback" not in err
     assert not os.path.exists(config.run.out)
+
+
+def test_rank_0_chooses_attention_s_path_and_all_take_it(tmp_path: Path) -> None:
+    """The others' GPUs would choose the other; and one that lacks it stops all, in a sentence."""
+    long = {"model__context_length": 150, "train__global_batch": 4, "train__steps": 2}
+    config = prepare(tmp_path, run__backend="cuda", run__compute="bf16", **long)
+    slow, fast = {"wgmma": 2.0, "mma": 1.0}, {"wgmma": 1.0, "mma": 2.0}
+    found = {}
+    for path, by_rank in (("mma", [slow, fast]), ("wgmma", [fast, slow])):
+        run = with_run(config, out=str(tmp_path / f"two-{path}"))
+        status, out, err = train(run, 2, "fake", seconds=json.dumps(by_rank))
+        assert status == 0, err
+        assert out.count(f"attention: {path} (") == 1
+        alone = with_run(config, out=str(tmp_path / f"one-{path}"), attention=path)
+        assert train(alone, 1, "none", seconds=json.dumps([slow]))[0] == 0
+        found[path] = digest(run)
+        assert digest(alone) == found[path]
+    assert found["mma"] != found["wgmma"]
+
+    run = with_run(config, out=str(tmp_path / "mixed"))
+    status, _, err = train(run, 2, "fake", seconds=json.dumps([fast, {"mma": 1.0}]))
+    assert status == 1
+    assert err.count("attention by 'wgmma' needs a GPU of compute capability 9.0") == 1
+    assert "Traceback" not in err
