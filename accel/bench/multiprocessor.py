@@ -258,7 +258,8 @@ class _Play:
         """Let a warp come to a barrier: of its block, its warpgroup, or for its turn."""
         which, _, threads = i.operands.partition(",")
         group = i.name == "WARPGROUP.ARRIVE" or threads.strip() == hex(GROUP * WARP)
-        turn = not group and which.strip().startswith("R")  # a register says whose
+        # a register says whose, or a predicate who passes it on
+        turn = not group and (which.strip().startswith("R") or i.guarded)
         if i.name.startswith("BAR.ARV") and not turn:
             return  # for warps that are not of the loop
         if i.name.startswith("BAR.ARV"):

@@ -57,8 +57,8 @@ MMA = {
 }
 # attention_wgmma.cu, whose tiles are smaller where ALiBi or dropout take registers
 WGMMA = {
-    "attention_forward": Tiles(1, 4, (128, 64)),
-    "attention_dq": Tiles(2, 5, (64,)),
+    "attention_forward": Tiles(1, 6, (128, 64)),
+    "attention_dq": Tiles(2, 8, (64,)),
     "attention_dkv": Tiles(2, 6, (64, 32), 6),
 }
 TILES: dict[str, dict[str, Tiles]] = {"wgmma": WGMMA, "mma": MMA}

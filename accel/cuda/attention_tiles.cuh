@@ -24,11 +24,12 @@ template <int ROWS> DEVICE u32 place(int row, int chunk) {
     return chunk / 8 * PANEL<ROWS> + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
 }
 
-// Start copying rows first … first + ROWS - 1 of a strided array; zeros beyond n rows and `width`.
-template <int ROWS>
+// Start copying rows first … first + ROWS - 1 of a strided array; zeros beyond n rows and `width`. All
+// threads do it, or as many that follow each other.
+template <int ROWS, int COPYING = THREADS>
 DEVICE void fetch(u32 tile, const elem* from, i64 stride, int first, int n, int width) {
-    constexpr int STEP = THREADS / CHUNKS;  // rows that the block copies at once: a multiple of 8
-    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    constexpr int STEP = COPYING / CHUNKS;  // rows that are copied at once: a multiple of 8
+    const int thread = threadIdx.x % COPYING, row = thread / CHUNKS, chunk = thread % CHUNKS;
     const int rows = chunk * 8 < width ? n - first - row : 0;  // that there are from this one on
     const elem* at = from + (i64)(first + row) * stride + chunk * 8;
     const u32 to = tile + place<ROWS>(row, chunk);

@@ -3,17 +3,28 @@
 // Attention in bf16 by Hopper's products of a warpgroup (warpgroup.cuh): attention_mma.cu's blocks, of
 // two warpgroups with 64 rows each, and its arithmetic. A product reads its right operand, and scores
 // their left one, from shared memory once for 64 rows; probabilities and gradients of scores are left
-// operands in registers. What is overlapped follows FlashAttention-3 (Shah et al. 2024, section 3.2):
+// operands in registers. What is overlapped follows FlashAttention-3 (Shah et al. 2024, sections 3.1
+// and 3.2):
 //
 //   forward   the next tile's scores are asked for before this tile's o += p v, and their softmax is
-//             taken while the latter runs
+//             taken while the latter runs, and while the other warpgroup's products do
 //   dq        a tile's dq += ds k runs while the next one's scores and dp are asked for; p is taken
-//             while dp runs
-//   dk, dv    the same, and ds is taken while dv += p do runs
+//             while dp runs, ds while the other warpgroup's products do
+//   dk, dv    the same by both warpgroups at once, and ds is taken while dv += p do runs
 //
-// Tiles come by cp.async, one ahead, into stages of which there is one more where the last tile is
-// still being read; one barrier a tile. Shared memory at HEAD = 128: forward 160 KiB (96 with 64
-// keys at a time), dq 144 KiB, dk/dv 161.5 KiB.
+// In the forward and for dq the warpgroups ask for products in turns, so that one's exponentials are
+// taken while the tensor cores are the other's. A turn is passed on by barriers at which who arrives
+// does not wait. The first warpgroup copies keys, the second one values, by cp.async, so far ahead that
+// what has landed, and what has been read, are known to the other from the turn before:
+//
+//   a turn     passed on when   it says that its warpgroup has read        copied meanwhile    stages
+//   forward i  all is asked     keys up to i, values up to i - 1           keys, values i + 2    3
+//   dq i       s is there       keys, values up to i - 1                   keys, values i + 2    4
+//
+// Turn i of the forward is that of the scores of tile i + 1 and of the values of tile i. The second
+// warpgroup's turn i comes after the first one's, and before the first one's turn i + 1. For dk, dv
+// tiles come one ahead into three stages, with one barrier of the block a tile. Shared memory at HEAD =
+// 128: forward 224 KiB (128 with 64 keys at a time), dq 192 KiB, dk/dv 161.5 KiB.
 #ifndef KEYS
 #define KEYS 128  // rows of a tile that the forward walks over; 64 where options take registers
 #endif
@@ -55,22 +66,25 @@ template <int N> DEVICE void pack(u32 (&to)[N][4], const float (&from)[2 * N][4]
             to[k][i] = pack_bf16(from[2 * k + i / 2][i % 2 * 2], from[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// All copies of this thread have landed, those of the others too, and products may read them.
+// All copies of this thread have landed, and after a barrier products may read them.
 DEVICE void landed() {
     copy_wait<0>();
     fence_async();
-    sync_block();
 }
+
+// The turns of the block's two warpgroups, 0 and 1: wait for one's own, give the other its own.
+DEVICE void my_turn(u32 group) { barrier_wait<THREADS>(1 + group); }
+DEVICE void pass_on(u32 group) { barrier_arrive<THREADS>(2 - group); }
 
 // Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     SHARED(memory);
-    const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + 2 * KEYS * PITCH;
     const u32 stage = KEYS * PITCH;
+    const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + 3 * stage;
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
     const int first = query_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
-    const u32 own = tq + uniform(threadIdx.x / 128) * 64 * 128;
+    const u32 group = uniform(threadIdx.x / 128), own = tq + group * 64 * 128;
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
@@ -87,6 +101,7 @@ KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, ele
     float o[GROUPS][4], m[2] = {-INFINITY, -INFINITY}, l[2] = {0.0f, 0.0f}, shrink[2];
     clear(o);
     landed();
+    sync_block();
     if (j < tiles) {
         float s[KEYS / 8][4];
         u32 p[KEYS / 16][4];
@@ -95,44 +110,53 @@ KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, ele
             const bool inside = rules.inside(first + row, 16, u0, KEYS);
             softmax_tile(s, m, l, shrink, rules, scale2, first + row + g, u0 + c, inside);
         };
+        auto copy = [&](u32 to, int tile) {  // its keys by one warpgroup, its values by the other
+            fetch<KEYS, THREADS / 2>((group ? tv : tk) + to, group ? values : keys, group ? v_t : k_t,
+                                     tile * KEYS, S, group ? dv : d);
+        };
         wgmma_fence();
         ask_rows(s, own, tk);
         wgmma_commit();
         int after = rules.next_tile(j + 1, tiles, KEYS, least, greatest);
-        fetch<KEYS>(tv, values, v_t, j * KEYS, S, dv);
-        if (after < tiles) fetch<KEYS>(tk + stage, keys, k_t, after * KEYS, S, d);
+        if (group) copy(0, j);
+        if (after < tiles) copy(stage, after);
         copy_commit();
         wgmma_wait<0>();
         softmax(j);
         pack(p, s);
-        int turn = 0;
+        landed();
+        if (group == 1) pass_on(group);  // the first turn is the other's
+        u32 now = 0, next = stage, free = 2 * stage;  // stages: of p's tile, of the next one, to copy to
         while (after < tiles) {
-            landed();  // this tile's values, the next one's keys; and its keys have been read
+            my_turn(group);
             wgmma_fence();
-            ask_rows(s, own, tk + (turn ^ 1) * stage);
+            ask_rows(s, own, tk + next);
             wgmma_commit();
-            ask_columns(o, p, tv + turn * stage);
+            ask_columns(o, p, tv + now);
             wgmma_commit();
+            pass_on(group);
             const int later = rules.next_tile(after + 1, tiles, KEYS, least, greatest);
-            fetch<KEYS>(tv + (turn ^ 1) * stage, values, v_t, after * KEYS, S, dv);
-            if (later < tiles) fetch<KEYS>(tk + turn * stage, keys, k_t, later * KEYS, S, d);
+            if (later < tiles) copy(free, later);
             copy_commit();
             wgmma_wait<1>();  // the next scores
             softmax(after);
+            landed();
             wgmma_wait<0>();
             rescale(o, shrink);
             pack(p, s);
-            after = later, turn ^= 1;
+            const u32 read = now;
+            after = later, now = next, next = free, free = read;
         }
-        landed();  // the last values
+        my_turn(group);  // the last values
         wgmma_fence();
-        ask_columns(o, p, tv + turn * stage);
+        ask_columns(o, p, tv + now);
         wgmma_commit();
+        if (group == 0) pass_on(group);
         wgmma_wait<0>();
     }
     float share[2];
     finish_rows(m, l, share, lse + ((i64)b * Hq + h) * T, first + row + g, T);
-    // the queries, whose place is used again, were last read before the last barrier
+    // the queries, whose place is used again, were last read before the last turn
     store_rows(o, share, memory, row, out + ((i64)b * T * Hq + h) * dv, (i64)Hq * dv, first, T, dv);
 }
 
@@ -142,11 +166,11 @@ KERNEL __launch_bounds__(THREADS, 1)
                  const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, tk = tdo + OWN * PITCH;
-    const u32 stage = DQ_KEYS * PITCH, tv = tk + 3 * stage;
+    const u32 stage = DQ_KEYS * PITCH, tv = tk + 4 * stage;
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
     const int first = query_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
-    const u32 own = uniform(threadIdx.x / 128) * 64 * 128;
+    const u32 group = uniform(threadIdx.x / 128), own = group * 64 * 128;
     const Rules rules = ATTENTION_RULES(b, h);
     const float scale2 = scale * LOG2E;
     const int last = first + OWN < T ? first + OWN - 1 : T - 1;
@@ -159,9 +183,15 @@ KERNEL __launch_bounds__(THREADS, 1)
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
     int j = rules.next_tile(rules.key_begin(first) / DQ_KEYS, tiles, DQ_KEYS, least, greatest);
+    auto copy = [&](u32 to, int tile) {  // its keys by one warpgroup, its values by the other
+        fetch<DQ_KEYS, THREADS / 2>((group ? tv : tk) + to, group ? values : keys, group ? v_t : k_t,
+                                    tile * DQ_KEYS, S, group ? dv : d);
+    };
+    int after = tiles;
     if (j < tiles) {
-        fetch<DQ_KEYS>(tk, keys, k_t, j * DQ_KEYS, S, d);
-        fetch<DQ_KEYS>(tv, values, v_t, j * DQ_KEYS, S, dv);
+        after = rules.next_tile(j + 1, tiles, DQ_KEYS, least, greatest);
+        copy(0, j);
+        if (after < tiles) copy(stage, after);
     }
     copy_commit();
     float row_lse[2], row_delta[2];
@@ -175,24 +205,21 @@ KERNEL __launch_bounds__(THREADS, 1)
     float acc[GROUPS][4];
     u32 ds[DQ_KEYS / 16][4];
     clear(acc);
-    u32 key = tk, value = tv;  // the stages of tile j
-    for (int after; j < tiles; j = after) {
-        landed();  // tile j; the one before but one has been read, and the last one's values
+    landed();
+    if (group == 1) pass_on(group);  // the first turn is the other's
+    for (u32 now = 0; j < tiles; now = (now + stage) % (4 * stage)) {  // where tile j is
+        my_turn(group);
         float s[DQ_KEYS / 8][4], dp[DQ_KEYS / 8][4];
         wgmma_fence();
-        ask_rows(s, tq + own, key);
+        ask_rows(s, tq + own, tk + now);
         wgmma_commit();
-        ask_rows(dp, tdo + own, value);
+        ask_rows(dp, tdo + own, tv + now);
         wgmma_commit();
-        after = rules.next_tile(j + 1, tiles, DQ_KEYS, least, greatest);
-        const u32 next_key = key == tk + 2 * stage ? tk : key + stage;
-        const u32 next_value = 2 * tv + stage - value;
-        if (after < tiles) {
-            fetch<DQ_KEYS>(next_key, keys, k_t, after * DQ_KEYS, S, d);
-            fetch<DQ_KEYS>(next_value, values, v_t, after * DQ_KEYS, S, dv);
-        }
+        const int later = rules.next_tile(after + 1, tiles, DQ_KEYS, least, greatest);
+        if (later < tiles) copy((now + 2 * stage) % (4 * stage), later);
         copy_commit();
         wgmma_wait<1>();  // the scores, and dq of the tile before
+        pass_on(group);
         const int u0 = j * DQ_KEYS;
         const bool inside = rules.inside(first + row, 16, u0, DQ_KEYS);
         probabilities(s, rules, scale2, inside, [&](int n, int i) {
@@ -209,12 +236,14 @@ KERNEL __launch_bounds__(THREADS, 1)
             }
         pack(ds, s);
         wgmma_fence();
-        ask_columns(acc, ds, key);
+        ask_columns(acc, ds, tk + now);
         wgmma_commit();
-        key = next_key, value = next_value;
+        landed();
+        j = after, after = later;
     }
+    my_turn(group);  // all of the warpgroup have read its queries
+    if (group == 0) pass_on(group);
     wgmma_wait<0>();
-    landed();  // with no tiles: all of the queries; and they have been read
     const float factor[2] = {scale, scale};
     store_rows(acc, factor, memory, row, dq + b * dq_b + h * dq_h, dq_t, first, T, d);
 }
@@ -287,7 +316,8 @@ KERNEL __launch_bounds__(THREADS, 1)
     for (int turn = 0; tile.h < h0 + heads;) {
         const Tile after = next(tile, true);
         const int next_turn = turn == 2 ? 0 : turn + 1;
-        landed();  // this tile; the one before but one has been read
+        landed();
+        sync_block();  // this tile; the one before but one has been read
         if (after.h < h0 + heads) fetch_queries(after, next_turn);
         copy_commit();
         const u32 tq = stages + turn * stage_bytes, tdo = tq + QUERIES * PITCH;
@@ -333,7 +363,8 @@ KERNEL __launch_bounds__(THREADS, 1)
         tile = after, turn = next_turn;
     }
     wgmma_wait<0>();
-    landed();  // with no tiles: all of the keys and values; and they have been read
+    landed();  // with no tiles: all of the keys and values
+    sync_block();  // they have been read
     if (dk_parts) {
         store_floats(acc_k, dk_parts + ((i64)b * S * Hq + h0) * d, (i64)Hq * d, first + row, S, d);
         store_floats(acc_v, dv_parts + ((i64)b * S * Hq + h0) * dv, (i64)Hq * dv, first + row, S, dv);

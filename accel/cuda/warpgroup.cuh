@@ -11,6 +11,17 @@
 #ifdef MYLLM_SHIM
 #include "warpgroup.h"
 #else
+// Barriers by number, 1 to 15, of some whole warps: PTX ISA, "bar". Each is over when THREADS have come
+// to it, those that wait there and those that only arrive and go on, and then starts anew. What they did
+// to memory before is done for those that have waited.
+template <int THREADS> DEVICE void barrier_wait(u32 barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+template <int THREADS> DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 // Show the tensor cores what this thread has written to shared memory and has landed.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -166,13 +166,13 @@ def test_tiles_are_as_large_as_the_device_s_shared_memory_allows(
         }
     devices.use(ShimDevice(warpgroups=True))
     assert sizes() == {
-        "attention_forward": (128, 128, 160 * 1024),
-        "attention_dq": (128, 128, 144 * 1024),
+        "attention_forward": (128, 128, 224 * 1024),
+        "attention_dq": (128, 128, 192 * 1024),
         "attention_dkv": (128, 128, 160 * 1024 + 1536),
     }
     assert sizes(dropout_p=0.5, dropout_key=KEY) == {  # registers for half as many rows
-        "attention_forward": (128, 64, 96 * 1024),
-        "attention_dq": (128, 64, 144 * 1024),
+        "attention_forward": (128, 64, 128 * 1024),
+        "attention_dq": (128, 64, 192 * 1024),
         "attention_dkv": (128, 64, 112 * 1024 + 768),
     }
 

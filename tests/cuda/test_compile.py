@@ -100,8 +100,8 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(
             f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt "
             f"{u.shared:6} B shared"
         )
-        # 11 registers too many for documents at the full width, out of the loop's reach
-        spare = 44 if (source, u.kernel, defines.get("MASKED")) == SPILLING else 0
+        # 2 registers too many for documents at the full width, out of the loop's reach
+        spare = 8 if (source, u.kernel, defines.get("MASKED")) == SPILLING else 0
         assert u.spills <= spare and u.stack <= spare and not u.serial, u
     tiles = attention.WGMMA if source == "attention_wgmma" else attention.MMA
     for kernel, code in machine_code.disassemble(cubin).items():
@@ -127,7 +127,7 @@ def check_machine_code(
         assert (
             a_round.flops * WARPS == 2 * PRODUCTS[kernel] * attention.OWN * rows * defines["HEAD"]
         )
-        assert a_round.local <= 22 * spilling
+        assert not a_round.local
         # tiles come 16 bytes at a time: both of them, and two floats a row for dk and dv
         threads = 32 * WARPS
         copied = 2 * rows * defines["HEAD"] * 2 // 16 // threads

@@ -294,8 +294,8 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
     ),
     "keys overwritten while dq reads them": (
         "attention_wgmma:attention_dq",
-        "key == tk + 2 * stage ?",
-        "key == tk + stage ?",
+        "copy((now + 2 * stage) % (4 * stage), later)",
+        "copy(now, later)",
         "long causal",
     ),
 }
@@ -330,21 +330,33 @@ ALSO: dict[str, tuple[str, str, str, str]] = {
     ),
     "scores of the tile before": (
         "attention_wgmma:attention_forward",
-        "ask_rows(s, own, tk + (turn ^ 1) * stage)",
-        "ask_rows(s, own, tk + turn * stage)",
+        "ask_rows(s, own, tk + next)",
+        "ask_rows(s, own, tk + now)",
         "long causal",
     ),
     "the last values forgotten": (
         "attention_wgmma:attention_forward",
-        "        landed();  // the last values\n        wgmma_fence();\n"
-        "        ask_columns(o, p, tv + turn * stage);\n",
-        "        landed();\n        wgmma_fence();\n",
+        "        my_turn(group);  // the last values\n        wgmma_fence();\n"
+        "        ask_columns(o, p, tv + now);\n",
+        "        my_turn(group);\n        wgmma_fence();\n",
         "long causal",
     ),
     "probabilities packed while the last ones are read": (
         "attention_wgmma:attention_forward",
         "            wgmma_wait<0>();\n            rescale(o, shrink);\n            pack(p, s);\n",
         "            pack(p, s);\n            wgmma_wait<0>();\n            rescale(o, shrink);\n",
+        "long causal",
+    ),
+    "values overwritten while the other warpgroup reads them": (
+        "attention_wgmma:attention_forward",
+        "copy(free, later)",
+        "copy(now, later)",
+        "long full",
+    ),
+    "the turn passed on to oneself": (
+        "attention_wgmma",
+        "barrier_arrive<THREADS>(2 - group)",
+        "barrier_arrive<THREADS>(1 + group)",
         "long causal",
     ),
     "dp read before it is there": (
@@ -361,8 +373,8 @@ ALSO: dict[str, tuple[str, str, str, str]] = {
     ),
     "both warpgroups on the same rows": (
         "attention_wgmma:attention_dq",
-        "uniform(threadIdx.x / 128) * 64 * 128",
-        "0u",
+        "own = group * 64 * 128",
+        "own = 0",
         "causal",
     ),
     "a left operand's registers in another order": (

@@ -190,6 +190,9 @@ def test_warpgroups_take_turns_where_a_register_names_the_barrier() -> None:
     assert loop_of(mine, *four, *["10 NOP"] * 40) == pytest.approx(chain + 400, abs=20)
     # with less work than products the tensor core is never idle
     assert loop_of(mine, *four, *["10 NOP"] * 5) == pytest.approx(2 * 4 * 64, abs=20)
+    # a predicate in place of a register says who passes it on, as outside of loops
+    guarded = [line.replace("BAR.ARV R2", "@P1 BAR.ARV 0x2") for line in four]
+    assert loop_of(mine, *guarded) == loop_of(mine, *four)
     # what lies between is done by one at a time
     alone = loop_of(mine, *["10 NOP"] * 20, pass_on)
     assert alone == pytest.approx(2 * (200 + 29), abs=8)

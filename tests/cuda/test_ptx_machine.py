@@ -1,6 +1,7 @@
 """The interpreter of PTX against numbers worked out by hand, and what it refuses to run."""
 
 import math
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -280,6 +281,33 @@ def test_a_barrier_of_some_warps() -> None:
         assert got.tolist() == [i ^ 32 for i in range(128)]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_who_arrives_at_a_barrier_goes_on_and_who_waits_reads_what_was_written(order: str) -> None:
+    """Warp 0 fills a place that warp 1 empties, twice."""
+    body = """
+        mov.u32 %r5, memory; and.b32 %r6, %r1, 31; shl.b32 %r6, %r6, 2; add.s32 %r6, %r6, %r5;
+        mov.u32 %r3, 0; mov.u32 %r9, 0; add.s32 %r4, %r1, 100; mov.u32 %r7, 2;
+        setp.lt.u32 %p1, %r1, 32;
+        @%p1 bra $fill;
+    $empty:
+        bar.sync 1, 64;
+        ld.shared.u32 %r8, [%r6]; add.s32 %r9, %r9, %r8;
+        bar.arrive %r7, 64;
+        add.s32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 2;
+        @%p2 bra $empty;
+        bra.uni $end;
+    $fill:
+        st.shared.u32 [%r6], %r4; shl.b32 %r4, %r4, 4;
+        bar.arrive 1, 64;
+        bar.sync %r7, 64;
+        add.s32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 2;
+        @%p2 bra $fill;
+    $end:
+        st.global.u32 [%rd1], %r9;"""
+    got = result(body, threads=64, shared=128, order=order)
+    assert got.tolist() == [0] * 32 + [(i + 100) * 17 for i in range(32)]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -290,6 +318,15 @@ def test_a_barrier_of_some_warps() -> None:
         ("setp.eq.u32 %p1, %r1, 3; @%p1 ret; bar.sync 0;", "after lanes of the warp have ended"),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 bra $x; bar.sync 0; ret; $x: bar.sync 0;", "for ever"),
         ("setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 0; @%p1 ret; bar.sync 1;", "never reach"),
+        ("bar.sync 16;", "barriers 0 to 15, not 16"),
+        ("bar.sync 1, 33;", "a barrier of 33 threads"),
+        ("bar.arrive 1;", "does not say of how many threads"),
+        ("bar.arrive 1, 64;", "warps have come to barrier 1, where nobody waits"),
+        ("bar.arrive 1, 64; bar.sync 1, 64;", "a warp comes twice to barrier 1 before it is over"),
+        (
+            "setp.lt.u32 %p1, %r1, 32; selp.u32 %r2, 64, 96, %p1; bar.sync 1, %r2;",
+            "barrier 1 has 64 threads and 96",
+        ),
         ("shfl.sync.idx.b32 %r2, %r1, 0, 31, 0x7fffffff;", "whose mask is 7fffffff"),
         ("setp.lt.u32 %p1, %r1, 9; @%p1 bra.uni $x; $x: mov.u32 %r2, 0;", "bra.uni parts a warp"),
         ("$x: bra.uni $x;", "does not end"),
@@ -308,7 +345,7 @@ def test_a_barrier_of_some_warps() -> None:
 def test_what_is_wrong_or_undefined_is_refused(body: str, says: str) -> None:
     body = body.replace("$x: ", "\n$x:\n")
     with pytest.raises(PtxError, match=says):
-        result(body, threads=64 if "never reach" in says else 32, shared=64)
+        result(body, threads=64 if re.search("never reach|and 96", says) else 32, shared=64)
 
 
 @pytest.mark.parametrize(("pending", "landed"), [(1, 1), (0, 2)])

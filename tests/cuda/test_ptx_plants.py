@@ -187,6 +187,16 @@ PLANTS = {
     "wgmma: one accumulator's register not read": Plant(
         '"+f"(d[i][3])', '"=f"(d[i][3])', WGMMA, "warpgroup.cuh"
     ),
+    "barrier: no wait": group('"bar.sync %0, %1;"', '""'),
+    "barrier: no arrival": group('"bar.arrive %0, %1;"', '""'),
+    "barrier: the first one always": group("bar.sync %0", "bar.sync 1"),
+    "barrier: of a warpgroup": group(
+        'bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS)',
+        'bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS / 2)',
+    ),
+    "barrier: no clobber": Plant(
+        '"n"(THREADS) : "memory"', '"n"(THREADS)', WGMMA, "warpgroup.cuh", everywhere=True
+    ),
     "wgmma: no proxy fence": group(said("fence.proxy.async.shared::cta"), ""),
     "wgmma: no fence": group(said("wgmma.fence.sync.aligned"), ""),
     "wgmma: no commit": group(said("wgmma.commit_group.sync.aligned"), ""),

@@ -111,6 +111,32 @@ KERNEL copies(const float* x, float* y, float* z, int bug) {
     y[i] = v;
 }
 
+// y = x of the neighbour, of 32 and of 32 more, by way of a place that one warp fills and one reads
+KERNEL turns(const float* x, float* y, int bug) {
+    SHARED(memory);
+    float* tile = (float*)memory;
+    const int i = threadIdx.x, lane = i % 32;
+    if (i < 32) {
+        if (bug == 1) barrier_arrive<64>(1);
+        tile[lane] = x[lane];
+        if (bug == 2) y[lane] = tile[lane ^ 1];
+        if (bug != 1) barrier_arrive<64>(1);
+        if (bug == 3) y[lane] = tile[lane ^ 1];  // arriving orders nothing for who goes on
+        if (bug == 4) barrier_arrive<64>(2);
+        else barrier_wait<64>(2);
+        tile[bug == 5 ? lane ^ 1 : lane] = x[lane + 32];
+        barrier_arrive<64>(bug == 6 ? 3 : 1);
+    } else {
+        barrier_wait<64>(1);
+        if (bug == 7) barrier_arrive<64>(2);
+        y[lane] = tile[lane ^ 1];
+        if (bug != 7) barrier_arrive<64>(2);
+        barrier_wait<64>(bug == 6 ? 3 : 1);
+        y[lane + 32] = tile[lane ^ 1];
+    }
+    if (bug == 5 && i < 32) tile[lane] = 0.0f;
+}
+
 // What each thread does, step by step, to a word of either memory: codes (steps, all threads).
 KERNEL program(const int* codes, float* global, int steps) {
     SHARED(memory);
@@ -126,6 +152,12 @@ KERNEL program(const int* codes, float* global, int steps) {
         if (code == 6) copy_wait<0>();
         if (code == 7) sync_warp();
         if (code == 8) sync_block();
+        if (code < 9) continue;
+        const u32 barrier = code / 8;  // of two or three warps
+        if (code % 4 == 0) barrier_arrive<64>(barrier);
+        if (code % 4 == 1) barrier_wait<64>(barrier);
+        if (code % 4 == 2) barrier_arrive<96>(barrier);
+        if (code % 4 == 3) barrier_wait<96>(barrier);
     }
 }
 
@@ -214,6 +246,9 @@ def test_a_right_kernel_has_no_race(order: str, toys: dict[str, ShimDevice]) -> 
     np.testing.assert_allclose(toy(device, "sums", 0)[0], X[:64].sum() + X[:64].max(), rtol=1e-5)
     np.testing.assert_array_equal(toy(device, "bounds", 0), X[:64])
     np.testing.assert_array_equal(toy(device, "copies", 0)[:64], np.roll(X[::4], -37))
+    swapped = X[:64].reshape(32, 2)[:, ::-1].ravel()
+    np.testing.assert_array_equal(toy(device, "turns", 0), swapped)
+    np.testing.assert_array_equal(toy(device, "turns", 6), swapped)  # another barrier will do
     wide = from_bf16(A)
     np.testing.assert_allclose(toy(device, "products", 0), wide @ wide.T, rtol=1e-5, atol=1e-4)
 
@@ -246,6 +281,12 @@ MISTAKES = {
     ("copies", 4): f"{UNORDERED}|{AWAY}",
     ("copies", 5): AWAY,
     ("copies", 6): BUSY,
+    ("turns", 1): UNORDERED,
+    ("turns", 2): UNORDERED,
+    ("turns", 3): UNORDERED,
+    ("turns", 4): f"{UNORDERED}|a thread comes twice to barrier 1",
+    ("turns", 5): "writes byte .* which (thread .* has written|another warp has read), with no",
+    ("turns", 7): UNORDERED,
     ("products", 1): r"multiplies byte .* without fence_async\(\)",
     ("products", 2): r"multiplies byte .* without fence_async\(\) and a barrier since",
     ("products", 3): "multiplies byte .* which thread .* has written, with no barrier",
@@ -292,8 +333,8 @@ def test_an_array_of_a_step_ends_where_the_next_one_begins(toys: dict[str, ShimD
 
 # ---- programs at random: the detector against the definition -------------------------------------
 
-BLOCKS, THREADS, STEPS = 2, 64, 20
-ACTIVE = (0, 1, 2, 32)  # the threads of a block that do more than pass barriers
+BLOCKS, THREADS, STEPS = 2, 96, 20
+ACTIVE = (0, 1, 32, 64)  # the threads of a block that do more than pass barriers
 WRITE_GLOBAL, WRITE, READ_GLOBAL, READ, COPY, WAIT, SYNC_WARP, SYNC_BLOCK = range(1, 9)
 ACTS = (WRITE, READ, READ, READ_GLOBAL, COPY, WAIT, WRITE_GLOBAL)
 
@@ -302,14 +343,27 @@ def random_program(rng: np.random.Generator) -> Array:
     """Return codes (STEPS, BLOCKS, THREADS) of ``program``: with no race, or one at its end."""
     codes = np.zeros((STEPS, BLOCKS, THREADS), np.int32)
     codes[-1] = WAIT
+    barriers = [1] * BLOCKS  # the greatest number of one that has been used
     for step in range(STEPS - 1):
         for block in range(BLOCKS):
             sync, own = rng.random() < 0.4, codes[step, block]
-            if sync and rng.random() < 0.4:
+            if own.any():
+                continue
+            if sync and rng.random() < 0.2:
                 own[:] = SYNC_BLOCK
-            elif sync:
-                half = 32 * int(rng.integers(2))
-                own[half : half + 32] = SYNC_WARP
+            elif sync and rng.random() < 0.4:
+                first = 32 * int(rng.integers(3))
+                own[first : first + 32] = SYNC_WARP
+            elif sync:  # some warps arrive at a barrier, and later others wait there
+                free = [s for s in range(step + 1, STEPS - 1) if not codes[s, block].any()]
+                warps = rng.permutation(3)[: rng.integers(2, 4)]
+                if free and barriers[block] < 15:
+                    barriers[block] += 1
+                    code = 8 * barriers[block] + 2 * (len(warps) == 3)
+                    later, arriving = rng.choice(free), rng.integers(1, len(warps))
+                    for i, warp in enumerate(warps):
+                        at, waits = (step, 0) if i < arriving else (later, 1)
+                        codes[at, block, 32 * warp : 32 * warp + 32] = code + waits
             else:
                 own[rng.choice(ACTIVE)] = rng.choice(ACTS)
                 if has_race(codes):
@@ -320,49 +374,69 @@ def random_program(rng: np.random.Generator) -> Array:
 
 
 class Access(NamedTuple):
-    """What a thread does to memory from one moment to another: (step, barriers, warp's syncs)."""
+    """What a thread does to memory from one step to another."""
 
     where: int  # the block whose shared memory it is, or -1
     writes: bool
     block: int
     thread: int
-    first: tuple[int, int, int]
-    last: tuple[int, int, int]
+    first: int
+    last: int
 
 
 def accesses_of(codes: Array) -> Iterator[Access]:
     for block, thread in itertools.product(range(BLOCKS), ACTIVE):
-        barriers = syncs = 0
-        copies: list[tuple[int, int, int]] = []  # when those under way began
+        copies: list[int] = []  # when those under way began
         for step, code in enumerate(codes[:, block, thread].tolist()):
-            now = (step, barriers, syncs)
-            if code == SYNC_BLOCK:
-                barriers += 1
-            elif code == SYNC_WARP:
-                syncs += 1
-            elif code == COPY:
-                copies.append(now)
+            if code == COPY:
+                copies.append(step)
             elif code == WAIT:
                 for first in copies:
-                    yield Access(block, True, block, thread, first, now)
-                    yield Access(-1, False, block, thread, first, now)
+                    yield Access(block, True, block, thread, first, step)
+                    yield Access(-1, False, block, thread, first, step)
                 copies = []
-            elif code:
+            elif WRITE_GLOBAL <= code <= READ:
                 where = -1 if code in (WRITE_GLOBAL, READ_GLOBAL) else block
-                yield Access(where, code in (WRITE_GLOBAL, WRITE), block, thread, now, now)
+                yield Access(where, code in (WRITE_GLOBAL, WRITE), block, thread, step, step)
 
 
-def before(a: Access, b: Access) -> bool:
-    """Whether all of a is done before anything of b begins."""
-    if a.block != b.block:
-        return False
-    if a.thread == b.thread:
-        return a.last[0] < b.first[0]
-    same_warp = a.thread // 32 == b.thread // 32
-    return a.last[1] < b.first[1] or (same_warp and a.last[2] < b.first[2])
+Known = dict[int, int]  # thread -> how many steps of it
+
+
+def known_before(codes: Array, block: int) -> list[dict[int, Known]]:
+    """Return for each step: thread -> what is done before it, of itself and of the others."""
+    known = {thread: dict.fromkeys(ACTIVE, 0) for thread in ACTIVE}
+    told: dict[tuple[int, int], Known] = {}  # barrier -> what those that have come to it know
+    found = []
+    for step, own in enumerate(codes[:, block].tolist()):
+        for thread in ACTIVE:
+            known[thread][thread] = step
+        found.append({thread: dict(of) for thread, of in known.items()})
+        waiting: dict[tuple[int, int], list[int]] = {}
+        for thread in ACTIVE:
+            code = own[thread]
+            if code < SYNC_WARP:
+                continue
+            at = (code // 8, thread // 32 if code == SYNC_WARP else 0)
+            brought = known[thread] | {thread: step + 1}
+            before = told.get(at, brought)
+            told[at] = {other: max(before[other], brought[other]) for other in ACTIVE}
+            if code in (SYNC_WARP, SYNC_BLOCK) or code % 2:
+                waiting.setdefault(at, []).append(thread)
+        for at, threads in waiting.items():
+            of_all = told.pop(at)
+            for thread in threads:
+                known[thread] = {u: max(n, of_all[u]) for u, n in known[thread].items()}
+    return found
 
 
 def has_race(codes: Array) -> bool:
+    known = [known_before(codes, block) for block in range(BLOCKS)]
+
+    def before(a: Access, b: Access) -> bool:
+        """Return whether all of a is done before anything of b begins."""
+        return a.block == b.block and known[b.block][b.first][b.thread][a.thread] > a.last
+
     return any(
         a.where == b.where and (a.writes or b.writes) and not before(a, b) and not before(b, a)
         for a, b in itertools.combinations(accesses_of(codes), 2)
@@ -495,7 +569,8 @@ def test_attention_on_tensor_cores_has_no_race(
 # another thread has written it may first lead outside of the arrays.
 BROKEN = (
     "a race|outside of every array|without wgmma_fence|asynchronous copies that nobody waited for|"
-    "products that its warp has not waited for"
+    "products that its warp has not waited for|comes twice to barrier|wait for each other for ever|"
+    "have arrived at barrier"
 )
 
 

@@ -5,7 +5,8 @@
 // byte, one of them a write, are a race unless they are ordered:
 //
 //   - by program order, in one thread;
-//   - by a sync_block() between them, in one block;
+//   - by barriers between them, in one block: of the block, or of some warps, from each thread that
+//     comes to one to those that wait there; also by way of a third thread;
 //   - by a sync_warp() between them, in one warp: shuffles, votes and products order nothing;
 //   - by nothing, in two blocks of a launch: no kernel here has atomics.
 //
@@ -15,10 +16,11 @@
 // accumulators are nobody's to touch and its left operand's registers nobody's to write.
 //
 // Since order is told by barriers and not by who ran first, a race is found in whichever order the
-// fibers run. It is exact as long as all barriers are of a whole block or a whole warp: then an access
-// is told by its thread and two numbers, the barriers that its block and its warp have passed. Of the
-// reads since the last write a byte keeps the latest of a warp, or that there were several warps: no
-// more is needed to tell whether a write is ordered after them all.
+// fibers run, if who meets at which barrier does not depend on that order. All lanes of a warp come to
+// a barrier, so what is ordered before a warp is told by a number for each other one: how many
+// barriers that one's threads had come to ("epochs") when it was over for this one, a vector clock
+// (Mattern 1989). Of the reads since the last write a byte keeps the latest, or, where that is not
+// ordered after those of other warps, the latest of each warp.
 //
 // An access that lies in none of the launch's arrays, nor in shared memory or the thread's own
 // variables, is out of bounds, reads too.
@@ -37,6 +39,8 @@ struct Own {
 };
 inline void watch_launch() {}
 inline void watch_block() {}
+inline void watch_arrival(unsigned) {}
+inline void watch_barrier_over(unsigned, const std::bitset<32>&) {}
 inline void watch_access(const void*, size_t, bool) {}
 inline void watch_matrix_row(uint32_t) {}
 inline void watch_copy_issued(const Copy&) {}
@@ -54,14 +58,26 @@ constexpr bool RACES = true;
 // Neither hooks nor what they call may be instrumented: that would never end.
 #define SHIM_UNSEEN __attribute__((no_sanitize("thread")))
 
-constexpr int WARPS = -1, LANES = -2;  // readers: several warps; LANES - w: several lanes of warp w
+constexpr int NOBODY = -1, LANES = -2;  // readers: none; LANES - w: several lanes of warp w
+
+struct Moment {
+    uint32_t epoch, sync;  // barriers that the thread has come to; how often its warp's lanes have met
+};
+
+struct Read {
+    Moment at;
+    int32_t reader;  // a thread, or several: see above
+};
 
 struct Cell {
-    uint32_t write_block, write_barrier, write_sync;  // block 0: nobody in this launch
+    uint32_t write_block;  // 0: nobody in this launch
+    Moment written;
     int32_t writer;
     uint32_t write_fence;  // fences that the writer had passed
-    uint32_t read_block, read_barrier, read_sync;
-    int32_t reader;     // a thread, or several: see above
+    uint32_t read_block;
+    Read read;          // the latest, or, if there are
+    bool many;          // of several warps,
+    uint32_t reads;     // those of each, kept from here on
     uint16_t arriving;  // 1 + the thread whose cp.async is on its way here
     uint16_t reading;   // copies and products under way that read it
 };
@@ -79,15 +95,15 @@ struct Registers {
     bool accumulators;  // or a left operand
 };
 
-struct Moment {
-    uint32_t barrier, sync;
-};
-
 constexpr int MOST_AREAS = 64;
 inline Area areas[MOST_AREAS];  // shared memory, then the arrays that the launch is given
 inline int n_areas = 1;
 inline Area* last_area;
-inline const Warp* watched_warps;
+inline Warp* watched_warps;
+inline std::vector<Read> kept_reads;       // of a cell one for each warp
+inline uint32_t epochs[1024];              // of each thread: barriers that it has come to
+inline uint32_t clocks[32][32];            // of each warp: epochs of each that are over for it
+inline uint32_t clocks_met[BARRIERS][32];  // the greatest of those that have come to a barrier
 inline std::vector<Registers> flying_registers[1024];  // of each thread
 inline uint32_t n_flying[1024];                        // how many they are
 inline std::vector<Moment> fences_passed[1024];        // of each thread, in this block
@@ -114,27 +130,50 @@ inline void watch_launch() {
         free(areas[i].cells);
         areas[i].cells = (Cell*)calloc(areas[i].bytes + 1, sizeof(Cell));
     }
+    kept_reads.resize(1);
 }
 
 inline void watch_block() {
     watched_warps = warps.data();
     for (unsigned i = 0; i < block_size; ++i) {
         flying_registers[i].clear(), fences_passed[i].clear();
-        n_flying[i] = n_fences[i] = 0;
+        n_flying[i] = n_fences[i] = epochs[i] = 0;
+    }
+    memset(clocks, 0, sizeof clocks);
+    memset(clocks_met, 0, sizeof clocks_met);
+}
+
+// The current thread comes to a barrier, with all that is over for its warp.
+inline void watch_arrival(unsigned barrier) {
+    const unsigned warp = current->index / 32;
+    const uint32_t epoch = ++epochs[current->index];
+    for (unsigned w = 0; w < 32; ++w) {
+        const uint32_t over = w == warp ? epoch : clocks[warp][w];
+        if (clocks_met[barrier][w] < over) clocks_met[barrier][w] = over;
     }
 }
 
+// All have come: what they did before is over for the warps that wait.
+inline void watch_barrier_over(unsigned barrier, const std::bitset<32>& waiting) {
+    for (unsigned warp = 0; warp < 32; ++warp) {
+        if (!waiting[warp]) continue;
+        ++watched_warps[warp].syncs;
+        for (unsigned w = 0; w < 32; ++w)
+            if (clocks[warp][w] < clocks_met[barrier][w]) clocks[warp][w] = clocks_met[barrier][w];
+    }
+    memset(clocks_met[barrier], 0, sizeof clocks_met[barrier]);
+}
+
 SHIM_UNSEEN inline Moment now() {
-    return {(uint32_t)barrier_generation, watched_warps[current->index / 32].syncs};
+    return {epochs[current->index], watched_warps[current->index / 32].syncs};
 }
 
 // Whether what `thread` of this block did at a moment is done before what the current thread does
 // now, or, `together`, before what all lanes of its warp do now.
 SHIM_UNSEEN inline bool ordered(Moment then, int thread, bool together) {
-    const Moment at = now();
-    if (then.barrier != at.barrier) return true;
-    if (thread / 32 != (int)current->index / 32) return false;
-    return then.sync != at.sync || (thread == (int)current->index && !together);
+    const int warp = (int)current->index / 32;
+    if (thread / 32 != warp) return clocks[warp][thread / 32] > then.epoch;
+    return then.sync != now().sync || (thread == (int)current->index && !together);
 }
 
 struct Touch {
@@ -185,53 +224,68 @@ SHIM_UNSEEN inline void read_checked(const Touch& touch, const Cell& cell, bool 
     if (!cell.write_block) return;
     if (cell.write_block != block) {
         if (touch.area.argument >= 0) race(touch, "which another block has written");
-    } else if (!ordered({cell.write_barrier, cell.write_sync}, cell.writer, together)) {
+    } else if (!ordered(cell.written, cell.writer, together)) {
         race(touch, "which thread %d has written, with no barrier in between", cell.writer);
     }
 }
+
+inline int warp_of(int reader) { return reader >= 0 ? reader / 32 : LANES - reader; }
 
 // `done`: it was over before what this warp does now.
 SHIM_UNSEEN inline void read_kept(Cell& cell, bool global, bool together, bool done) {
     const uint32_t block = (uint32_t)blocks_run;
     const int thread = (int)current->index, warp = thread / 32;
-    const int reader = together ? LANES - warp : thread;
     const Moment at = now();
-    const uint32_t sync = at.sync - done;
+    const Read fresh{{at.epoch, at.sync - done}, together ? LANES - warp : thread};
     if (global && cell.read_block && cell.read_block != block) return;  // no write is ordered now
-    if (cell.read_block != block || cell.read_barrier != at.barrier) {
-        cell.read_block = block, cell.read_barrier = at.barrier, cell.read_sync = sync;
-        cell.reader = reader;
-    } else if (cell.reader != WARPS) {
-        const int before = cell.reader <= LANES ? LANES - cell.reader : cell.reader / 32;
-        if (before != warp) cell.reader = WARPS;
-        else if (cell.read_sync != at.sync && !done) cell.reader = reader, cell.read_sync = sync;
-        else if (cell.reader != reader && !done) cell.reader = LANES - warp;
+    if (cell.read_block != block) {
+        cell.read_block = block, cell.read = fresh, cell.many = false;
+        return;
     }
+    const int before = warp_of(cell.read.reader);
+    if (!cell.many && before != warp) {
+        cell.many = clocks[warp][before] <= cell.read.at.epoch;
+        if (cell.many) {
+            const unsigned n = block_size / 32;
+            if (!cell.reads) cell.reads = kept_reads.size(), kept_reads.resize(cell.reads + n);
+            for (unsigned w = 0; w < n; ++w) kept_reads[cell.reads + w].reader = NOBODY;
+            kept_reads[cell.reads + before] = cell.read;
+        } else {
+            cell.read = fresh;
+        }
+    }
+    Read& read = cell.many ? kept_reads[cell.reads + warp] : cell.read;
+    if (read.reader == NOBODY || (read.at.sync != at.sync && !done)) read = fresh;
+    else if (read.reader != fresh.reader && !done) read.reader = LANES - warp;
+    read.at.epoch = at.epoch;
+}
+
+SHIM_UNSEEN inline void read_before_write(const Touch& touch, const Read& read) {
+    if (read.reader == NOBODY) return;
+    const int own = (int)current->index / 32, warp = warp_of(read.reader);
+    if (warp != own && clocks[own][warp] <= read.at.epoch)
+        race(touch, "which another warp has read, with no barrier in between");
+    if (warp == own && read.at.sync == now().sync && read.reader != (int)current->index)
+        race(touch, "which another lane has read, with no sync_warp() in between");
 }
 
 SHIM_UNSEEN inline void write_checked(const Touch& touch, const Cell& cell) {
-    const uint32_t block = (uint32_t)blocks_run;
-    const bool global = touch.area.argument >= 0;
-    const Moment at = now();
-    const int thread = (int)current->index;
     read_checked(touch, cell, false);
     if (cell.reading) race(touch, "while a copy or product reads it that nobody has waited for");
     if (!cell.read_block) return;
-    if (cell.read_block != block) {
-        if (global) race(touch, "which another block has read");
-    } else if (cell.read_barrier == at.barrier) {
-        const bool one = cell.reader >= 0;
-        if (cell.reader == WARPS || (one ? cell.reader / 32 : LANES - cell.reader) != thread / 32)
-            race(touch, "which another warp has read, with no barrier in between");
-        if (cell.read_sync == at.sync && cell.reader != thread)
-            race(touch, "which another lane has read, with no sync_warp() in between");
+    if (cell.read_block != (uint32_t)blocks_run) {
+        if (touch.area.argument >= 0) race(touch, "which another block has read");
+    } else if (cell.many) {
+        for (unsigned w = 0; w < block_size / 32; ++w)
+            read_before_write(touch, kept_reads[cell.reads + w]);
+    } else {
+        read_before_write(touch, cell.read);
     }
 }
 
 SHIM_UNSEEN inline void write_kept(Cell& cell) {
-    const Moment at = now();
     cell.write_block = (uint32_t)blocks_run;
-    cell.write_barrier = at.barrier, cell.write_sync = at.sync;
+    cell.written = now();
     cell.writer = (int32_t)current->index;
     cell.write_fence = n_fences[current->index];
     cell.read_block = 0;

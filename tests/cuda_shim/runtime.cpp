@@ -10,8 +10,8 @@ void entry() {
     watching = true;
     body(body_arguments);
     watching = false;
-    if (barrier_arrived) fail("a thread ends while others wait at the barrier of line %d",
-                              barrier_line);
+    if (barriers[0].arrived)
+        fail("a thread ends while others wait at the barrier of line %d", barrier_line);
     if (!current->open.empty() || !current->groups.empty())
         fail("a thread ends with asynchronous copies that nobody waited for");
     if (products_flying[current->index / 32])
@@ -58,7 +58,7 @@ void run_block(int order, uint64_t& random) {
     memset(shared, 0xff, shared_bytes);  // every float and bf16 of it is NaN
     for (unsigned i = 0; i < CANARY; i += 4) memcpy(shared + shared_bytes + i, &CANARY_WORD, 4);
     warps.assign(block_size / 32, Warp());
-    barrier_arrived = 0;
+    for (Barrier& barrier : barriers) barrier = Barrier();
     n_done = 0;
     products_flying.assign(block_size / 32, 0);
     ++blocks_run;
@@ -103,6 +103,12 @@ void run_block(int order, uint64_t& random) {
             return;
         }
     }
+    for (unsigned id = 0; id < BARRIERS; ++id)
+        if (barriers[id].arrived) {
+            failure = std::to_string(barriers[id].arrived) + " threads have arrived at barrier " +
+                      std::to_string(id) + ", where nobody waits for them";
+            return;
+        }
     for (unsigned i = 0; i < CANARY; i += 4)
         if (memcmp(shared + shared_bytes + i, &CANARY_WORD, 4)) {
             failure = "a thread wrote behind the " + std::to_string(shared_bytes) +

@@ -10,7 +10,8 @@
 //   - an asynchronous copy lands at the wait that covers it (`late`) or at once (`early`): the first
 //     shows a missing wait, the second an overwrite of what is still being read;
 //   - lanes of a warp that meet at different collectives, threads that meet at different barriers, a
-//     thread that leaves while others wait, and a wait that never ends are errors;
+//     thread that leaves while others wait, and a wait that never ends are errors; so is, at a barrier
+//     of some warps, who comes twice before it is over, and an arrival that nobody waits for;
 //   - addresses of ldmatrix, cp.async and 16-byte accesses must be aligned, and in shared memory
 //     within what the launch asked for;
 //   - built with SHIM_RACES, races and accesses outside of arrays (races.h).
@@ -28,6 +29,7 @@
 #include <ucontext.h>
 #endif
 
+#include <bitset>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,6 +78,14 @@ struct Warp {
     void* out[32];
 };
 
+struct Barrier {
+    unsigned arrived = 0, threads = 0;  // of those that have come, and of all that it is for
+    uint64_t generation = 0;            // how often it has been over
+    std::bitset<1024> come;
+    std::bitset<32> waiting;  // warps
+};
+
+constexpr unsigned BARRIERS = 16;  // of a block; 0 is sync_block()'s
 constexpr size_t STACK = 128 * 1024;
 constexpr unsigned CANARY = 256;  // bytes behind shared memory
 constexpr uint32_t CANARY_WORD = 0x7fa5a5a5;  // a signalling NaN: even adding 0 to it shows
@@ -88,8 +98,8 @@ inline void** body_arguments;
 inline Dim block_index, grid_size;
 inline unsigned block_size;
 inline unsigned n_done;
-inline int barrier_arrived, barrier_line;
-inline uint64_t barrier_generation;
+inline Barrier barriers[BARRIERS];
+inline int barrier_line;  // of the sync_block() at which threads stand
 inline unsigned char* shared;
 inline size_t shared_bytes;
 inline char* stacks;  // of all threads of a block
@@ -167,19 +177,45 @@ inline void wait_for(const uint64_t& generation, uint64_t seen) {
 
 // ---- barriers and collectives ---------------------------------------------------------------
 
-__attribute__((noinline)) inline void barrier(int line) {
+// Come to a barrier of so many threads, and wait until all have come, or go on.
+__attribute__((noinline)) inline void come_to(unsigned id, unsigned threads, bool waits) {
+    Own own;
+    Barrier& barrier = barriers[id];
+    if (!barrier.arrived) barrier.threads = threads;
+    if (barrier.threads != threads || threads % 32)
+        fail("barrier %u is said to be of %u and of %u threads", id, barrier.threads, threads);
+    if (barrier.come[current->index]) fail("a thread comes twice to barrier %u before it is over", id);
+    barrier.come[current->index] = true;
+    if (waits) barrier.waiting[current->index / 32] = true;
+    watch_arrival(id);
+    const uint64_t seen = barrier.generation;
+    if (++barrier.arrived < threads) {
+        if (waits) wait_for(barrier.generation, seen);
+        return;
+    }
+    for (unsigned i = 0; i < block_size; ++i)
+        if (barrier.come[i] != barrier.come[i / 32 * 32])
+            fail("barrier %u is over before all lanes of a warp have come", id);
+    watch_barrier_over(id, barrier.waiting);
+    barrier.arrived = 0;
+    barrier.come.reset();
+    barrier.waiting.reset();
+    ++barrier.generation;
+}
+
+inline void come_to_all(int line) {
     Own own;
     if (n_done) fail("barrier of line %d after %u threads have left", line, n_done);
-    if (barrier_arrived == 0) barrier_line = line;
+    if (barriers[0].arrived == 0) barrier_line = line;
     else if (barrier_line != line)
         fail("threads meet at the barriers of lines %d and %d", barrier_line, line);
-    const uint64_t seen = barrier_generation;
-    if (++barrier_arrived == (int)block_size) {
-        barrier_arrived = 0;
-        ++barrier_generation;
-    } else {
-        wait_for(barrier_generation, seen);
-    }
+    come_to(0, block_size, true);
+}
+
+inline void come_to_some(unsigned id, unsigned threads, bool waits) {
+    Own own;
+    if (id == 0 || id >= BARRIERS) fail("barriers of some warps are 1 to 15, not %u", id);
+    come_to(id, threads, waits);
 }
 
 // All 32 lanes deposit an input and an output; the last to arrive computes for all.
@@ -299,7 +335,7 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 // ---- the second body of the primitives of device.cuh ----------------------------------------
 
-#define sync_block() shim::barrier(__LINE__)
+#define sync_block() shim::come_to_all(__LINE__)
 #define SHARED(name) unsigned char* const name = shim::shared
 
 inline uint32_t shared_address(const void* p) {

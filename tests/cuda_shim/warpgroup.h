@@ -187,6 +187,14 @@ template <class F> void of_the_warp(int op, F act) {
 
 }  // namespace shim
 
+template <int THREADS> inline void barrier_wait(u32 barrier) {
+    shim::come_to_some(barrier, THREADS, true);
+}
+
+template <int THREADS> inline void barrier_arrive(u32 barrier) {
+    shim::come_to_some(barrier, THREADS, false);
+}
+
 inline void fence_async() { shim::fence_own_copies(); }
 
 inline void wgmma_fence() {

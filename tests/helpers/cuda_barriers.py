@@ -25,7 +25,10 @@ SHARED: dict[str, tuple[str, ...]] = {
     "attention_tiles.cuh": RUN[-2:],
 }
 
-WAITS = r"sync_block|sync_warp|copy_wait<\d>|landed|fence_async|wgmma_(fence|wait<\d>)"
+WAITS = (
+    r"(sync_block|sync_warp|copy_wait<\d>|landed|fence_async|wgmma_(fence|wait<\d>))\(\)"
+    r"|(my_turn|pass_on)\(group\)"
+)
 
 
 def runs(source: str) -> Iterator[tuple[Any, str, Case]]:
@@ -46,7 +49,7 @@ def synchronizations() -> Iterator[tuple[str, int, tuple[str, ...]]]:
     """Yield (file, place, sources whose kernels come to it) of every barrier, wait and fence."""
     files = {f"{source}.cu": (source,) for source in sources.SOURCES} | SHARED
     for file, users in files.items():
-        for match in re.finditer(rf"^ *(if .*)?\b({WAITS})\(\);.*\n", sources.text_of(file), re.M):
+        for match in re.finditer(rf"^ *(if .*)?\b({WAITS});.*\n", sources.text_of(file), re.M):
             yield file, match.start(), users
 
 

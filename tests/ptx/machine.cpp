@@ -167,16 +167,7 @@ End run_warp(Program& program, Warp& warp, s64& budget) {
                     }
                     if (lanes) inst.op->run(warp, inst, lanes);
                     ++pc;
-                    if (inst.op->kind == BARRIER && lanes) {
-                        const int n = inst.at.size();
-                        warp.barrier = (int)warp.row(inst.at[0])[0];
-                        warp.barrier_count =
-                            n > 1 ? warp.row(inst.at[1])[0] : warp.block->launch->threads;
-                        if (warp.barrier > 15) fault("there are barriers 0 to 15, not %d", warp.barrier);
-                        if (warp.barrier_count % 32)
-                            fault("a barrier of %llu threads", (unsigned long long)warp.barrier_count);
-                        return AT_BARRIER;
-                    }
+                    if (inst.op->kind == BARRIER && lanes) return AT_BARRIER;
                 }
             }
             if (together && pc == others) together = false;
@@ -215,20 +206,13 @@ void start(Warp& warp, const Program& program, Block& block, u32 index) {
 }
 
 // Lets go on who waits at barriers to which all have come.
-void release(std::vector<Warp>& warps) {
+void release(Block& block, std::vector<Warp>& warps) {
     for (int id = 0; id < 16; ++id) {
-        u64 come = 0, count = 0;
-        for (const Warp& warp : warps) {
-            if (warp.barrier != id) continue;
-            if (count && warp.barrier_count != count)
-                fault("barrier %d has %llu threads and %llu", id, (unsigned long long)count,
-                      (unsigned long long)warp.barrier_count);
-            count = warp.barrier_count;
-            come += 32;
-        }
-        if (count && come >= count)
-            for (Warp& warp : warps)
-                if (warp.barrier == id) warp.barrier = -1;
+        Meeting& meeting = block.meetings[id];
+        if (!meeting.threads || 32 * meeting.come.count() < meeting.threads) continue;
+        meeting = Meeting();
+        for (Warp& warp : warps)
+            if (warp.barrier == id) warp.barrier = -1;
     }
 }
 
@@ -239,6 +223,7 @@ void run_block(Program& program, Block& block, std::vector<Warp>& warps, int ord
     std::fill(block.shared.begin(), block.shared.end(), 0xff);
     block.unfenced.assign(block.shared.size() / 16 + 1, 0);
     block.asked.assign(n / 4 + 1, {});
+    std::fill_n(block.meetings, 16, Meeting());
     u32 ended = 0;
     std::vector<bool> over(n);
     while (ended < n) {
@@ -252,11 +237,13 @@ void run_block(Program& program, Block& block, std::vector<Warp>& warps, int ord
             running = &warps[at];
             if (run_warp(program, warps[at], budget) == ENDED) over[at] = true, ++ended;
             progress = true;
-            release(warps);
+            release(block, warps);
             if ((left -= given - budget) < 0) fault("the kernel does not end");
         }
         if (!progress) fault("warps wait at a barrier that others never reach");
     }
+    for (int id = 0; id < 16; ++id)  // our own rule: whoever comes is waited for
+        if (block.meetings[id].threads) fault("warps have come to barrier %d, where nobody waits", id);
 }
 
 }  // namespace
@@ -303,7 +290,7 @@ extern "C" const char* ptx_launch(Program* program, const u32* grid, u32 threads
                   {cells, cells + n_cells}, {memory, memory + n_memory}, 0, early != 0};
     std::vector<Warp> warps(threads / 32);
     Warp* running = nullptr;
-    Block block{&launch, {}, std::vector<u8>(shared_bytes), {}, {}};
+    Block block{&launch, {}, std::vector<u8>(shared_bytes), {}, {}, {}};
     std::mt19937 random(seed);
     s64 left = 50'000'000;  // instructions of warps
     try {

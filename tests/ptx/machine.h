@@ -4,6 +4,7 @@
 // manual leaves undefined is a fault here, unless a comment says otherwise.
 #pragma once
 #include <array>
+#include <bitset>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -92,6 +93,11 @@ struct Launch {
     bool early;                 // cp.async lands at once
 };
 
+struct Meeting {  // of warps at a barrier, until all have come
+    u64 threads = 0;  // that are to come
+    std::bitset<32> come;  // warps
+};
+
 struct Block {
     Launch* launch;
     u32 index[3];
@@ -100,6 +106,7 @@ struct Block {
     // fence for what products read.
     std::vector<u32> unfenced;
     std::vector<std::vector<std::array<u64, 3>>> asked;  // of each warpgroup: products in their order
+    Meeting meetings[16];                                // at each barrier
 };
 
 struct Group {  // lanes that are at the same place
@@ -114,9 +121,8 @@ struct Warp {
     std::vector<u64> file;
     std::vector<Group> groups;
     u32 live;
-    s64 pc;             // of the instruction that runs
-    int barrier;        // that the warp waits at, or -1
-    u64 barrier_count;  // threads that are to meet there
+    s64 pc;       // of the instruction that runs
+    int barrier;  // that the warp waits at, or -1
     std::vector<Copy> copies[32];
     u64 committed[32];
     std::vector<Product> products;

@@ -68,6 +68,27 @@ inline void ballot(Warp& warp, const Inst& inst, u32 lanes) {
 
 inline void nothing(Warp&, const Inst&, u32) {}
 
+// 9.7.13.1: bar.sync a{, b}, bar.arrive a, b: come to barrier a of b threads, or of the whole block, and
+// wait there until all have come (machine.cpp sees to it), or go on. All give one b, a multiple of the
+// warp's size; arrive's is not left out. Our own rule: no warp comes twice before the barrier is over.
+template <bool WAITS> void come_to_barrier(Warp& warp, const Inst& inst, u32) {
+    const u64 id = (u32)warp.row(inst.at[0])[0];
+    if (!WAITS && inst.at.size() < 2) fault("bar.arrive does not say of how many threads");
+    const u64 threads =
+        inst.at.size() > 1 ? (u32)warp.row(inst.at[1])[0] : warp.block->launch->threads;
+    if (id > 15) fault("there are barriers 0 to 15, not %llu", (unsigned long long)id);
+    if (!threads || threads % 32) fault("a barrier of %llu threads", (unsigned long long)threads);
+    Meeting& meeting = warp.block->meetings[id];
+    if (meeting.threads && meeting.threads != threads)
+        fault("barrier %llu has %llu threads and %llu", (unsigned long long)id,
+              (unsigned long long)meeting.threads, (unsigned long long)threads);
+    if (meeting.come[warp.index])
+        fault("a warp comes twice to barrier %llu before it is over", (unsigned long long)id);
+    meeting.threads = threads;
+    meeting.come[warp.index] = true;
+    if (WAITS) warp.barrier = (int)id;
+}
+
 inline f32 bf16(u64 word, int half) { return get<f32>((word >> 16 * half & 0xffff) << 16); }
 
 // 9.7.14.5.14, fragments of 9.7.14.5.8: D (16 × 8) = A (16 × 16) B (16 × 8) + C. Products and sums in
@@ -123,9 +144,11 @@ inline Family meetings() {
         {"shfl.sync.idx.b32", shuffle<IDX>, {}, MEETING, named},
         {"vote.sync.ballot.b32", ballot, {32, 1, 32}, MEETING, named},
         {"bar.warp.sync", nothing, {32}, MEETING, named},
-        // 9.7.13.1: bar.sync is barrier.sync.aligned; machine.cpp counts who has come
-        {"bar.sync", nothing, {}, BARRIER, whole_warp},
-        {"barrier.sync.aligned", nothing, {}, BARRIER, whole_warp},
+        // 9.7.13.1: bar.sync is barrier.sync.aligned, bar.arrive barrier.arrive.aligned
+        {"bar.sync", come_to_barrier<true>, {}, BARRIER, whole_warp},
+        {"bar.arrive", come_to_barrier<false>, {}, BARRIER, whole_warp},
+        {"barrier.sync.aligned", come_to_barrier<true>, {}, BARRIER, whole_warp},
+        {"barrier.arrive.aligned", come_to_barrier<false>, {}, BARRIER, whole_warp},
         {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", mma_m16n8k16,
          std::vector<int>(14, 32), MEETING, whole_warp},
         {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", ldmatrix<4, false>, {32, 32, 32, 32, 0},
