@@ -76,6 +76,16 @@ def test_a_loop_that_is_left_in_the_middle_leads_on() -> None:
     assert count(code).accesses == {("LDG", 2): 1, ("STG", 8): 1} and not hot_loop(code)
 
 
+def test_a_loop_that_is_left_by_a_call_of_the_kernel_s_end_leads_on() -> None:
+    """As the assembler writes it for sm_80."""
+    (code,) = read_listing(
+        listing("1 MOV R1, R2", ".L_x_0:", "1 LDG.E.128 R4, [R2.64]",
+                "5 @P0 CALL.REL.NOINC `(.L_x_1)", "5 BRA `(.L_x_0)", ".L_x_1:", "5 EXIT",
+                ".L_x_2:", "5 BRA `(.L_x_2)")
+    ).values()  # fmt: skip
+    assert [i.stem for i in way(code)] == ["MOV", "LDG", "CALL", "EXIT"]
+
+
 def test_of_loops_with_as_many_products_the_shortest_is_run_most() -> None:
     product = "5 HMMA.16816.F32.BF16 R4, R8, R12, R4"
     (code,) = read_listing(
