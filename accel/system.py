@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import lock_descriptor
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 PATIENCE = 2.0  # seconds that Windows is given to close what somebody else reads
@@ -105,6 +103,8 @@ def open_lock(path: Path, mode: int) -> int:
 
 def lock(descriptor: int, *, wait: bool) -> bool:
     """Take the lock of an open file, or tell that another has it."""
+    from filelock import lock_descriptor  # here: what takes no lock, as a GPU's tests, does without
+
     return lock_descriptor(descriptor, blocking=wait)
 
 

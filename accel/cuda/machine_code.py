@@ -158,7 +158,9 @@ def read_listing(listing: str) -> dict[str, list[Instruction]]:
                 controls[-1] = int(upper.group(1), 16) >> 105 - 64
         code_of = []
         for (guard, name, operands), c in zip(lines, controls, strict=True):
-            to = re.search(r"`\((\.L_x_\d+)\)", operands) if name.startswith("BRA") else None
+            # for sm_80 a loop is also left by a CALL to the kernel's own end
+            jumps = name.startswith(("BRA", "CALL"))
+            to = re.search(r"`\((\.L_x_\d+)\)", operands) if jumps else None
             guarded = bool(guard) or (to is not None and not operands.startswith("`"))
             target = None if to is None else labels.get(to.group(1))
             fields = max(1, c & 15), c >> 5 & 7, c >> 8 & 7, c >> 11 & 63

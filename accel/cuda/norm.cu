@@ -139,8 +139,9 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     const float m = block_sum(total, scratch) / (float)D;
     columns(D, [&](i64 i) {
         if (!once) load_pack(x + row * D, i, D, wide, v);
+        const int there = i + PACK < D ? PACK : (int)(D - i);
         for (int k = 0; k < PACK; ++k)
-            if (i + k < D) squares += (v[k] - m) * (v[k] - m);
+            if (k < there) squares += (v[k] - m) * (v[k] - m);
     });
     const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
     columns(D, [&](i64 i) {

@@ -2,17 +2,16 @@
 
 import dataclasses
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from accel.verify.contract import Case
 from accel.verify.search import Failure, OpReport, Tally
 from reference.types import Array
+
+if TYPE_CHECKING:  # rich is wanted where a report is printed: a GPU's tests do without
+    from rich.console import Console
 
 
 @dataclasses.dataclass
@@ -52,6 +51,8 @@ class Report:
 
     def text(self) -> str:
         """Return the report as plain text."""
+        from rich.console import Console
+
         buffer = io.StringIO()
         show(self, Console(file=buffer, width=110, no_color=True))
         return buffer.getvalue()
@@ -111,8 +112,12 @@ def _finite(x: float) -> float | None:
     return float(x) if np.isfinite(x) else None
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: "Console") -> None:
     """Print the table, then each failure."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(
         title=f"{escape(report.subject)}, seed {report.seed}",
         title_justify="left",

@@ -4,6 +4,7 @@
 and what a round of attention's loops is made of.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from itertools import product
@@ -76,8 +77,8 @@ WIDE = {
 }  # fmt: skip
 # Those that walk over rows more than once: as many at least.
 WIDE_AT_LEAST = {
-    "cross_entropy": (2, 1), "rmsnorm_forward": (2, 1), "rmsnorm_backward": (4, 1),
-    "layernorm_forward": (3, 1), "layernorm_backward": (4, 1), "sum_heads": (1, 1),
+    "cross_entropy": (2, 1), "rmsnorm_forward": (5, 1), "rmsnorm_backward": (7, 3),
+    "layernorm_forward": (5, 1), "layernorm_backward": (7, 5), "sum_heads": (1, 1),
     "partial_sums": (1, 0), "copy_strided": (1, 0), "to_bf16_array": (1, 0),
 }  # fmt: skip
 
@@ -118,6 +119,13 @@ def check_machine_code(
     wide = tuple(whole.accesses.get((what, 16), 0) for what in ("LDG", "STG"))
     assert wide == WIDE.get(kernel, wide), kernel
     assert all(n >= least for n, least in zip(wide, WIDE_AT_LEAST.get(kernel, (0, 0)), strict=True))
+    taken = machine_code.way(code)
+    packs = sum(i.is_global and i.width == 16 for i in taken)
+    if kernel in WIDE:
+        assert packs == sum(wide), f"{kernel}: the way that is run most is another"
+    if "norm_" in kernel:  # bounds, of 64 bits, are those of a pack, not of each element
+        bounds = sum(bool(re.match(r"ISETP\.(GE|GT|LE|LT).*(\.EX|64)", i.name)) for i in taken)
+        assert 0 < bounds <= 2 * packs, kernel
     assert bool(a_round.flops) == ("HEAD" in defines)
     if a_round.flops:
         print(f"  {kernel:24} {a_round}")

@@ -1,5 +1,10 @@
 """``python -m tests.gpu`` in parts: what it keeps, where it goes on, and what it leaves out."""
 
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,7 +38,8 @@ def part(folder: Path, text: str, name: str = "some") -> Part:
     """Return a part whose tests are a text."""
     file = folder / f"test_{name}.py"
     file.write_text(text, encoding="utf-8")
-    return Part(name, 0, gpu.tests(str(file), "-p", "no:cacheprovider"), ("pytest",))
+    own = "-c", "pyproject.toml", "-p", "no:cacheprovider"  # by the settings of ours
+    return Part(name, 0, gpu.tests(str(file), *own), ("pytest",))
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +70,8 @@ def test_tests_stop_when_the_time_is_up_and_go_on_after_the_last_that_ended(
 def test_a_failure_is_kept_through_the_next_call_and_what_follows_still_runs(
     tmp_path: Path,
 ) -> None:
-    wrong = part(tmp_path, "def test_wrong():\n    assert 0", "wrong")
+    text = "import warnings\nwarnings.warn('of a library')\ndef test_wrong():\n    assert 0"
+    wrong = part(tmp_path, text, "wrong")
     script = Part("script", 0, ("-c", "print('hello')"), ())
     broken = Part("broken", 0, ("-c", "raise SystemExit(7)"), ())
     out = tmp_path / "out"
@@ -120,3 +127,28 @@ def test_the_parts_come_in_order_each_within_ten_minutes_and_name_what_there_is(
             with pytest.raises((ImportError, SystemExit)) as ended:  # without a GPU
                 bench.main(list(part.command[part.command.index("cuda") + 1 :]))
             assert ended.type is not SystemExit, part
+
+
+@pytest.mark.parametrize(
+    "part", {part.needs: part for part in PARTS}.values(), ids=lambda p: p.name
+)
+def test_a_part_needs_no_package_but_those_it_names(part: Part, tmp_path: Path) -> None:
+    """Without our other packages it comes as far as the GPU that is missing here."""
+    if part.name != "trainer":
+        assert set(part.needs) <= {"cupy", "numba", "mpi4py", "pytest", "hypothesis", "torch"}
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    required = tomllib.loads(text)["project"]["dependencies"]
+    hidden = {re.findall(r"\w+", name)[0] for name in required} - {"numpy", *part.needs}
+    assert hidden
+    _, module, *words = part.command
+    code = "import runpy, sys\n"
+    code += f"sys.modules.update(dict.fromkeys({sorted(hidden)}))\nsys.argv[1:] = {words}\n"
+    code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GPU_JOURNAL": str(tmp_path / "tests"), "GPU_UNTIL": "0"},
+        check=False,
+    )
+    assert "the backend 'cuda' needs " in done.stdout + done.stderr, done.stdout + done.stderr

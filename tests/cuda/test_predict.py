@@ -1,6 +1,7 @@
 """What ``myllm bench cuda --model`` says follows from the listing, and from arithmetic."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +75,16 @@ def test_a_loop_that_is_left_in_the_middle_leads_on() -> None:
     ).values()  # fmt: skip
     assert count(way(code)).accesses == {("STG", 8): 1}
     assert count(code).accesses == {("LDG", 2): 1, ("STG", 8): 1} and not hot_loop(code)
+
+
+def test_a_loop_that_is_left_by_a_call_of_the_kernel_s_end_leads_on() -> None:
+    """As the assembler writes it for sm_80."""
+    (code,) = read_listing(
+        listing("1 MOV R1, R2", ".L_x_0:", "1 LDG.E.128 R4, [R2.64]",
+                "5 @P0 CALL.REL.NOINC `(.L_x_1)", "5 BRA `(.L_x_0)", ".L_x_1:", "5 EXIT",
+                ".L_x_2:", "5 BRA `(.L_x_2)")
+    ).values()  # fmt: skip
+    assert [i.stem for i in way(code)] == ["MOV", "LDG", "CALL", "EXIT"]
 
 
 def test_of_loops_with_as_many_products_the_shortest_is_run_most() -> None:
@@ -215,6 +226,23 @@ def test_a_published_kernel_at_peak_is_left_with_the_last_wave() -> None:
     # what was counted agrees: a round of 2,048 cycles of tensor cores that were busy in 81.2 %
     (third,) = (k for k in published.KERNELS if k.clock)
     assert published._row(third, "H100", 2048 / 0.812, "").ratio == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "ratio"), [pytest.param(0, 0.89, marks=pytest.mark.slow), (3, 0.93)]
+)
+def test_flash_attention_2_takes_as_long_as_was_published_within_15_percent(
+    number: int, ratio: float
+) -> None:
+    """And as GPUS.md says: no constant of the model has moved since."""
+    kernel, gpu = published.KERNELS[number], MODELS["H100"]
+    text = Path(__file__).with_name("flash_attention_2.txt").read_text(encoding="utf-8")
+    part = text.split(f"# {kernel.what}\n")[1].partition("#")[0]
+    (code,) = read_listing(listing(*re.split(r" \| |\n", part.strip()))).values()
+    tile = 2 * kernel.products * published.OWN * kernel.walked * kernel.head
+    assert kernel.warps * count(code).flops == tile
+    row = published._row(kernel, "H100", *predict.round_of(code, gpu, kernel.warps, kernel.blocks))
+    assert row.ratio == pytest.approx(ratio, abs=0.01) and 0.85 <= row.ratio <= 1.15
 
 
 def test_bytes_are_those_of_the_arrays_as_often_as_they_move() -> None:

@@ -1,8 +1,8 @@
 """All that a GPU is wanted for, in parts of at most ten minutes, into one folder.
 
 From the root of the repository, after ``pip install -e ".[cuda13,test]"``, or with no pip where
-CuPy, Numba, mpi4py, pytest and Hypothesis are installed (what else is missing is said, and which
-part it keeps from running)::
+CuPy, Numba, pytest and Hypothesis are installed (the trainer alone needs more; what is missing is
+said, and which part it keeps from running)::
 
     python -m tests.gpu [FOLDER] [--minutes 10]
 
@@ -29,8 +29,9 @@ from typing import NamedTuple
 from tests.gpu import journal
 
 MORE = 3  # exit status
-TESTED = ("cupy", "numba", "pytest", "hypothesis", "filelock")
-TRAINED = (*TESTED, "mpi4py", "msgspec", "psutil", "regex", "rich", "safetensors", "threadpoolctl")
+TIMED = ("cupy", "numba")
+TESTED = (*TIMED, "pytest", "hypothesis")
+TRAINED = (*TESTED, "mpi4py", "filelock", "msgspec", "psutil", "regex", "threadpoolctl")
 HANGS = 120  # seconds that a test is given after the time is up
 
 
@@ -64,12 +65,12 @@ PARTS = (
     Part("correctness", 0.5, tests(CUDA, "-k", "not same_bits"), TESTED),
     Part("repeatability", 0.5, tests(CUDA, "-k", "same_bits"), TESTED),
     Part("trainer", 0.5, tests("tests/gpu/test_trainer.py"), TRAINED),
-    Part("attention", 2, bench("attention"), TRAINED),
-    Part("step", 4, bench("step"), TRAINED),
-    Part("step-beside-torch", 4, bench("step", "peer", "--peer", "torch"), (*TRAINED, "torch")),
+    Part("attention", 2, bench("attention"), TIMED),
+    Part("step", 4, bench("step"), TIMED),
+    Part("step-beside-torch", 4, bench("step", "peer", "--peer", "torch"), (*TIMED, "torch")),
     Part("racecheck", 0.5, tests(CUDA, "-k", CORES), TESTED, "--tool=racecheck"),
     Part("memcheck", 0.5, tests(CUDA, "-k", CORES), TESTED, "--tool=memcheck"),
-    Part("ops", 2, bench("ops"), TRAINED),
+    Part("ops", 2, bench("ops"), TIMED),
 )
 
 
