@@ -298,7 +298,9 @@ def _attend(
                 dot = zero
                 for j in range(d):
                     dot += q[j] * as_type(one, k[j])
-                s[t] = dot * scale - slope * (position - first - t)
+                s[t] = dot
+            for t in range(unseen, count):  # apart, so that the sums are cut into vectors
+                s[t] = s[t] * scale - slope * (position - first - t)
                 m = max(m, s[t])
             l = zero
             for t in range(unseen, count):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from accel.ahead import in_order
 from accel.cpu.decode import decode, is_table
+from accel.cpu.memory import lasting
 from accel.cpu.q8_kernels import SCALE, TILE
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from reference.config import Config
@@ -61,7 +62,7 @@ def _tiles(weight: Array, rounded: Array) -> Array:
     """Return the tiles of a weight (in, out), and write the numbers that they mean."""
     n_in, n_out = weight.shape
     across, deep = -(-n_out // BLOCK), -(-n_in // BLOCK)
-    blocks = np.empty((across, deep, TILE), np.int8)
+    blocks = lasting((across, deep, TILE), np.int8)
     scales, numbers = blocks[..., : SCALE * BLOCK], blocks[..., SCALE * BLOCK :]
 
     def band(n: int) -> None:
