@@ -42,22 +42,20 @@ class Part(NamedTuple):
     name: str
     low: int
     high: int
+    shape: tuple[int, ...]
+    start: int  # in the flat buffer
+    end: int
 
 
 def parts(layout: Layout, name: str, *, whole: bool) -> Iterator[Part]:
     """Yield a parameter in stretches of its rows, or the whole of it."""
-    rows, *others = layout.offsets[name][1].shape
-    step = rows if whole else max(1, PART // math.prod(others))
+    start, spec = layout.offsets[name]
+    rows, *others = spec.shape
+    row = math.prod(others)
+    step = rows if whole else max(1, PART // row)
     for low in range(0, rows, step):
-        yield Part(name, low, min(low + step, rows))
-
-
-def _place(layout: Layout, part: Part) -> tuple[int, int, tuple[int, ...]]:
-    """Return where a part begins and ends in the flat buffer, and its shape."""
-    start, spec = layout.offsets[part.name]
-    row = math.prod(spec.shape[1:])
-    shape = (part.high - part.low, *spec.shape[1:])
-    return start + part.low * row, start + part.high * row, shape
+        high = min(low + step, rows)
+        yield Part(name, low, high, (high - low, *others), start + low * row, start + high * row)
 
 
 class Weights:
@@ -92,20 +90,16 @@ class Weights:
         return self._read(part)
 
     def _read(self, part: Part, room: Array | None = None) -> Array:
-        start, end, shape = _place(self.layout, part)
-        low, high = self._cutting.around(start, end)
+        low, high = self._cutting.around(part.start, part.end)
         blocks = checkpoint.read_slices(
             self.path, "master", self.manifest, [(low, high)], self._cutting, room
         )
-        return blocks[start - low : end - low].reshape(shape)
+        return blocks[part.start - low : part.end - low].reshape(part.shape)
 
     def in_turn(self, wanted: Iterable[Part]) -> Iterator[Array]:
         """Yield parts, all in the same memory; the next is read while one is used."""
         turns = [(part, len([*same])) for part, same in itertools.groupby(wanted)]
-        sizes = []
-        for part, _ in turns:
-            start, end, _ = _place(self.layout, part)
-            sizes.append((part, end - start + 2 * SUM_BLOCK))
+        sizes = [(part, part.end - part.start + 2 * SUM_BLOCK) for part, _ in turns]
         found = one_ahead(self._read, sizes)
         for (_, times), array in zip(turns, found, strict=True):
             yield from itertools.repeat(array, times)
@@ -248,7 +242,7 @@ def write_weights(
             at, numbers = at + size, numbers[size:]
 
     def filled(part: Part, flat: Array) -> Array:
-        fill(part, flat.reshape(_place(layout, part)[2]))
+        fill(part, flat.reshape(part.shape))
         return flat
 
     def written(flat: Array, at: int) -> Iterator[tuple[int, Array]]:
@@ -264,11 +258,8 @@ def write_weights(
         part.mkdir()
         with (part / "master.bin").open("wb") as file, steadily(file):
             at = 0
-            sizes = []
-            for name in layout.offsets:
-                for each in parts(layout, name, whole=name in whole):
-                    start, end, _ = _place(layout, each)
-                    sizes.append((each, end - start))
+            named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
+            sizes = [(part, part.end - part.start) for those in named for part in those]
             for flat in one_ahead(filled, sizes):
                 for _ in in_order(count, written(flat, at)):
                     pass
