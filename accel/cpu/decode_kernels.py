@@ -170,7 +170,7 @@ def _by_type(kernels: dict[Any, Any], otherwise: Any) -> Callable[..., Any]:
 
 
 _multiply = _by_type({types.int8: q8_kernels.matvec, types.uint16: _dots}, _matvec)
-_multiply_head = _by_type({types.int8: q8_kernels.head}, _dots)
+_multiply_head = _by_type({types.int8: q8_kernels.matvec}, _dots)
 
 
 @jit(**SERIAL)
