@@ -5,13 +5,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.jit import jit
+
 Array = npt.NDArray[Any]
 
-LINE = 64  # bytes of a cache line
+BAND = 16  # rows that are read together: of float32 they become whole cache lines
 
 
 def transpose(source: Array, target: Array | None = None) -> Array:
-    """Write the transpose of a matrix: a band at a time, whose cache lines are used whole.
+    """Write the transpose of a matrix, a band of rows at a time.
 
     Parameters
     ----------
@@ -20,7 +22,20 @@ def transpose(source: Array, target: Array | None = None) -> Array:
     """
     if target is None:
         target = np.empty(source.shape[::-1], source.dtype)
-    band = LINE // source.itemsize
-    for row in range(0, len(source), band):
-        target[:, row : row + band] = source[row : row + band].T
+    _transpose(source, target)
     return target
+
+
+@jit(nogil=True)
+def _transpose(source: Array, target: Array) -> None:
+    rows, columns = source.shape
+    whole = rows // BAND * BAND
+    for low in range(0, whole, BAND):
+        band = source[low : low + BAND]
+        for j in range(columns):
+            line = target[j, low : low + BAND]
+            for i in range(BAND):
+                line[i] = band[i, j]
+    for i in range(whole, rows):
+        for j in range(columns):
+            target[j, i] = source[i, j]

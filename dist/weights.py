@@ -1,15 +1,16 @@
-"""Weights without the rest of a run: read from a checkpoint, or written as one, piece by piece.
+"""Weights without the rest of a run: read from a checkpoint, or written as one, part by part.
 
-The next parameter is read while one is used: no more than two are held, in the memory of the
-largest and 256 MiB.
+A part is a parameter, or some rows of one that need not be held whole. The next is read while one
+is used: no more than two are held, in the memory of the largest and 256 MiB.
 """
 
 import dataclasses
 import itertools
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,29 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 PIECE = 16 * SUM_BLOCK  # elements that are written, and their CRCs computed, at once
+PART = 4 * PIECE  # elements of rows that are read or filled at once: they stay in the last cache
+
+
+class Part(NamedTuple):
+    """Rows low .. high - 1 of a parameter."""
+
+    name: str
+    low: int
+    high: int
+    shape: tuple[int, ...]
+    start: int  # in the flat buffer
+    end: int
+
+
+def parts(layout: Layout, name: str, *, whole: bool) -> Iterator[Part]:
+    """Yield a parameter in stretches of its rows, or the whole of it."""
+    start, spec = layout.offsets[name]
+    rows, *others = spec.shape
+    row = math.prod(others)
+    step = rows if whole else max(1, PART // row)
+    for low in range(0, rows, step):
+        high = min(low + step, rows)
+        yield Part(name, low, high, (high - low, *others), start + low * row, start + high * row)
 
 
 class Weights:
@@ -60,22 +84,25 @@ class Weights:
         """The tokenizer beside the weights, where there is one."""
         return self.path / TOKENIZER if self.manifest.tokenizer_sha256 else None
 
-    def read(self, name: str, room: Array | None = None) -> Array:
-        """Return one parameter, float32, its CRCs checked; in memory that is given, or in new."""
-        start, spec = self.layout.offsets[name]
-        low, high = self._cutting.around(start, start + spec.size)
+    def read(self, name: str) -> Array:
+        """Return one parameter, float32, its CRCs checked."""
+        (part,) = parts(self.layout, name, whole=True)
+        return self._read(part)
+
+    def _read(self, part: Part, room: Array | None = None) -> Array:
+        low, high = self._cutting.around(part.start, part.end)
         blocks = checkpoint.read_slices(
             self.path, "master", self.manifest, [(low, high)], self._cutting, room
         )
-        return blocks[start - low : start - low + spec.size].reshape(spec.shape)
+        return blocks[part.start - low : part.end - low].reshape(part.shape)
 
-    def in_turn(self, names: Iterable[str]) -> Iterator[Array]:
-        """Yield parameters, all in the same memory; the next is read while one is used."""
-        turns = [(name, len([*same])) for name, same in itertools.groupby(names)]
-        sizes = {name: spec.size + 2 * SUM_BLOCK for name, (_, spec) in self.layout.offsets.items()}
-        found = one_ahead(self.read, [(name, sizes[name]) for name, _ in turns])
-        for (_, times), parameter in zip(turns, found, strict=True):
-            yield from itertools.repeat(parameter, times)
+    def in_turn(self, wanted: Iterable[Part]) -> Iterator[Array]:
+        """Yield parts, all in the same memory; the next is read while one is used."""
+        turns = [(part, len([*same])) for part, same in itertools.groupby(wanted)]
+        sizes = [(part, part.end - part.start + 2 * SUM_BLOCK) for part, _ in turns]
+        found = one_ahead(self._read, sizes)
+        for (_, times), array in zip(turns, found, strict=True):
+            yield from itertools.repeat(array, times)
 
 
 # ---- where a run begins --------------------------------------------------------------------------
@@ -183,8 +210,9 @@ def _same_tokenizer(weights: Weights, tokenizer: "Tokenizer | None") -> None:
 def write_weights(
     path: Path,
     config: Config,
-    fill: Callable[[str, Array], None],
+    fill: Callable[[Part, Array], None],
     tokenizer: "Tokenizer | None",
+    whole: Collection[str] = (),
 ) -> None:
     """Write a checkpoint that holds weights alone.
 
@@ -194,9 +222,11 @@ def write_weights(
         A folder that is not there yet.
     config : Config
     fill : callable
-        Takes the name of a parameter and memory of its shape, little-endian float32, and writes it
-        there; called once for each, in the order of the flat buffer, in another thread.
+        Takes a part and memory of its shape, little-endian float32, and writes it there; called
+        for all in the order of the flat buffer, in another thread.
     tokenizer : Tokenizer or None
+    whole : collection of str
+        The parameters that are to be one part.
     """
     if path.name.startswith("step-"):
         raise ValueError(f"{path} is named as a run names its checkpoints: choose another name")
@@ -211,12 +241,12 @@ def write_weights(
             crcs[block] = zlib.crc32(numbers[:size].data, crcs[block])
             at, numbers = at + size, numbers[size:]
 
-    def filled(name: str, flat: Array) -> Array:
-        fill(name, flat.reshape(layout.offsets[name][1].shape))
+    def filled(part: Part, flat: Array) -> Array:
+        fill(part, flat.reshape(part.shape))
         return flat
 
     def written(flat: Array, at: int) -> Iterator[tuple[int, Array]]:
-        """Yield pieces of a parameter that end where blocks do, once they are written."""
+        """Yield pieces of a part that end where blocks do, once they are written."""
         low = 0
         while low < flat.size:
             high = low + PIECE - (at + low) % PIECE
@@ -228,7 +258,8 @@ def write_weights(
         part.mkdir()
         with (part / "master.bin").open("wb") as file, steadily(file):
             at = 0
-            sizes = [(name, spec.size) for name, (_, spec) in layout.offsets.items()]
+            named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
+            sizes = [(part, part.end - part.start) for those in named for part in those]
             for flat in one_ahead(filled, sizes):
                 for _ in in_order(count, written(flat, at)):
                     pass

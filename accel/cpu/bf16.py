@@ -40,7 +40,7 @@ from accel.cpu.kernels import (
     sum_rows,
 )
 from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
-from accel.cpu.memory import empty
+from accel.cpu.memory import empty, lasting
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import team
@@ -104,18 +104,12 @@ def right_operand(weight: Array, *, transposed: bool) -> Array:
     if transposed not in weight.packed:
         memory = weight.outdated.pop(transposed, None)
         if memory is None:
-            memory = _outliving((panels(weight.shape[1]), panels(weight.shape[0]), STEP))
+            shape = (panels(weight.shape[1]), panels(weight.shape[0]), STEP)
+            memory = lasting(shape, np.uint32)
             if transposed:
                 memory = memory.reshape(memory.shape[1], memory.shape[0], STEP)
         weight.packed[transposed] = bf16_gemm.pack(weight, B, transposed=transposed, out=memory)
     return weight.packed[transposed]
-
-
-def _outliving(shape: tuple[int, ...]) -> Array:
-    """Return memory that does not belong to a step, at a multiple of 64 bytes."""
-    raw = np.empty(int(np.prod(shape)) + 16, np.uint32)
-    first = -raw.ctypes.data % 64 // 4
-    return raw[first : first + int(np.prod(shape))].reshape(shape)
 
 
 # --- decoding ------------------------------------------------------------------------------------
@@ -155,9 +149,10 @@ def decode_step(
         if weight.ndim == 2:
             kept = weight if isinstance(weight, PackedWeight) else weight.view(PackedWeight)
             if kept.halves is None:
-                kept.halves = to_bf16(weight)
+                halves = to_bf16(weight)
                 if not is_table(name):
-                    kept.halves = transpose(kept.halves)
+                    halves = transpose(halves, lasting(halves.shape[::-1], BF16))
+                kept.halves = halves
             matrices[name] = kept.halves
     return decode(params, matrices, config, token, cache, position)
 

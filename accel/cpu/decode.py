@@ -25,6 +25,7 @@ from accel.cpu.decode_kernels import (
 )
 from accel.cpu.halves import BF16, FLOAT32
 from accel.cpu.kernels import address, contiguous, like
+from accel.q8_0 import BLOCK
 from accel.threads import alone
 from reference.alibi import alibi_slopes
 from reference.boundary import FEW
@@ -203,7 +204,8 @@ def _work(config: Config, batch: int, length: int) -> dict[str, int]:
     sizes = {
         **{"h": config.d_model, "qkv": fused, "attended": heads * d, "up": inner},
         **{"active": config.d_ff, "scores": pieces * KEY_BLOCK, "joined": pieces * (d + 2)},
-        **{"partial": MAX_TASKS * max(config.d_model, fused, inner), "end": 0},
+        "partial": max(MAX_TASKS * max(config.d_model, fused, inner), config.vocab_size + BLOCK),
+        "end": 0,
     }
     ends = itertools.accumulate((batch * size for size in sizes.values()), initial=0)
     return dict(zip(sizes, ends, strict=False))

@@ -170,7 +170,7 @@ def _by_type(kernels: dict[Any, Any], otherwise: Any) -> Callable[..., Any]:
 
 
 _multiply = _by_type({types.int8: q8_kernels.matvec, types.uint16: _dots}, _matvec)
-_multiply_head = _by_type({types.int8: q8_kernels.head}, _dots)
+_multiply_head = _by_type({types.int8: q8_kernels.matvec}, _dots)
 
 
 @jit(**SERIAL)
@@ -298,7 +298,9 @@ def _attend(
                 dot = zero
                 for j in range(d):
                     dot += q[j] * as_type(one, k[j])
-                s[t] = dot * scale - slope * (position - first - t)
+                s[t] = dot
+            for t in range(unseen, count):  # apart, so that the sums are cut into vectors
+                s[t] = s[t] * scale - slope * (position - first - t)
                 m = max(m, s[t])
             l = zero
             for t in range(unseen, count):

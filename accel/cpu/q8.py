@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from accel.ahead import in_order
 from accel.cpu.decode import decode, is_table
+from accel.cpu.memory import lasting
 from accel.cpu.q8_kernels import SCALE, TILE
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from reference.config import Config
@@ -27,9 +28,9 @@ Array = npt.NDArray[Any]
 
 
 class RoundedWeight(np.ndarray):
-    """A matrix of rounded numbers in float32, with the blocks that they come from."""
+    """A matrix of rounded numbers in float32, with the tiles that they come from."""
 
-    blocks: Array  # int8, as they lie in memory
+    blocks: Array  # int8, as ``q8_kernels.py`` reads them
 
 
 def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
@@ -44,24 +45,19 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
     for name, array in master.items():
         if array.ndim == 2:
             try:
-                made[name] = _rounded(array, tiles=not is_table(name))
+                made[name] = weight = np.empty(array.shape, np.float32).view(RoundedWeight)
+                ours, rounded = (array.T, weight.T) if is_table(name) else (array, weight)
+                weight.blocks = _tiles(ours, rounded)
             except ValueError as error:
                 raise ValueError(f"{name} {error}: choose compute='float32'") from error
     return made
-
-
-def _rounded(weight: Array, *, tiles: bool) -> Array:
-    """Return a weight with its blocks: in tiles (in, out), or along the rows of a table (V, D)."""
-    found = np.empty(weight.shape, np.float32).view(RoundedWeight)
-    found.blocks = (_tiles if tiles else _rows)(weight, found)
-    return found
 
 
 def _tiles(weight: Array, rounded: Array) -> Array:
     """Return the tiles of a weight (in, out), and write the numbers that they mean."""
     n_in, n_out = weight.shape
     across, deep = -(-n_out // BLOCK), -(-n_in // BLOCK)
-    blocks = np.empty((across, deep, TILE), np.int8)
+    blocks = lasting((across, deep, TILE), np.int8)
     scales, numbers = blocks[..., : SCALE * BLOCK], blocks[..., SCALE * BLOCK :]
 
     def band(n: int) -> None:
@@ -77,17 +73,6 @@ def _tiles(weight: Array, rounded: Array) -> Array:
     for _ in in_order(band, range(deep)):
         pass
     return blocks
-
-
-def _rows(table: Array, rounded: Array) -> Array:
-    """Return the blocks along the rows of a table, and write the numbers that they mean."""
-    rows, width = table.shape
-    x = np.zeros((rows, -(-width // BLOCK), BLOCK), np.float32)
-    x.reshape(rows, -1)[:, :width] = table
-    d, q = to_blocks(x)
-    from_blocks(d.astype(np.float32).ravel(), q.reshape(-1, BLOCK), x.reshape(-1, BLOCK))
-    rounded[...] = x.reshape(rows, -1)[:, :width]
-    return np.concatenate([d[..., None].view(np.int8), q], axis=-1)
 
 
 def decode_step(

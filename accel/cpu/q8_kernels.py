@@ -1,12 +1,8 @@
 """Products of one row with a matrix of blocks of eight bits (``q8.py``), 32 numbers at a time.
 
-How the blocks lie in memory, scales as float16:
-
-* of a weight (in, out), of which a product with a row takes 32 columns at a time: tiles of 32
-  inputs and 32 outputs, the tiles of the same outputs one after the other; in a tile the 32 scales,
-  then the rows of 32 numbers;
-* of a table (V, D), of which the head takes a dot product with every row: rows of blocks; in a
-  block its scale, then its numbers.
+A weight (in, out) lies in memory as tiles of 32 inputs and 32 outputs, those of the same outputs
+one after the other: in a tile 32 scales as float16, then its rows of 32 numbers. A table (V, D), by
+which the head multiplies, is the transpose of such a weight.
 """
 
 import functools
@@ -29,7 +25,6 @@ Value = Any
 
 SCALE = 2  # bytes of one
 TILE = BLOCK * SCALE + BLOCK * BLOCK  # bytes
-HEAD_ROWS = 64  # rows of the head in one task
 
 _INT64 = ir.IntType(64)
 _FLOATS = ir.VectorType(ir.FloatType(), BLOCK)
@@ -52,16 +47,10 @@ def _widened(builder: Builder, halves: Value) -> Value:
 
     Shifted into place, exponent and digits of a float16 mean 2¹⁵⁻¹²⁷ times as much in a float32.
     """
-    several = isinstance(halves.type, ir.VectorType)
-
-    def constant(scalar: Any, n: Any) -> Value:
-        kind = ir.VectorType(scalar, BLOCK) if several else scalar
-        return ir.Constant(kind, [n] * BLOCK if several else n)
-
-    digits = constant(ir.IntType(32), 13)  # float32 has so many more
+    digits = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [13] * BLOCK)  # more in a float32
     bits = builder.shl(builder.zext(halves, digits.type), digits)
-    factor = constant(ir.FloatType(), 2.0**112)
-    return builder.fmul(builder.bitcast(bits, factor.type), factor)
+    factor = ir.Constant(_FLOATS, [2.0**112] * BLOCK)
+    return builder.fmul(builder.bitcast(bits, _FLOATS), factor)
 
 
 def _splat(builder: Builder, x: Value) -> Value:
@@ -123,32 +112,6 @@ def _add_tile(typingctx: Context, tile: Any, u: Any, y: Any, rows: Any) -> Any:
     return types.none(tile, u, y, types.int64), codegen
 
 
-@intrinsic
-def _dot(typingctx: Context, row: Any, u: Any, blocks: Any) -> Any:
-    """Return the dot product of a row of blocks with u, which is padded to them."""
-
-    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        row, u, blocks = args
-        sums = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * BLOCK))
-        with cgutils.for_range(builder, blocks) as loop:
-            first = builder.mul(loop.index, ir.Constant(_INT64, SCALE + BLOCK))
-            block = builder.gep(row, [first])
-            q = _numbers(builder, builder.gep(block, [ir.Constant(_INT64, SCALE)]))
-            scale = _splat(builder, _widened(builder, _load(builder, block, ir.IntType(16))))
-            at_u = builder.gep(u, [builder.mul(loop.index, ir.Constant(_INT64, BLOCK))])
-            x = builder.fmul(_load(builder, at_u, _FLOATS), scale)
-            builder.store(_multiply_add(builder, x, q, builder.load(sums)), sums)
-        f = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS]),
-            f"llvm.vector.reduce.fadd.v{BLOCK}f32",
-        )
-        zero = ir.Constant(ir.FloatType(), 0.0)
-        return builder.call(f, [zero, builder.load(sums)], fastmath=("reassoc",))
-
-    return types.float32(row, u, types.int64), codegen
-
-
 @jit(**SUM)
 def matvec(
     one: Any,
@@ -179,31 +142,3 @@ def matvec(
             y, z = at(sums, b * BLOCK), at(out, b * n_out + first)
             for j in range(min(BLOCK, n_out - first)):
                 z[j] = y[j] + bias[first + j] if bias_address else y[j]
-
-
-@jit(**SUM)
-def head(
-    one: Any,
-    like: Any,
-    x: Any,
-    weight: int,
-    bias_address: int,
-    out: Any,
-    partial: Any,
-    batch: int,
-    width: int,
-    vocabulary: int,
-) -> None:
-    """Write x headᵀ + b: x (B, D), head (V, D) in blocks; ``partial`` has room for x."""
-    rows, bias = pointer(weight, like), pointer(bias_address, one)
-    blocks = (width + BLOCK - 1) // BLOCK
-    padded = blocks * BLOCK
-    for b in range(batch):
-        for j in range(padded):
-            partial[b * padded + j] = x[b * width + j] if j < width else one - one
-    for task in prange((vocabulary + HEAD_ROWS - 1) // HEAD_ROWS):
-        for v in range(task * HEAD_ROWS, min(vocabulary, (task + 1) * HEAD_ROWS)):
-            row = at(rows, v * blocks * (SCALE + BLOCK))
-            for b in range(batch):
-                s = _dot(row, at(partial, b * padded), blocks)
-                out[b * vocabulary + v] = s + bias[v] if bias_address else s

@@ -33,7 +33,7 @@ from accel.threads import threads
 from dist import config
 from dist.commands import add_set
 from dist.convert.families import LLM_C
-from dist.weights import write_weights
+from dist.weights import Part, write_weights
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
@@ -96,7 +96,7 @@ def _write(path: Path, shape: Config) -> None:
     """Write a checkpoint with weights drawn at random."""
     rng = np.random.default_rng(0)
 
-    def draw(name: str, out: Array) -> None:
+    def draw(part: Part, out: Array) -> None:
         rng.random(out=out, dtype=np.float32)
         out -= np.float32(0.5)
 

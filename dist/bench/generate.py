@@ -28,10 +28,11 @@ from dist import config
 from dist.checkpoint import load_model
 from dist.convert import gguf
 from dist.convert.commands import KINDS
-from dist.weights import Weights, write_weights
+from dist.weights import Part, Weights, write_weights
 from reference.config import Config
 from reference.model import prefill
 from reference.params import decoder_layout
+from reference.types import Array
 from tokenizer import train_from_iterator
 
 PROMPT = 512  # tokens
@@ -108,7 +109,11 @@ def _write(path: Path, shape: Config) -> None:
     layout = decoder_layout(shape)
     views = layout.views(layout.init(0))
     tokenizer = train_from_iterator([__doc__ or ""], 300)  # llama.cpp refuses one without merges
-    write_weights(path, shape, lambda name, out: np.copyto(out, views[name]), tokenizer)
+
+    def fill(part: Part, out: Array) -> None:
+        out[...] = views[part.name][part.low : part.high]
+
+    write_weights(path, shape, fill, tokenizer)
 
 
 def _ours(path: Path, mode: str, length: int) -> Callable[[], Reader]:

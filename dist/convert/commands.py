@@ -88,7 +88,8 @@ def import_(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     reader = huggingface.read if source.is_dir() else READERS[source.suffix]
     found = reader(source, with_tokenizer=not given.without_tokenizer)
-    write_weights(out, found.config, parameters(found, source), found.tokenizer)
+    fill, whole = parameters(found, source)
+    write_weights(out, found.config, fill, found.tokenizer, whole)
     weights = Weights(out)
     print(
         f"{source} -> {out}: {found.family.name}, {weights.layout.size:,} parameters in "

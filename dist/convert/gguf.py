@@ -22,7 +22,7 @@ from accel.q8_0 import BLOCK
 from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Family, Tensor, choose, named, shown
-from dist.convert.numbers import Stored, size_of, write_tensor
+from dist.convert.numbers import Stored, size_of, write_tensors
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
@@ -104,9 +104,7 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         if scaled is not None:
             file.write(scaled.astype("<f4").tobytes())
             _pad(file)
-        parameters = weights.in_turn(tensor.ours for tensor in tensors)
-        for tensor, parameter in zip(tensors, parameters, strict=True):
-            write_tensor(file, tensor, parameter, kinds[tensor.name])
+        for _ in write_tensors(file, weights, tensors, lambda tensor: kinds[tensor.name]):
             _pad(file)
     return Written(family, notes)
 

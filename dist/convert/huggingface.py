@@ -14,7 +14,7 @@ import msgspec
 
 from dist.convert.families import HUGGING_FACE
 from dist.convert.mapping import Family, Tensor, choose, named, shown
-from dist.convert.numbers import Stored, size_of, write_tensor
+from dist.convert.numbers import Stored, size_of, write_tensors
 from dist.convert.text import chat_template, check_fits, special_names
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
@@ -147,9 +147,8 @@ def _write_safetensors(path: Path, weights: Weights, tensors: list[Tensor], kind
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file, steadily(file):
         file.write(len(text).to_bytes(8, "little") + text)
-        parameters = weights.in_turn(tensor.ours for tensor in tensors)
-        for tensor, parameter in zip(tensors, parameters, strict=True):
-            write_tensor(file, tensor, parameter, kind)
+        for _ in write_tensors(file, weights, tensors, lambda _: kind):
+            pass
 
 
 # ---- in ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 
 from dist.convert.families import LLM_C
 from dist.convert.mapping import Family, choose
-from dist.convert.numbers import Stored, size_of, write_tensor
+from dist.convert.numbers import Stored, size_of, write_tensors
 from dist.convert.transfer import Found
 from dist.places import new_place, steadily
 from dist.weights import Weights
@@ -45,11 +45,9 @@ def export(weights: Weights, path: Path, kind: str) -> Family:
     header[:2] = MAGIC, versions[kind]
     header[2:8] = [described.get(name, padded) for name in FIELDS]
     tensors = family.tensors(config)
-    parameters = weights.in_turn(tensor.ours for tensor in tensors)
     with new_place(path) as part, part.open("wb") as file, steadily(file):
         file.write(header.tobytes())
-        for tensor, parameter in zip(tensors, parameters, strict=True):
-            write_tensor(file, tensor, parameter, kind)
+        for tensor in write_tensors(file, weights, tensors, lambda _: kind):
             if tensor.ours == "embedding.weight":
                 rows = padded - config.vocab_size
                 file.write(bytes(size_of(rows * config.d_model, kind)))

@@ -52,19 +52,29 @@ class Tensor(NamedTuple):
     transposed: bool
     head: int  # width of the heads, along their first axis, whose halves RoPE turns; 0: as ours
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Yield stretches of the first axis of theirs, whole heads, of which none is large."""
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows of ours are rows of theirs."""
+        return not self.transposed and len(self.shape) > 1
+
+    def chunks(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield stretches of rows low .. high - 1 of theirs, whole heads, of which none is large.
+
+        Where rows of ours are others, that is all of theirs.
+        """
+        if not self.by_rows:
+            low, high = 0, self.shape[0]
         whole = self.head or 1
         rows = max(1, CHUNK // math.prod(self.shape[1:]) // whole) * whole
-        for low in range(0, self.shape[0], rows):
-            yield low, min(low + rows, self.shape[0])
+        for first in range(low, high, rows):
+            yield first, min(first + rows, high)
 
-    def _of(self, parameter: Array, low: int, high: int) -> Array:
-        """Return what theirs low .. high - 1 of the first axis are in ours: a view."""
-        first = self.columns.start
-        if self.transposed or len(self.shape) == 1:
-            return parameter[..., first + low : first + high]
-        return parameter[low:high, self.columns]
+    def _of(self, part: Array, first: int, low: int, high: int) -> Array:
+        """Return what rows low .. high - 1 of theirs are in rows of ours from the first on."""
+        if self.by_rows:
+            return part[low - first : high - first, self.columns]
+        column = self.columns.start
+        return part[..., column + low : column + high]
 
     def _turned(self, rows: Array, *parts: int) -> Array:
         """Return rows whose heads are ``parts`` with the two exchanged: pairs, and sides of one."""
@@ -73,21 +83,21 @@ class Tensor(NamedTuple):
         apart = rows.reshape(-1, *parts, *rows.shape[1:])
         return apart.swapaxes(1, 2).reshape(rows.shape)
 
-    def take(self, parameter: Array, low: int, high: int) -> Array:
-        """Return theirs low .. high - 1 of the first axis, out of our parameter."""
-        part = self._of(parameter, low, high)
+    def take(self, part: Array, first: int, low: int, high: int) -> Array:
+        """Return rows low .. high - 1 of theirs, out of rows of ours from the first on."""
+        ours = self._of(part, first, low, high)
         if self.transposed:
-            part = transpose(part)
+            ours = transpose(ours)
         # ours has both sides of a pair together, theirs all first sides and then the others
-        return np.ascontiguousarray(self._turned(part, self.head // 2, 2))
+        return np.ascontiguousarray(self._turned(ours, self.head // 2, 2))
 
-    def put(self, parameter: Array, low: int, high: int, values: Array) -> None:
-        """Write theirs low .. high - 1 of the first axis into our parameter."""
-        part, values = self._of(parameter, low, high), self._turned(values, 2, self.head // 2)
+    def put(self, part: Array, first: int, low: int, high: int, values: Array) -> None:
+        """Write rows low .. high - 1 of theirs into rows of ours from the first on."""
+        ours, values = self._of(part, first, low, high), self._turned(values, 2, self.head // 2)
         if self.transposed:
-            transpose(values, part)
+            transpose(values, ours)
         else:
-            part[...] = values
+            ours[...] = values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The kinds of numbers that files of weights hold, and tensors of them in files."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from accel.ahead import in_order
 from accel.jit import jit
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from dist.convert.mapping import Tensor
+from dist.weights import Part, Weights, parts
 from reference.types import Array
 
 
@@ -94,25 +95,41 @@ def size_of(n: int, kind: str) -> int:
     return n // KINDS[kind].numbers * KINDS[kind].n_bytes
 
 
-def write_tensor(
-    file: io.RawIOBase | io.BufferedIOBase, tensor: Tensor, ours: Array, kind: str
-) -> None:
-    """Write a tensor of theirs, out of our parameter, a stretch at a time.
+def write_tensors(
+    file: io.RawIOBase | io.BufferedIOBase,
+    weights: Weights,
+    tensors: Iterable[Tensor],
+    kind_of: Callable[[Tensor], str],
+) -> Iterator[Tensor]:
+    """Write tensors of theirs, and yield each when it is written, for what comes behind it.
 
     Raises
     ------
     ValueError
-        When it holds a number that the kind cannot.
+        When one holds a number that its kind cannot.
     """
+    wanted = [
+        (tensor, [*parts(weights.layout, tensor.ours, whole=not tensor.by_rows)])
+        for tensor in tensors
+    ]
+    found = weights.in_turn(part for _, those in wanted for part in those)
+    for tensor, those in wanted:
+        for part in those:
+            for values in _encoded(tensor, part, next(found), KINDS[kind_of(tensor)]):
+                file.write(values.data)
+        yield tensor
+
+
+def _encoded(tensor: Tensor, part: Part, ours: Array, kind: Kind) -> Iterator[Array]:
+    """Yield what of a tensor of theirs lies in a part of ours, a stretch at a time."""
 
     def encoded(chunk: tuple[int, int]) -> Array:
         try:
-            return np.ascontiguousarray(KINDS[kind].encode(tensor.take(ours, *chunk)))
+            return np.ascontiguousarray(kind.encode(tensor.take(ours, part.low, *chunk)))
         except ValueError as error:
             raise ValueError(f"{tensor.name} {error}") from None
 
-    for values in in_order(encoded, tensor.chunks()):
-        file.write(values.data)
+    return in_order(encoded, tensor.chunks(part.low, part.high))
 
 
 class Stored(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 from accel.ahead import in_order
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.numbers import KINDS, Stored
+from dist.weights import Part
 from reference.config import Config
 from reference.types import Array
 
@@ -26,8 +27,8 @@ class Found(NamedTuple):
     tokenizer: "Tokenizer | None"
 
 
-def parameters(found: Found, where: Path) -> Callable[[str, Array], None]:
-    """Return the function that reads one parameter of ours, in the way ``write_weights`` asks.
+def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None], set[str]]:
+    """Return the function that reads a part of ours, as ``write_weights`` asks, and what is whole.
 
     Raises
     ------
@@ -48,23 +49,23 @@ def parameters(found: Found, where: Path) -> Callable[[str, Array], None]:
                 f"{where}: the tensor {tensor.name} has shape {stored[tensor.name].shape}, but the "
                 f"configuration asks for {tensor.shape}"
             )
-    parts: dict[str, list[Tensor]] = {}
+    of: dict[str, list[Tensor]] = {}
     for tensor in tensors:
-        parts.setdefault(tensor.ours, []).append(tensor)
+        of.setdefault(tensor.ours, []).append(tensor)
 
-    def fill(name: str, whole: Array) -> None:
+    def fill(part: Part, ours: Array) -> None:
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at
             values = stored[tensor.name].rows(low, high)
             if not np.isfinite(values).all():
                 raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
-            tensor.put(whole, low, high, values)
+            tensor.put(ours, part.low, low, high, values)
 
-        chunks = ((tensor, chunk) for tensor in parts[name] for chunk in tensor.chunks())
+        chunks = ((t, chunk) for t in of[part.name] for chunk in t.chunks(part.low, part.high))
         for _ in in_order(fetch, chunks):
             pass
 
-    return fill
+    return fill, {tensor.ours for tensor in tensors if not tensor.by_rows}
 
 
 def _named(found: Found, where: Path) -> dict[str, Stored]:

@@ -219,3 +219,19 @@ def test_a_shape_of_numpy_s_integers_leaves_none_behind() -> None:
     assert arena.take(500).size == 500
     assert arena.take((np.int64(7),)).size == 7  # type: ignore[arg-type]
     assert all(type(n) is int for interval in arena._free._free for n in interval)
+
+
+def test_what_lasts_lies_in_the_arena_and_outlives_steps() -> None:
+    with memory.step():
+        kept = [memory.lasting((30, 11), np.uint16) for _ in range(3)]
+        for i, each in enumerate(kept):
+            each[...] = i
+    with memory.step():
+        others = [memory.empty((64, 64), np.float32) for _ in range(8)]
+        for other in others:
+            other.fill(9)
+    assert [set(each.ravel().tolist()) for each in kept] == [{0}, {1}, {2}]
+    chunks = [(chunk.address, chunk.address + len(chunk.memory)) for chunk in memory._arena._chunks]
+    for each in kept:  # in the arena, and so in its huge pages
+        place = each.ctypes.data
+        assert place % memory.ALIGNMENT == 0 and any(low <= place < high for low, high in chunks)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import accel
-from accel.cpu import q8
+from accel.cpu import decode, q8
 from accel.q8_0 import to_blocks
 from dist.convert.numbers import from_q8_0, to_q8_0
 from reference import ops as reference
@@ -40,6 +40,12 @@ def test_decoding_is_the_reference_s_with_the_rounded_matrices(name: str) -> Non
         expected = reference.decode_step(exact, config, token, theirs, position)
         assert got.dtype == np.float32
         assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_there_is_room_for_the_logits_of_a_vocabulary_that_no_tile_divides() -> None:
+    config = toy(MYLLM_1B, vocab_size=20_001)
+    parts = decode._work(config, 3, 12)
+    assert parts["end"] - parts["partial"] >= 3 * 20_032
 
 
 def test_plain_weights_are_rounded_on_the_way() -> None:

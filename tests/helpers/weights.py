@@ -1,5 +1,6 @@
 """Checkpoints with random weights, of the families that others know too."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dist import cli
-from dist.weights import write_weights
+from dist.weights import Part, write_weights
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, MYLLM_1B
@@ -67,8 +68,13 @@ def write_random(
 ) -> dict[str, Array]:
     """Write a checkpoint with random weights and return them by name."""
     views = decoder_layout(config).views(random_weights(config, seed))
-    write_weights(path, config, lambda name, out: np.copyto(out, views[name]), tokenizer)
+    write_weights(path, config, copied(views), tokenizer)
     return views
+
+
+def copied(views: dict[str, Array]) -> Callable[[Part, Array], None]:
+    """Return what writes such parameters, for ``write_weights``."""
+    return lambda part, out: np.copyto(out, views[part.name][part.low : part.high])
 
 
 def check_refused(

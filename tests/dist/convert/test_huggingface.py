@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from accel import transpose
 from dist import checkpoint, cli, weights
 from dist.convert import huggingface, mapping
 from dist.convert.families import HUGGING_FACE
@@ -27,6 +26,7 @@ from tests.helpers.weights import (
     QWEN2,
     QWEN3,
     check_refused,
+    copied,
     write_random,
 )
 
@@ -54,7 +54,7 @@ def test_the_size_of_pieces_changes_no_byte(
     once = out_and_back(tmp_path / "once", config)
     for size in (1, 7, 700, 40_000):
         monkeypatch.setattr(mapping, "CHUNK", size if size > 1 else 32)
-        monkeypatch.setattr(transpose, "LINE", 4 * size)
+        monkeypatch.setattr(weights, "PART", size)
         monkeypatch.setattr(checkpoint, "TOGETHER", size)
         monkeypatch.setattr(weights, "PIECE", size * weights.SUM_BLOCK)
         again = out_and_back(tmp_path / str(size), config)
@@ -181,8 +181,7 @@ def test_numbers_too_large_for_float16_are_refused(
 
     views = write_random(tmp_path / "a", LLAMA)
     views["layers.1.ffn_norm.gain"][3] = value
-    fill = lambda name, out: np.copyto(out, views[name])  # noqa: E731
-    write_weights(tmp_path / "mine", LLAMA, fill, None)
+    write_weights(tmp_path / "mine", LLAMA, copied(views), None)
     words = ["export", str(tmp_path / "mine"), str(tmp_path / "hf"), "--dtype", "float16"]
     assert cli.main(words) == 1
     said = capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from accel.ahead import AHEAD
 from dist import checkpoint
-from dist.weights import Weights, write_weights
+from dist.weights import Part, Weights, parts, write_weights
 from reference.params import decoder_layout
 from tests.helpers import ROOT
 from tests.helpers.weights import LLAMA, write_random
@@ -36,8 +36,8 @@ print("needed", most() - before)
 
 @pytest.mark.slow
 def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Path) -> None:
-    def draw(name: str, out: np.ndarray) -> None:
-        np.random.default_rng(len(name)).random(out=out, dtype=np.float32)
+    def draw(part: Part, out: np.ndarray) -> None:
+        np.random.default_rng(len(part.name)).random(out=out, dtype=np.float32)
 
     write_weights(tmp_path / "mine", CONFIG, draw, None)
     sizes = [spec.size for _, spec in decoder_layout(CONFIG).offsets.values()]
@@ -79,7 +79,8 @@ def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
 
     monkeypatch.setattr(checkpoint, "read_slices", counted)
     places = set()
-    for name, found in zip(names, weights.in_turn(names), strict=True):
+    wanted = [part for name in names for part in parts(weights.layout, name, whole=True)]
+    for name, found in zip(names, weights.in_turn(wanted), strict=True):
         np.testing.assert_array_equal(found, expected[name])
         while found.base is not None:
             found = found.base
