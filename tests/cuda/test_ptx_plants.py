@@ -311,7 +311,7 @@ def changes_nothing(plant: Plant) -> bool:
         keys = 64 if plant.source == MMA else 128
         defines |= {"HEAD": 64, "KEYS": keys, "ALIBI": 0, "MASKED": 0, "DROPOUT": 0}
     texts = [
-        re.sub(r"\.loc.*|\.b8 .*", "", machine.ptx(plant.source, defines))
+        re.sub(r"\.loc.*|\.file.*|\.b8 .*", "", machine.ptx(plant.source, defines))
         for machine in (PtxDevice(warpgroups=plant.source == WGMMA), edited(plant)[0])
     ]
     return texts[0] == texts[1]
