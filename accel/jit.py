@@ -20,7 +20,9 @@ refused, and a damaged file is compiled again (``cache_files.py``).
 
 A kernel that another kernel calls is a part of it: LLVM's optimised code of it is kept, in a file
 of its own, and ends up in the machine code of the caller. Machine code of its own, and a way in
-from Python, are made when Python calls it.
+from Python, are made when Python calls it. It is optimised again with each kernel that calls it,
+for which it may be inlined. Large ones that are said to be ``apart`` are optimised by themselves
+alone, in one version for all constants that they are called with.
 
 Several processes that start together on a cold cache share the work: each kernel has a lock file,
 is compiled by one of them, and the others load what it wrote (``dist/warm.py`` lets each begin with
@@ -29,6 +31,7 @@ another one). A kernel stays locked while those that it calls are, so no two wai
 
 import contextlib
 import functools
+import gc
 import hashlib
 import os
 import platform
@@ -43,11 +46,12 @@ from typing import Any, TypeVar, overload
 
 import llvmlite
 import numba
-from llvmlite.binding import newpassmanagers, parse_bitcode
+from llvmlite.binding import ffi, newpassmanagers, parse_bitcode
 from numba.core import codegen, config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.types.misc import unliteral
 from numba.np import numpy_support
 
 from accel import cache_files, launcher, system
@@ -72,18 +76,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 @overload
 def jit(func: F, /) -> F: ...
 @overload
-def jit(**options: Any) -> Callable[[F], F]: ...
-def jit(func: F | None = None, /, **options: Any) -> F | Callable[[F], F]:
+def jit(*, apart: bool = False, **options: Any) -> Callable[[F], F]: ...
+def jit(func: F | None = None, /, *, apart: bool = False, **options: Any) -> F | Callable[[F], F]:
     """Compile a function with Numba on its first call and keep the machine code on disk.
 
     Use it as ``@jit`` or ``@jit(nogil=True, parallel=True, fastmath={"contract"}, ...)``. A package
-    may state in ``COMPILE_SECONDS`` how long a cold compile of all its kernels takes; the first
-    user is told.
+    may state in ``COMPILE_SECONDS`` how long one core (of Zen 5) compiles what ``myllm demo`` needs
+    of it; the first user is told.
 
     Parameters
     ----------
     func : callable
         The function, when used without parentheses.
+    apart : bool
+        As a part of other kernels, it is optimised once, by itself: for what is too large to be
+        inlined, and gains nothing by constants or the vectors of its caller.
     **options
         Options of ``numba.njit``; ``cache`` is not one of them, since caching is the point.
 
@@ -93,22 +100,27 @@ def jit(func: F | None = None, /, **options: Any) -> F | Callable[[F], F]:
         A Numba dispatcher (typed as the function it came from). With ``NUMBA_DISABLE_JIT=1``, the
         function itself.
     """
-    if func is None:
-        return lambda function: jit(function, **options)
     if "cache" in options:
         raise ValueError("jit always caches: leave the option 'cache' out")
-    if config.DISABLE_JIT:
-        return func
     locals_ = options.pop("locals", {})
     always = {"nopython": True, "boundscheck": None, "no_cfunc_wrapper": True}
     # macOS's pip has no other pool of Numba's than the one that several threads may not start
     one_at_a_time = sys.platform == "darwin" or config.THREADING_LAYER == "workqueue"
-    kind = InTurn if one_at_a_time else Kernel
-    return kind(func, locals_, {**always, **options})
+
+    def kernel_of(function: F) -> Any:
+        if config.DISABLE_JIT:
+            return function
+        kernel = (InTurn if one_at_a_time else Kernel)(function, locals_, {**always, **options})
+        kernel.apart = apart
+        return kernel
+
+    return kernel_of if func is None else kernel_of(func)
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
     """A Numba dispatcher that compiles under the lock and keeps its code in a ``Store``."""
+
+    apart = False
 
     def __init__(
         self,
@@ -141,6 +153,13 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             finally:
                 self._cache.part = before
 
+    def get_call_template(self, args: Any, kws: dict[str, Any]) -> Any:
+        """Type the call by another kernel; what LLVM makes of constants needs no other version."""
+        if self.apart or self.targetoptions.get("forceinline"):
+            args = [unliteral(kind) for kind in args]
+            kws = {name: unliteral(kind) for name, kind in kws.items()}
+        return super().get_call_template(args, kws)
+
     def add_overload(self, compiled: Any) -> None:
         """Take a version in; Python, which looks by arguments' types, does not find a part."""
         if _is_part(compiled):
@@ -158,7 +177,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         options, part = self._compiler.targetoptions, self._cache.part
         self._compiler.targetoptions = {**options, "no_cpython_wrapper": part}
         try:
-            with _codegen(self.targetctx, _Compiling(self.py_func.__qualname__, part)):
+            compiling = _Compiling(self.py_func.__qualname__, part, self.apart)
+            with _codegen(self.targetctx, compiling), _nothing_else():
                 compiled = self._compile_here(args, return_type)
         finally:
             self._compiler.targetoptions = options
@@ -197,12 +217,28 @@ class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
 
     Numba makes three more of every ``prange``: its body and two wrappers, each with a copy of all
     that it calls. All end up in the kernel's own, and are optimised there. So do the kernels that
-    a kernel calls, its parts: they are kept as LLVM's code.
+    a kernel calls, its parts: they are kept as LLVM's code. Those that are optimised apart are
+    linked to the whole when it has been optimised.
     """
+
+    def __init__(self, codegen: Any, name: str, apart: bool = False):
+        super().__init__(codegen, name)
+        self.apart = apart or (codegen.apart and name == codegen.kernel)
+        self.late: dict[Any, None] = {}  # libraries to link to the whole, in order
 
     def add_ir_module(self, ir_module: Any) -> None:
         if ir_module.name != "wrapper" or self.name == self.codegen.kernel:  # else nobody calls it
             super().add_ir_module(ir_module)
+
+    def finalize(self) -> None:
+        apart = [library for library in self._linking_libraries if getattr(library, "apart", False)]
+        for library in self._linking_libraries:
+            self.late |= getattr(library, "late", {})  # which Numba's own have not
+        for library in apart:
+            self.late[library] = None
+            self._reload_init |= library._reload_init
+            self._linking_libraries.remove(library)
+        super().finalize()
 
     def _optimize_functions(self, module: Any) -> None:
         module.data_layout = self.codegen._data_layout  # optimised below, all of it together
@@ -214,6 +250,10 @@ class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
             unused.add_global_dead_code_eliminate_pass()
             unused.run(self._final_module, self.codegen._pass_builder())
             super()._optimize_final_module()
+        if self.name == self.codegen.kernel:
+            for library in self.late:
+                self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+            self.late = {}
 
     def _finalize_final_module(self) -> None:
         if self.name == self.codegen.kernel and not self.codegen.part:
@@ -225,12 +265,12 @@ class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
     def serialize_using_object_code(self) -> Any:
         if not self.codegen.part:
             return super().serialize_using_object_code()
-        return self.name, "part", self._get_module_for_linking().as_bitcode()
+        return self.name, self.apart, self._get_module_for_linking().as_bitcode()
 
     @classmethod
     def _unserialize(cls, codegen: Any, state: Any) -> Any:
-        name, _, code = state
-        self = codegen.create_library(name)
+        name, apart, code = state
+        self = codegen.create_library(name, apart=apart)
         self._final_module = self._shared_module = parse_bitcode(code)
         self._finalized = True
         return self
@@ -241,9 +281,9 @@ class _Compiling(codegen.JITCPUCodegen):  # type: ignore[misc]
 
     _library_class = _Library
 
-    def __init__(self, kernel: str = "", part: bool = True):
+    def __init__(self, kernel: str = "", part: bool = True, apart: bool = False):
         super().__init__("myllm.compiled")
-        self.kernel, self.part = kernel, part
+        self.kernel, self.part, self.apart = kernel, part, apart
 
     def set_env(self, env_name: str, env: Any) -> None:
         if self._engine.is_symbol_defined(env_name):  # of the kernel itself
@@ -264,6 +304,24 @@ def _codegen(target_context: Any, other: Any) -> Iterator[None]:
         yield
     finally:
         target_context._internal_codegen = common
+
+
+@contextlib.contextmanager
+def _nothing_else() -> Iterator[None]:
+    """Leave out what a compilation of Numba's spends a tenth of its time on.
+
+    That is the search for garbage, among what is nearly all in use, and two events at each call of
+    LLVM, for timers.
+    """
+    collecting = gc.isenabled()
+    told, ffi.lib._lock._cblist = ffi.lib._lock._cblist, []
+    gc.disable()
+    try:
+        yield
+    finally:
+        ffi.lib._lock._cblist = told
+        if collecting:
+            gc.enable()
 
 
 def _parallel(kernel: Kernel) -> bool:
@@ -389,7 +447,7 @@ class Store:
         if not self.silent:
             self.silent = True
             seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
-            about = "" if seconds is None else f", ~{seconds} s if all are needed"
+            about = "" if seconds is None else f", ~{seconds} s of one core for a small model"
             say(f"compiling kernels of {package} once{about}")
 
     def _open(self, name: str) -> int:

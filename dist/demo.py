@@ -107,14 +107,17 @@ def main(argv: Sequence[str]) -> int:
     paths.out.mkdir(parents=True, exist_ok=True)
     if given.compute == AUTO and paths.run_file.exists():
         given.compute = config.load(paths.run_file).run.compute
+    if given.compute != AUTO:
+        load_backend("cpu", compute=given.compute)  # which says so if it is not to be had
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
-    typical, chosen = mode.settled(typical, None)
-    if chosen:
-        given.compute = typical.run.compute
-        say(chosen)
-    load_backend("cpu", compute=given.compute)
-    with warm.helpers(typical, max(1, cores() - 1)) as finish_compiling:
+    with warm.helpers(max(1, cores() - 1)) as begin:
+        finish_compiling = begin(typical)
         prepare_corpus(paths)
+        typical, chosen = mode.settled(typical, None, finish_compiling)
+        if chosen:
+            given.compute = typical.run.compute
+            say(chosen)
+            finish_compiling = begin(typical)
         prepare_tokenizer(paths)
         if not (paths.data / "train" / "manifest.json").exists():
             say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
@@ -127,7 +130,8 @@ def main(argv: Sequence[str]) -> int:
     status = train(paths.run_file, given.ranks)
     if status:
         return status
-    with warm.helpers(typical, 1, writes=True):  # what the model writes with, while it is evaluated
+    with warm.helpers(1) as begin:
+        begin(typical, writes=True)  # what the model writes with, while it is evaluated
         show(paths, given.compute)
     return 0
 

@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,9 @@ SECONDS = 1.0  # of measuring each mode
 ROWS = 1024  # of the left operand, at most
 
 
-def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
+def settled(
+    run: RunFile, newest: Path | None, compile_products: Callable[[], None] | None = None
+) -> tuple[RunFile, str]:
     """Return the run with its mode chosen, and a sentence on that; "" where nothing was open.
 
     Parameters
@@ -33,13 +36,15 @@ def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
     run : RunFile
     newest : Path, optional
         The checkpoint that the run goes on from, whose mode it keeps.
+    compile_products : callable, optional
+        Returns when what is timed is compiled; in place of ``warm.compile_kernels``.
     """
     if run.run.compute != AUTO:
         return run, ""
     if newest is not None:
         before = checkpoint.read_manifest(newest).config["run"]["compute"]
         return in_mode(run, before), f"compute: {before}, as before"
-    seconds = measure(run)
+    seconds = measure(run, compile_products)
     best = min(seconds, key=lambda mode: seconds[mode])
     times = ", ".join(f"{mode} {1e3 * t:.1f} ms" for mode, t in seconds.items())
     only = "" if len(seconds) > 1 else ", the only one here"
@@ -102,12 +107,12 @@ def offered(backend: str) -> dict[str, Ops]:
     return found
 
 
-def measure(run: RunFile) -> dict[str, float]:
+def measure(run: RunFile, compile_products: Callable[[], None] | None = None) -> dict[str, float]:
     """Return the seconds that a product takes in each mode that this machine offers."""
     modes = offered(run.run.backend)
-    from dist.warm import compile_kernels  # which chooses tasks by what this file offers
+    from dist import warm  # which chooses tasks by what this file offers
 
-    compile_kernels(run)
+    (compile_products or partial(warm.compile_kernels, run))()
     return {mode: _product(ops, run) for mode, ops in modes.items()}
 
 

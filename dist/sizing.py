@@ -28,7 +28,7 @@ from reference.flops import training_flops
 from reference.params import decoder_layout
 
 SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the start take the rest
-SECONDS = 1.5  # of steps to measure by
+SECONDS = 0.5  # of steps to measure by
 EVALUATIONS = 10  # of a run
 LEAST_STEPS = 20
 

@@ -22,7 +22,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -70,40 +71,51 @@ def compile_kernels(run: RunFile, *, writes: bool = False) -> None:
     if run.run.backend != "cpu":
         return
     ranks = 1 if run.run.compute == AUTO else launcher.local_size()  # one chooses, the others wait
-    with helpers(run, available_cores() // ranks - 1, writes=writes) as finish:
-        finish()
+    with helpers(available_cores() // ranks - 1) as begin:
+        begin(run, writes=writes)()
+
+
+class Begin(Protocol):
+    """Has the helpers compile what a run misses; what it returns helps them until it is done."""
+
+    def __call__(self, run: RunFile, *, writes: bool = False) -> Callable[[], None]: ...
 
 
 @contextlib.contextmanager
-def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[Callable[[], None]]:
-    """Have a number of processes compile what is missing, while the caller does something else.
+def helpers(number: int) -> Iterator[Begin]:
+    """Have a number of processes compile for one run after the other, beside the caller.
 
-    They end when all is compiled, when the block ends, or with this process. The block is given a
-    function that helps them, and returns when all is compiled.
+    They are started when something is missing, and end when the block does, or this process.
     """
     store = _store()
-    missing = [task for task in tasks_of(run, writes=writes) if not _is_done(store, task)]
-    if missing:
-        store.announce("accel.cpu")
-    number = min(number, len(missing))
-    order = json.dumps({"run": run.to_dict(), "writes": writes}) + "\n"
-    started = []
-    for _ in range(number):
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dist.warm"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            encoding="utf-8",
-            env={**os.environ, "MYLLM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            **system.out_of_reach(),
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has said on stderr why it ended
-            process.stdin.write(order)
-            process.stdin.flush()
-        started.append(process)
+    started: list[subprocess.Popen[str]] = []
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "MYLLM_THREADS": "1", "PYTHONPATH": path}
+
+    def begin(run: RunFile, *, writes: bool = False) -> Callable[[], None]:
+        missing = [task for task in tasks_of(run, writes=writes) if not _is_done(store, task)]
+        if missing:
+            store.announce("accel.cpu")
+        while len(started) < min(number, len(missing)):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "dist.warm"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    encoding="utf-8",
+                    env=environment,
+                    **system.out_of_reach(),
+                )
+            )
+        order = json.dumps({"run": run.to_dict(), "writes": writes}) + "\n"
+        for process in started:
+            with contextlib.suppress(BrokenPipeError):  # it has said on stderr why it ended
+                cast(Any, process.stdin).write(order)
+                cast(Any, process.stdin).flush()
+        return lambda: work(missing, store, _show)
+
     try:
-        yield lambda: work(missing, store, _show)
+        yield begin
     finally:
         for process in started:
             with contextlib.suppress(BrokenPipeError):
@@ -112,16 +124,19 @@ def helpers(run: RunFile, number: int, *, writes: bool = False) -> Iterator[Call
 
 
 def main() -> None:
-    """Compile what stdin asks for; end at once when stdin does."""
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    """Compile what each line of stdin asks for; end at once when stdin does."""
+    orders: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(orders,), daemon=True).start()
     store = _store()
     store.silent = True
-    work(tasks_of(from_tables(order["run"]), writes=order["writes"]), store)
+    while True:
+        order = json.loads(orders.get())
+        work(tasks_of(from_tables(order["run"]), writes=order["writes"]), store)
 
 
-def _end_with_stdin() -> None:
-    sys.stdin.read()
+def _read(orders: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        orders.put(line)
     os._exit(0)
 
 
@@ -190,7 +205,8 @@ def tasks_of(run: RunFile, *, writes: bool) -> list[Task]:
     Those that take longest to compile come first.
     """
     if run.run.compute == AUTO:
-        every = [tasks_of(in_mode(run, name), writes=False) for name in offered(run.run.backend)]
+        modes = reversed(offered(run.run.backend))  # bf16 has most to compile
+        every = [tasks_of(in_mode(run, name), writes=False) for name in modes]
         return [task for tasks in every for task in tasks if task.name.startswith(PRODUCTS)]
     tiny = _tiny(run.model)
     batch = make_batch([(np.arange(TOKENS, dtype=np.int32), np.ones(TOKENS, np.bool_))] * 2)

@@ -145,7 +145,7 @@ def forward(
             _forward_tile(call, keys, data, line, room, own, b, h, i)
 
 
-@jit(fastmath=FAST)
+@jit(fastmath=FAST, apart=True)
 def _forward_tile(
     call: Attention,
     keys: Any,
@@ -269,7 +269,7 @@ def backward(
             copy_rows(dvalues, dv, row(dvalue, slot, low, g, scale), dvalue.position, span, dv)
 
 
-@jit(fastmath=FAST)
+@jit(fastmath=FAST, apart=True)
 def _backward_tile(
     call: Attention,
     keys: Any,

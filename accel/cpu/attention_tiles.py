@@ -115,7 +115,7 @@ def _add_alibi(s: Any, call: Attention, tile: Tile) -> None:
             line[c] = line[c] - slope * type(slope)(distance + c)
 
 
-@jit
+@jit(apart=True)
 def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
     """Apply ALiBi, and in a MASKED tile set the scores of pairs that may not meet to LOW."""
     sizes, mask = call.sizes, call.mask
@@ -144,7 +144,7 @@ def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
                 line[c] = line[c] if queries[c] == own else low
 
 
-@jit(fastmath=FAST)
+@jit(fastmath=FAST, apart=True)
 def dropout_tile(factors: Any, drawn: Any, call: Attention, tile: Tile) -> None:
     """Write the factor of every pair of the tile, 1/(1 - p) or 0, into ``factors``.
 

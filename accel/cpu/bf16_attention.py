@@ -113,7 +113,7 @@ def _write_transposed(
                         y[i * step + j] = spare[16 * i + j]
 
 
-@jit(**SERIAL)
+@jit(**SERIAL, apart=True)
 def _scores(keys: Any, queries: Any, d_steps: int, key_rows: int, width: int, s: Any) -> None:
     """S = A B for ``key_rows`` rows of packed A, ``width`` columns of packed B, k = 32 d_steps."""
     for i in range(0, key_rows, SIDE):
@@ -171,7 +171,7 @@ def forward(
         release()
 
 
-@jit(**SERIAL)
+@jit(**SERIAL, apart=True)
 def _forward_tile(
     call: Attention,
     keys: Any,
@@ -335,7 +335,7 @@ def backward(
             copy_rows(x, dv_pad, y, dvalue.position, high - low, dv)
 
 
-@jit(**SERIAL)
+@jit(**SERIAL, apart=True)
 def _backward_tile(
     call: Attention,
     keys: Any,

@@ -299,7 +299,7 @@ def _multiply_rows(
         release()
 
 
-@jit(**SERIAL)
+@jit(**SERIAL, apart=True)
 def _panels(
     a: Any,
     b: Any,

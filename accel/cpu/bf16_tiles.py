@@ -297,7 +297,13 @@ def block_by(emit: Callable[..., None] | None = None) -> Any:
     return block
 
 
-block = block_by()
+_block = block_by()
+
+
+@jit(apart=True)
+def block(a: Any, b: Any, c: Any, c_row: int, steps: int, add: bool) -> None:
+    """Call the intrinsic, whose thousand instructions are too many to be where a product is."""
+    _block(a, b, c, c_row, steps, add)
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -409,7 +415,7 @@ def _padded_copy(
             target[r * width + c] = source[r * step + c]
 
 
-@jit
+@jit(apart=True)
 def pack_rows(
     source: Any, step: int, rows: int, columns: int, target: Any, panel: int, spare: Any
 ) -> None:
@@ -443,7 +449,7 @@ def pack_rows(
                 _pack_b_transposed(x, tile_step, y)
 
 
-@jit
+@jit(apart=True)
 def pack_columns(
     source: Any,
     step: int,

@@ -153,6 +153,72 @@ show(kernels.total(np.arange(3.0)))
         assert results == [f"{x} {compiled} part whole" for x in (104.0, 12.0, 36.0)]
 
 
+def test_a_part_that_is_apart_is_optimised_once_in_one_version_for_all_constants(
+    pack: Path,
+) -> None:
+    source = """
+from numba import prange
+from accel.jit import jit
+from pack.helpers import bump
+
+@jit(apart={apart})
+def chosen(x, flag):
+    return bump(x) if flag else x
+
+@jit(parallel=True)
+def both(x):
+    total = 0.0
+    for i in prange(2):
+        total += chosen(x, True) + chosen(x, flag=False)
+    return total
+"""
+    code = f"""
+import pathlib
+from accel import jit
+optimise, seen = jit._Library._optimize_final_module, []
+def note(library):
+    functions = library._final_module.functions
+    with_code = any("chosen" in f.name and not f.is_declaration for f in functions)
+    if library.name in ("chosen", "both") or "parfor" in library.name:
+        seen.append(f"{{library.name[:6]}}:{{with_code}}")
+    optimise(library)
+jit._Library._optimize_final_module = note
+from pack.large import both
+print(both(1.0), len(list(pathlib.Path({str(pack)!r}).rglob("*chosen*.nbc"))), *seen)
+"""
+    optimised = {
+        True: "chosen:True __numb:False both:False",
+        False: "chosen:True chosen:True __numb:True both:False",
+    }
+    for apart, names in optimised.items():
+        path = pack / "pack/large.py"
+        path.write_text(source.format(apart=apart))
+        os.utime(path, (time.time() - 60,) * 2)
+        shutil.rmtree(pack / "cache", ignore_errors=True)
+        versions = names.count("chosen")
+        assert run(pack, code)[0] == [f"24.0 {versions} {names}"]
+        assert run(pack, code)[0] == [f"24.0 {versions}"]
+
+
+def test_compiling_leaves_numba_and_the_search_for_garbage_as_they_were(pack: Path) -> None:
+    code = """
+import gc
+from llvmlite.binding import ffi
+from pack import kernels
+def state():
+    return gc.isenabled(), len(ffi.lib._lock._cblist)
+gc.enable()
+before = state()
+kernels.scaled(1.0)
+print(before, state() == before)
+try:
+    kernels.scaled("text")
+except Exception as error:
+    print(type(error).__name__, state() == before)
+"""
+    assert run(pack, code)[0] == ["(True, 1) True", "TypingError True"]
+
+
 def test_first_process_compiles_and_says_so_the_second_loads_in_silence(pack: Path) -> None:
     out, err = run(pack)
     assert out == ["12.0 52.0", "2"]

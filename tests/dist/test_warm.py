@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+import accel.cpu
 from accel.jit import Store
 from dist import config, mode, warm
 from dist.warm import Task, work
@@ -82,6 +84,7 @@ def test_of_a_run_whose_mode_is_open_the_products_of_every_mode_are_compiled() -
     tasks = warm.tasks_of(open_, writes=False)
     offered = set(mode.offered("cpu"))
     assert {task.compute for task in tasks} == offered
+    assert tasks[0].compute == "bf16" or "bf16" not in offered  # which takes longest
     for name in offered:
         in_mode = warm.tasks_of(mode.in_mode(open_, name), writes=False)
         kinds = ("linear_forward", "linear_backward")
@@ -122,6 +125,36 @@ def test_a_helper_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     helper.stdin.close()
     assert helper.wait(30) == 0
     assert not [path for path in tmp_path.rglob("adamw*.lock") if path.stat().st_size]
+
+
+def test_a_helper_compiles_for_one_run_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MYLLM_CACHE_DIR", str(tmp_path))
+    store = Store(Path(accel.cpu.__file__).parent)
+    runs = {"accumulate": DEMO, "gelu_forward": config.load("demo", ["model.ffn=gelu"])}
+    tasks = [task for run in runs.values() for task in warm.tasks_of(run, writes=False)]
+    left = {kind: next(t for t in tasks if t.name.startswith(kind + "-")) for kind in runs}
+    for name in {task.name for task in tasks} - {task.name for task in left.values()}:
+        descriptor = store.open_lock(name)
+        os.write(descriptor, b"done")
+        os.close(descriptor)
+    helper = subprocess.Popen(
+        [sys.executable, "-m", "dist.warm"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    )
+    assert helper.stdin is not None
+    for kind, run in runs.items():
+        assert not warm._is_done(store, left[kind])
+        helper.stdin.write(json.dumps({"run": run.to_dict(), "writes": False}) + "\n")
+        helper.stdin.flush()
+        while not warm._is_done(store, left[kind]):
+            assert helper.poll() is None
+            time.sleep(0.05)
+    helper.stdin.close()
+    assert helper.wait(30) == 0
 
 
 @pytest.mark.slow

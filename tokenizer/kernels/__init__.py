@@ -3,4 +3,4 @@
 This folder is hashed as a whole by ``accel.jit``: an edit of any file recompiles all of them.
 """
 
-COMPILE_SECONDS = 15
+COMPILE_SECONDS = 8  # told to the first user: accel/jit.py

@@ -134,7 +134,8 @@ def count_words(
                     word_of[at] = word
                     offsets[word] = used
                     lengths[word] = size
-                    arena[used : used + size] = buf[i:end]
+                    for k in range(size):
+                        arena[used + k] = buf[i + k]
                     used += size
                 long_counts[word] += 1
             piece += 1
@@ -243,6 +244,7 @@ def add_long(
             word_of[at] = word
             offsets[word] = state[ARENA_USED]
             lengths[word] = size
-            arena[state[ARENA_USED] : state[ARENA_USED] + size] = flat[start : start + size]
+            for i in range(size):
+                arena[state[ARENA_USED] + i] = flat[start + i]
             state[ARENA_USED] += size
         long_counts[word] += word_counts[k]

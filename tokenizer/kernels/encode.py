@@ -436,7 +436,8 @@ def encode_texts(
                     k += 1
                 else:
                     many = merge_heap(buf, i, end, tables)
-                    out[k : k + many.size] = many
-                    k += many.size
+                    for id in many:
+                        out[k] = id
+                        k += 1
             i = end
         out_stops[t] = k

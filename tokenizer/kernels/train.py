@@ -35,7 +35,8 @@ def heap_key(count: Int, left: Int, right: Int) -> Int:
 def grown(array: Array, size: Int) -> Array:
     """Return a copy of an array with room for ``size`` elements."""
     out = np.empty(size, array.dtype)
-    out[: array.size] = array
+    for i in range(array.size):
+        out[i] = array[i]
     return out
 
 
@@ -134,7 +135,9 @@ def learn_merges(
 
     merged_left = np.empty(n_merges, np.int32)
     merged_right = np.empty(n_merges, np.int32)
-    most = byte_counts.max()
+    most = np.int64(0)
+    for seen in byte_counts:
+        most = max(most, seen)
     if most > _ONES:
         return merged_left[:0], merged_right[:0], most
 
