@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HELDOUT = 0.05  # of the documents
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
-PROBE_STEPS = 10  # that tell how fast this machine is
+PROBE_STEPS = 20  # of which the second half tells how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
 EVALUATIONS = 5  # while it trains
 LEAST_STEPS = 20
@@ -230,7 +230,7 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
         if status:
             raise SystemExit(status)
         records = monitor.read_metrics(Path(run.run.out))
-    seconds = float(np.median([r["ms"] for r in records if "ms" in r][2:])) / 1e3
+    seconds = float(np.median([r["ms"] for r in records if "ms" in r][PROBE_STEPS // 2 :])) / 1e3
     left = deadline - time.monotonic() - TAIL_SECONDS
     steps = max(LEAST_STEPS, int(sizing.SHARE * left / seconds))
     print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")
