@@ -230,7 +230,7 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
         if status:
             raise SystemExit(status)
         records = monitor.read_metrics(Path(run.run.out))
-    seconds = float(np.median([r["ms"] for r in records if "ms" in r][PROBE_STEPS // 2 :])) / 1e3
+    seconds = float(np.mean([r["ms"] for r in records if "ms" in r][PROBE_STEPS // 2 :])) / 1e3
     left = deadline - time.monotonic() - TAIL_SECONDS
     steps = max(LEAST_STEPS, int(sizing.SHARE * left / seconds))
     print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")

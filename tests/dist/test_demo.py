@@ -1,12 +1,13 @@
 """The demo, on a part of its corpus, and what the corpus is made of."""
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, config, demo, monitor
+from dist import checkpoint, cli, config, demo, monitor, sizing
 from dist.corpus import Text, standard_library
 from dist.data import Windows
 from dist.duplicates import hash_of, near_duplicates, shingles
@@ -47,6 +48,21 @@ def test_shingles_are_runs_of_eight_words() -> None:
     assert len(np.intersect1d(shingles(text), shingles(f"new {text} end"))) == 13
     assert len(np.intersect1d(shingles(text), shingles(text.replace("word9", "x")))) == 5
     assert hash_of("a") == 0xAF63DC4C8601EC8C  # FNV-1a's published value
+
+
+def test_steps_are_planned_by_those_behind_a_slow_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = demo.PROBE_STEPS // 2
+    records = [{"ms": 300.0}] + [{"ms": 60.0}] * (half - 1) + [{"ms": 40.0}] * half
+    monkeypatch.setattr(sizing, "measured_speed", lambda compute: 1e9)
+    monkeypatch.setattr(demo, "train", lambda run_file, ranks: 0)
+    monkeypatch.setattr(monitor, "read_metrics", lambda folder: records)
+    left = demo.TAIL_SECONDS + 100.5
+    demo.choose_run(demo.Paths(tmp_path), time.monotonic() + left, 1, "float32")
+    steps = config.load(tmp_path / "run.toml").train.steps
+    assert "40 ms a step" in capsys.readouterr().out
+    assert steps == pytest.approx(sizing.SHARE * 100 / 0.04, rel=0.01)
 
 
 def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
