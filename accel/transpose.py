@@ -19,9 +19,16 @@ def transpose(source: Array, target: Array | None = None) -> Array:
     ----------
     source : (n, m)
     target : (m, n) of the same type, optional
+
+    Raises
+    ------
+    ValueError
+        When the target is of another shape.
     """
     if target is None:
         target = np.empty(source.shape[::-1], source.dtype)
+    if target.shape != source.shape[::-1]:  # the kernel would write beside it
+        raise ValueError(f"the transpose of {source.shape} is not of shape {target.shape}")
     _transpose(source, target)
     return target
 

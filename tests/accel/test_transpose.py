@@ -19,3 +19,8 @@ def test_a_transpose_is_numpy_s(rows: int, columns: int, dtype: type) -> None:
     transpose(source, around[:, 1 : 1 + rows])
     assert np.array_equal(around[:, 1 : 1 + rows], source.T)
     assert (around[:, 0] == 7).all() and (around[:, 1 + rows :] == 7).all()
+
+
+def test_a_target_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the transpose of \(3, 4\) is not of shape \(4, 2\)"):
+        transpose(np.zeros((3, 4)), np.zeros((4, 2)))

@@ -92,7 +92,12 @@ def test_asking_for_nccl_where_it_is_not_is_said_once(tmp_path: Path) -> None:
 
 def test_rank_0_chooses_attention_s_path_and_all_take_it(tmp_path: Path) -> None:
     """The others' GPUs would choose the other; and one that lacks it stops all, in a sentence."""
-    long = {"model__context_length": 150, "train__global_batch": 4, "train__steps": 2}
+    long = {
+        "model__context_length": 130,
+        "model__n_layers": 1,
+        "train__global_batch": 2,
+        "train__steps": 1,
+    }
     config = prepare(tmp_path, run__backend="cuda", run__compute="bf16", **long)
     slow, fast = {"wgmma": 2.0, "mma": 1.0}, {"wgmma": 1.0, "mma": 2.0}
     found = {}
