@@ -11,12 +11,20 @@ BACKENDS = ("reference", "cpu", "cuda")
 COMPUTE = ("float32", "bf16")
 READING = "q8_0"  # computes, too, but nothing can be trained in it
 AUTO: Final = "auto"
+DEFAULT: Final = "default"  # of a GPU's products: cuBLAS's own choice
 # what multiplies in a GPU's attention: products of warpgroups (Hopper alone), mma.sync, or one
 # thread at a time, the plain statement of the same
 Attention = Literal["auto", "wgmma", "mma", "plain"]
+Products = str | tuple[str, ...]  # AUTO, DEFAULT, or the lines that accel/cuda/products.py chose
 
 
-def load(backend: str, *, compute: str = "float32", attention: Attention = AUTO) -> Ops:
+def load(
+    backend: str,
+    *,
+    compute: str = "float32",
+    attention: Attention = AUTO,
+    products: Products = AUTO,
+) -> Ops:
     """Return a backend: a module with the functions of ``reference.ops``.
 
     Parameters
@@ -31,6 +39,10 @@ def load(backend: str, *, compute: str = "float32", attention: Attention = AUTO)
         By which kernels the backend ``"cuda"`` computes attention of bf16: ``"wgmma"``, ``"mma"``
         or ``"plain"``; ``"auto"``: the first of these that the GPU has. Which is the faster for the
         shapes of a run, ``accel/cuda/paths.py`` finds out.
+    products : str or tuple of str
+        By which algorithms the backend ``"cuda"`` multiplies matrices of bf16: what
+        ``accel/cuda/products.py`` has chosen for a run; ``"auto"``, ``"default"``: those that
+        cuBLAS picks.
 
     Raises
     ------
@@ -54,11 +66,16 @@ def load(backend: str, *, compute: str = "float32", attention: Attention = AUTO)
     if backend == "cuda":
         from accel.cuda.cupy_device import backend as cuda_backend  # needs CuPy only when called
 
-        return cuda_backend(compute, attention)
+        return cuda_backend(compute, attention, products)
     if attention != AUTO:
         raise ValueError(
             f"attention {attention!r} is by kernels of GPUs, and the backend {backend!r} has none; "
             "leave attention at 'auto'"
+        )
+    if products != AUTO:
+        raise ValueError(
+            f"products are chosen on GPUs, and the backend {backend!r} has none; leave products at "
+            "'auto'"
         )
     if backend == "reference":
         if compute != "float32":

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from accel import AUTO, Attention
+from accel import AUTO, DEFAULT, Attention, Products
 from accel.ahead import in_order
 from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
@@ -78,6 +78,13 @@ class State(manifest.Record, kw_only=True, frozen=True):
         """The path of attention that the run took; AUTO: there was but one, or it is not known."""
         found: Attention = self.config.get("run", {}).get("attention", AUTO)
         return found
+
+    @property
+    def products(self) -> Products:
+        """The algorithms that the run multiplied by; AUTO: none were chosen, or are on a GPU."""
+        run = self.config.get("run", {})
+        found = run.get("products", DEFAULT if run.get("backend") == "cuda" else AUTO)
+        return found if isinstance(found, str) else tuple(found)
 
 
 class Manifest(State, kw_only=True, frozen=True):
@@ -584,10 +591,13 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
     master = load_master(found)
     ops = load_backend(backend, compute=compute)
     if backend == "cuda":
-        from accel.cuda import attention
+        from accel.cuda import attention, products
 
-        if state.attention in attention.offered():  # as when it was trained, where that can be had
+        # as when it was trained, where that can be had
+        if state.attention in attention.offered():
             attention.take(state.attention)
+        with contextlib.suppress(ImportError):
+            products.take(state.products)
     params = ops.parameters(layout.views(ops.from_numpy(master)))
     return Model(
         ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None

@@ -113,6 +113,9 @@ class Run(Table):
     # kernels of a GPU's attention in bf16: wgmma (H100, H200), mma, or the slow, plain ones;
     # auto: of the right ones the fastest here
     attention: Attention = AUTO
+    # algorithms of a GPU's matrix products in bf16: default (those that cuBLAS picks), or what a
+    # run has chosen and written here; auto: of the right ones the fastest here
+    products: str | tuple[str, ...] = AUTO
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
     recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
@@ -261,6 +264,11 @@ def check(config: RunFile) -> None:
         raise ValueError(
             f"run.attention {run.attention!r} names kernels of GPUs, and run.backend "
             f"{run.backend!r} has none; leave run.attention at 'auto'"
+        )
+    if run.products != AUTO and run.backend != "cuda":
+        raise ValueError(
+            f"run.products names algorithms of GPUs, and run.backend {run.backend!r} has none; "
+            "leave run.products at 'auto'"
         )
     if config.steps < 1:
         raise ValueError("train.steps must be at least 1")

@@ -13,7 +13,7 @@ from reference.config import Config
 
 SIZES = (80, 141)  # GB of an A100 or H100, of an H200
 GAPS = 0.05  # of the block, between its pieces
-CUBLAS = 32 << 20  # bytes of workspace that cuBLAS takes on Hopper; 4 MiB before it
+CUBLAS = 64 << 20  # bytes of workspace: what cuBLAS takes on Hopper, and cublasLt may
 ASSUMED = 1 << 30  # bytes: CUDA's own, machine code, NCCL's buffers
 
 

@@ -1,10 +1,10 @@
-"""What a run computes by, where ``run.compute`` or ``run.attention`` is ``"auto"``.
+"""What a run computes by, where run.compute, run.attention or run.products is ``"auto"``.
 
 Each mode that the processor offers multiplies matrices of the model's own widths, forward and
 backward, for a second; the faster one is taken. So is the faster of a GPU's paths of attention, at
-the run's own shapes (``accel/cuda/paths.py``). Rank 0 finds out, once: what was chosen stands in
-the run's resolved file and its checkpoints, and a resumed run keeps it, so that its bits stay the
-same.
+the run's own shapes (``accel/cuda/paths.py``), and of the algorithms of each of its products
+(``accel/cuda/products.py``). Rank 0 finds out, once: what was chosen stands in the run's resolved
+file and its checkpoints, and a resumed run keeps it, so that its bits stay the same.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accel import AUTO, COMPUTE
+from accel import AUTO, COMPUTE, DEFAULT
 from accel import load as load_backend
 from dist import checkpoint
 from dist.config import RunFile
@@ -93,6 +93,21 @@ def attending(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
         load_backend(run.run.backend, compute=run.run.compute)
         path, said = paths.choose(shapes)
     return dataclasses.replace(run, run=dataclasses.replace(run.run, attention=path)), said
+
+
+def multiplying(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
+    """Return a run with its products' algorithms chosen, as ``attending`` does its attention's."""
+    if run.run.backend != "cuda" or run.run.compute != "bf16" or run.run.products != AUTO:
+        return run, ""
+    from accel.cuda import products
+
+    kept = AUTO if newest is None else checkpoint.read_manifest(newest).products
+    whose = "cuBLAS's own choice" if kept == DEFAULT else "algorithms of cublasLt's"
+    said = f"products: by {whose}, as before"
+    if kept == AUTO:
+        load_backend(run.run.backend, compute=run.run.compute)
+        kept, said, _ = products.choose(run.model, run.train.micro_batch, run.run.recompute)
+    return dataclasses.replace(run, run=dataclasses.replace(run.run, products=kept)), said
 
 
 def offered(backend: str) -> dict[str, Ops]:

@@ -83,7 +83,8 @@ def step_flops(run: RunFile) -> float:
 
 def step_seconds(run: RunFile) -> float:
     """Return how long a step takes on this rank alone, on ids drawn at random."""
-    ops = load_backend(run.run.backend, compute=run.run.compute, attention=run.run.attention)
+    r = run.run
+    ops = load_backend(r.backend, compute=r.compute, attention=r.attention, products=r.products)
     layout, rng = decoder_layout(run.model), np.random.default_rng(0)
     weights = initial_weights(ops, layout, 0)
     stepper = Stepper(

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,6 +59,8 @@ def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
 def computes_by(run: Run) -> str:
     """Say what decides the last bits of what a run learns."""
     path = "" if run.attention == AUTO else f", attention by {run.attention}"
+    if not isinstance(run.products, str):
+        path += f", products by cublasLt {zlib.crc32(repr(run.products).encode()):08x}"
     return f"{run.backend} ({run.compute}{path})"
 
 
@@ -93,6 +96,7 @@ class Trainer:
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         config, self.chosen = together(comm, lambda: mode.settled(config, newest), only=0)[0]
         config, self.attention = together(comm, lambda: mode.attending(config, newest), only=0)[0]
+        config, self.products = together(comm, lambda: mode.multiplying(config, newest), only=0)[0]
         self.config = config
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
@@ -130,7 +134,9 @@ class Trainer:
     def _open(self) -> None:
         run = self.config.run
         self.accumulation = self.config.accumulation(self.comm.size)
-        self.ops = load_backend(run.backend, compute=run.compute, attention=run.attention)
+        self.ops = load_backend(
+            run.backend, compute=run.compute, attention=run.attention, products=run.products
+        )
         if run.backend == "reference":
             threadpool_limits(1)  # BLAS adds up in an order that depends on its threads
         self.data = TrainingData(self.config)
@@ -352,8 +358,9 @@ class Trainer:
         behind = ""
         if comm.size > 1 and config.run.overlap and comm.behind:
             behind = f"gradients travel when the backward has ended: {comm.behind}"
-        for said in filter(None, (self.chosen, self.attention, self.carried, behind)):
-            self.console.say(said)
+        for said in (self.chosen, self.attention, self.products, self.carried, behind):
+            if said:
+                self.console.say(said)
         for source in self.data.sources:
             d = source.dataset
             rest = d.n_tokens - d.n_windows * d.window

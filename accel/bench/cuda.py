@@ -1,9 +1,11 @@
 """``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
 
-First attention's path is chosen, as a run at these shapes chooses it, and two ceilings are
-measured: bytes a second of a large copy on the GPU, and operations a second of one large bf16
-product. Then each op of MyLLM-1B at its training shapes, in time, the bytes or operations that its
-arithmetic asks for, and their share of the ceiling; then a training step of the model. Attention is
+First attention's path and the algorithms of the products are chosen, as a run at these shapes
+chooses them, and two ceilings are measured: bytes a second of a large copy on the GPU, and
+operations a second of one large bf16 product. Then each product of a training step is shown, by
+what was chosen beside cuBLAS's own choice, and each op of MyLLM-1B at its training shapes, in time,
+the bytes or operations that its arithmetic asks for, and their share of the ceiling; then a
+training step of the model. Attention is
 checked against the reference at a small size in the process that is timed; with ``--peer torch`` so
 are the loss and every gradient of a model, against PyTorch's.
 
@@ -26,13 +28,14 @@ from typing import Any, get_args
 
 import numpy as np
 
+from accel import DEFAULT
 from accel.bench import predict, report
 from accel.bench.cases import OpCase
 from accel.bench.gpus import MODELS
 from accel.bench.report import Row
 from accel.bench.timing import Function, check, medians, relative_error
 from accel.bench.training import SETTINGS, Training
-from accel.cuda import attention, paths
+from accel.cuda import attention, paths, products
 from accel.cuda.device import current, zeros
 from accel.cuda.linear import matmul
 from reference import ops as reference
@@ -71,7 +74,7 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--parts",
         nargs="+",
-        choices=["ops", "attention", "step", "peer"],
+        choices=["products", "ops", "attention", "step", "peer"],
         help="what to measure (default all but attention alone, which ops has, too)",
     )
     p.add_argument(
@@ -104,6 +107,8 @@ def main(argv: list[str]) -> int:
     context = dataclasses.replace(config, context_length=given.length)
     path, chosen = paths.choose(paths.shapes_of(context, shape[0]), remember=False)
     attention.take(path)
+    multiplied = products.choose(context, shape[0], given.recompute, remember=False)
+    products.take(multiplied.products)
     bench.check()
     bench.measure_ceilings()
 
@@ -111,6 +116,7 @@ def main(argv: list[str]) -> int:
         return bench.cases(MYLLM_1B, *shape, 1 << 28)
 
     parts = {
+        "products": lambda: product_rows(multiplied),
         "ops": lambda: bench.op_rows(cases()),
         "attention": lambda: bench.op_rows(case for case in cases() if case.op == "attention"),
         "step": lambda: bench.step(config, *shape, given.recompute),
@@ -126,7 +132,7 @@ def main(argv: list[str]) -> int:
         f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
         f"{shape[0]} sequences of {shape[1]:,}\n\n"
         f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s\n\n"
-        f"{chosen}"
+        f"{chosen}\n\n{multiplied.said}"
     )
     return report.run(p, given, about, parts)
 
@@ -134,6 +140,14 @@ def main(argv: list[str]) -> int:
 def default_batch(room: int, peer: bool) -> int:
     """Return the sequences of a micro-batch on a GPU with ``room`` bytes of memory."""
     return MANY if room >= ROOM and not peer else 1
+
+
+def product_rows(chosen: products.Choice) -> Iterator[Row]:
+    """Yield what each product of a step takes, by what was chosen beside cuBLAS's own choice."""
+    for p, times, seconds, best in chosen.timed:
+        speed = f"{2e-12 * p.m * p.n * p.k / seconds[best]:.0f} TFLOP/s"
+        note = f"{times} of a step, {speed}, {len(seconds) - 1} algorithms beside cuBLAS's"
+        yield Row(f"product {products.name(p)}", seconds[best], seconds[DEFAULT], note=note)
 
 
 def load_peer() -> Any:

@@ -23,7 +23,7 @@ import functools
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from accel.cuda import attention, ops_bf16
 from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file
-from accel.cuda.device import Argument
+from accel.cuda.device import Argument, Device, Multiply, Product
 from accel.cuda.machine_code import WARP, Code, Counts, count, disassemble, hot_loop, way
 from accel.cuda.sources import signature
 from reference.config import Config
@@ -99,10 +99,11 @@ class _Memory:
 class Recorder:
     """A device that does nothing but write down what it is asked for."""
 
-    def __init__(self, gpu: Gpu):
+    def __init__(self, gpu: Gpu | Device):
         self.shared_limit, self.warpgroups = gpu.shared_limit, gpu.warpgroups
         self.attention = ""
-        self.asked: list[Launch | tuple[int, int, int]] = []  # launches; products (m, n, k)
+        self.products: dict[Product, Multiply] = {}
+        self.asked: list[Launch | Product] = []
         self.arena = Arena(self)
         self._end = 1 << 40  # of the addresses that were given out
 
@@ -147,8 +148,11 @@ class Recorder:
         given = dict(zip(names, sizes, strict=True))
         self.asked.append(Launch(source, kernel, grid, threads, given, defines))
 
-    def gemm_ex(self, *given: Any) -> None:
-        self.asked.append(given[2:5])
+    def gemm_ex(self, product: Product, *_: Array) -> None:
+        self.asked.append(product)
+
+    def cublaslt(self) -> NoReturn:
+        raise ImportError("nothing is computed here")
 
     def expired(self, block: Array) -> None:
         pass
@@ -176,7 +180,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(gpu: Gpu) -> Iterator[Recorder]:
+def recording(gpu: Gpu | Device) -> Iterator[Recorder]:
     """Let the launchers write down what they ask of a GPU."""
     device = Recorder(gpu)
     before = devices.use(device)
@@ -254,10 +258,10 @@ def dealt(blocks: Sequence[float], places: int) -> float:
     return max(free)
 
 
-def predict(asked: Launch | tuple[int, int, int], gpu: Gpu) -> Prediction:
+def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:
     """Return what one launch or product is predicted to take."""
     if not isinstance(asked, Launch):
-        m, n, k = asked
+        m, n, k = asked.m, asked.n, asked.k
         work = 2.0 * m * n * k
         return Prediction(work / gpu.product, "tensor", 2.0 * (m * k + k * n + m * n), work)
     arguments = tuple(sorted(asked.defines.items()))

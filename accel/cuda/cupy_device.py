@@ -4,9 +4,11 @@ CuPy compiles nothing here, so that no CUDA headers are needed: kernels are load
 code that ``compiler.py`` made, and array operations are limited to copies and memsets.
 """
 
+import ctypes
 import errno
 import importlib
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from accel import AUTO, Attention, launcher
-from accel.cuda import attention
+from accel import AUTO, Attention, Products, launcher
+from accel.cuda import attention, products
 from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
-from accel.cuda.device import BF16, Argument
+from accel.cuda.cublaslt import CublasLt
+from accel.cuda.device import BF16, Argument, Multiply, Product
 from reference.ops import Ops
 from reference.types import Array
 
@@ -37,18 +40,19 @@ COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 97
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 
 
-def backend(compute: str, path: Attention = AUTO) -> Ops:
+def backend(compute: str, path: Attention = AUTO, chosen: Products = AUTO) -> Ops:
     """Return the backend's module for ``compute``, with this process's GPU in use.
 
     Raises
     ------
     ImportError
-        When CuPy, NVRTC, cuBLAS, the driver, a GPU or its path of attention is missing; the message
-        says which, and what to do.
+        When CuPy, NVRTC, cuBLAS, the driver, a GPU, its path of attention or the version of cuBLAS
+        that products were chosen with is missing; the message says which, and what to do.
     """
     devices.use(CuPyDevice(find_gpu()))
     if path != AUTO:
         attention.take(path)
+    products.take(chosen)
     name = "accel.cuda.ops_bf16" if compute == "bf16" else "accel.cuda.ops"
     return cast(Ops, importlib.import_module(name))
 
@@ -121,6 +125,8 @@ class CuPyDevice:
         capability = self._gpu.compute_capability  # "90", say
         self.warpgroups = capability == "90"
         self.attention = ""
+        self.products: dict[Product, Multiply] = {}
+        self._cublaslt: CublasLt | None = None
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
         self._kernels: dict[Any, Any] = {}
@@ -200,21 +206,7 @@ class CuPyDevice:
         values = tuple(np.uint64(0) if a is None else a for a in arguments)
         function(grid, (threads, 1, 1), values, shared_mem=shared)
 
-    def gemm_ex(
-        self,
-        transpose_a: bool,
-        transpose_b: bool,
-        m: int,
-        n: int,
-        k: int,
-        a: Array,
-        lda: int,
-        b: Array,
-        ldb: int,
-        beta: float,
-        c: Array,
-        ldc: int,
-    ) -> None:
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
         """C ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
         handle = self._cupy.cuda.device.get_cublas_handle()
         # CuPy's own handle, which whoever else uses CuPy here may have set otherwise
@@ -224,25 +216,39 @@ class CuPyDevice:
         kind = CUDA_R_16BF if bf16 else CUDA_R_32F
         self._cublas.gemmEx(
             handle,
-            int(transpose_a),
-            int(transpose_b),
-            m,
-            n,
-            k,
+            int(product.transpose_a),
+            int(product.transpose_b),
+            product.m,
+            product.n,
+            product.k,
             self._numbers[1.0].ctypes.data,
             self.address(a),
             kind,
-            lda,
+            product.lda,
             self.address(b),
             kind,
-            ldb,
-            self._numbers[beta].ctypes.data,
+            product.ldb,
+            self._numbers[product.beta].ctypes.data,
             self.address(c),
-            CUDA_R_16BF if c.dtype == BF16 else CUDA_R_32F,
-            ldc,
+            CUDA_R_16BF if product.narrow else CUDA_R_32F,
+            product.ldc,
             COMPUTE_32F if bf16 else COMPUTE_32F_PEDANTIC,
             GEMM_DEFAULT,
         )
+
+    def cublaslt(self) -> CublasLt:
+        """Return the library that cuBLAS itself has loaded, of the same version of CUDA."""
+        if self._cublaslt is None:
+            major = self._cupy.cuda.runtime.runtimeGetVersion() // 1000
+            windows = sys.platform == "win32"
+            name = f"cublasLt64_{major}.dll" if windows else f"libcublasLt.so.{major}"
+            try:
+                self._cublaslt = CublasLt(ctypes.CDLL(name))
+            except (OSError, AttributeError) as error:
+                raise ImportError(
+                    f"{name}, a part of cuBLAS, cannot be used ({first_line(error)})"
+                ) from error
+        return self._cublaslt
 
     def stream(self) -> int:
         """Return the handle of the current stream."""

@@ -8,8 +8,8 @@ use nothing else.
 A bfloat16 array is one of dtype uint16 that holds the bits: CuPy has no complete type for it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,48 @@ from accel.cuda.arena import Arena
 from accel.cuda.sources import signature
 from reference.types import Array
 
+if TYPE_CHECKING:
+    from accel.cuda.cublaslt import CublasLt
+
 Argument = Array | np.generic | None
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
 THREADS = 256  # of a block, where a launcher does not say otherwise
+
+
+class Product(NamedTuple):
+    """C ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
+
+    op(A) is m × k, op(B) k × n. A and B share a type, C has it too or is float32. Sums are in
+    float32.
+    """
+
+    transpose_a: bool
+    transpose_b: bool
+    m: int
+    n: int
+    k: int
+    beta: float
+    narrow: bool  # C is bf16
+
+    @property
+    def lda(self) -> int:
+        """The distance between columns of A."""
+        return self.k if self.transpose_a else self.m
+
+    @property
+    def ldb(self) -> int:
+        """The distance between columns of B."""
+        return self.n if self.transpose_b else self.k
+
+    @property
+    def ldc(self) -> int:
+        """The distance between columns of C."""
+        return self.m
+
+
+Multiply = Callable[[Product, Array, Array, Array], None]  # the product, A, B and C
 
 
 class Device(Protocol):
@@ -32,6 +69,7 @@ class Device(Protocol):
     shared_limit: int  # bytes of shared memory that a block can have
     warpgroups: bool  # whether it multiplies by wgmma: Hopper alone
     attention: str  # the path that attention takes, of those in attention.py; "": the first it has
+    products: dict[Product, Multiply]  # those of bf16 that go another way than gemm_ex's
 
     def __hash__(self) -> int:
         """Tell one device from another."""
@@ -82,25 +120,16 @@ class Device(Protocol):
         parameter's own width; ``shared`` is the block's dynamic shared memory in bytes.
         """
 
-    def gemm_ex(
-        self,
-        transpose_a: bool,
-        transpose_b: bool,
-        m: int,
-        n: int,
-        k: int,
-        a: Array,
-        lda: int,
-        b: Array,
-        ldb: int,
-        beta: float,
-        c: Array,
-        ldc: int,
-    ) -> None:
-        """C ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
+        """C ← op(A) op(B) + beta·C by an algorithm that cuBLAS picks."""
 
-        op(A) is m × k, op(B) k × n; ``ld`` is the distance between columns. A and B share a type,
-        C has it too or is float32. Sums are in float32.
+    def cublaslt(self) -> "CublasLt":
+        """Return the library that lets its caller pick.
+
+        Raises
+        ------
+        ImportError
+            When it is missing.
         """
 
     def stream(self) -> int:

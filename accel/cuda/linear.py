@@ -15,7 +15,7 @@ from accel.cuda.arrays import (
     packs,
     to_dtype,
 )
-from accel.cuda.device import F32, current, empty, is_contiguous, launch
+from accel.cuda.device import BF16, F32, Product, current, empty, is_contiguous, launch
 from reference.types import Array
 
 
@@ -38,7 +38,8 @@ def matmul(
 
     cuBLAS reads memory by columns, so it sees aᵀ, bᵀ and outᵀ, and outᵀ = op(b)ᵀ op(a)ᵀ: the
     operands change places, and each is transposed for cuBLAS exactly when it is for us, since
-    op(x)ᵀ read by columns is op(x) read by rows. A leading dimension is our row length.
+    op(x)ᵀ read by columns is op(x) read by rows. A leading dimension is our row length. A product
+    of bf16 goes by the algorithm that was chosen for it (``products.py``), if one was.
     """
     M, N = out.shape
     K = a.shape[0] if transpose_a else a.shape[1]
@@ -49,7 +50,10 @@ def matmul(
         if not beta and out.size:
             current().clear(out)
         return out
-    current().gemm_ex(transpose_b, transpose_a, N, M, K, b, b.shape[1], a, a.shape[1], beta, out, N)
+    device, narrow = current(), out.dtype == BF16
+    product = Product(transpose_b, transpose_a, N, M, K, beta, narrow)
+    chosen = device.products.get(product) if a.dtype == BF16 else None
+    (chosen or device.gemm_ex)(product, b, a, out)
     return out
 
 

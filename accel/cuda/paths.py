@@ -23,7 +23,7 @@ for who calls this to write it down.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -213,29 +213,49 @@ def _times(
     shapes: Shapes, paths: Sequence[Attention], remember: bool
 ) -> tuple[dict[str, float], str]:
     """Return the seconds of each path, and where they are from, if from earlier."""
+    kernels = [sources.join(sources.parts(f"attention_{path}")) for path in attention.TILES]
+    return remembered(
+        "attention", [repr(shapes), *kernels], paths, partial(measure, shapes, paths), remember
+    )
+
+
+def remembered(
+    what: str,
+    decides: Sequence[str],
+    names: Sequence[str],
+    timed: Callable[[], dict[str, float]],
+    remember: bool,
+) -> tuple[dict[str, float], str]:
+    """Return the seconds of each way to compute, and where they are from, if from earlier.
+
+    Parameters
+    ----------
+    what, decides
+        What is computed; and what decides how fast, beside the GPU's kind.
+    names
+        Of the ways.
+    timed : callable
+        Takes the times.
+    remember : bool
+        Whether times of earlier will do, and are kept.
+    """
     root = default_root() if remember else None
-    kept = None if root is None else root / "cuda" / _name_of(shapes)
-    found = None if kept is None else _read(kept, paths)
+    hashed = hashlib.sha256("\0".join([current().kind(), *decides]).encode()).hexdigest()
+    kept = None if root is None else root / "cuda" / f"{what}-{hashed[:20]}.json"
+    found = None if kept is None else _read(kept, names)
     if found is not None:
         return found, ", timed here before"
-    seconds = measure(shapes, paths)
+    seconds = timed()
     if kept is not None:
         keep(kept, json.dumps(seconds).encode())
     return seconds, ""
 
 
-def _name_of(shapes: Shapes) -> str:
-    """Return the name of the file that keeps times: of the GPU's kind, the shapes, the kernels."""
-    texts = [sources.join(sources.parts(f"attention_{path}")) for path in attention.TILES]
-    hashed = "\0".join([current().kind(), repr(shapes), *texts])
-    return f"attention-{hashlib.sha256(hashed.encode()).hexdigest()[:20]}.json"
-
-
-def _read(kept: Path, paths: Sequence[Attention]) -> dict[str, float] | None:
+def _read(kept: Path, names: Sequence[str]) -> dict[str, float] | None:
     """Return the times in a file; None where it is missing, or says something else."""
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
-        seconds = {str(path): float(found[path]) for path in paths}
+        seconds = {str(name): float(found[name]) for name in names}
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return seconds if all(0 < t < float("inf") for t in seconds.values()) else None
@@ -247,12 +267,28 @@ def measure(shapes: Shapes, paths: Sequence[Attention]) -> dict[str, float]:
     drawn = (np.repeat(array, B, axis=0) for array in _drawn(shapes._replace(B=1)))
     q, k, v, dout = (upload(array, as_bf16=True) for array in drawn)
     who, scale, dropout = _options(shapes)
-    end = upload(np.zeros(1, np.float32), as_bf16=False)
 
     def train(path: Attention) -> None:
         attention.take(path)
         _, cache = attention.attention_forward(q, k, v, who, scale=scale, dropout=dropout)
         attention.attention_backward(dout, cache)
+
+    return in_turn({str(path): partial(train, path) for path in paths}, SECONDS, SAMPLE)
+
+
+def in_turn(
+    functions: Mapping[str, Callable[[], object]], seconds: float, sample: float
+) -> dict[str, float]:
+    """Return the median seconds of a call of each, of samples taken in turn.
+
+    Parameters
+    ----------
+    functions
+        What the device is asked for.
+    seconds, sample : float
+        What all of it shall take, about, and a sample of the slowest, which is at least one call.
+    """
+    end = upload(np.zeros(1, np.float32), as_bf16=False)
 
     def taken(call: Callable[[], object], calls: int) -> float:
         """Return the seconds of a call, of as many that the device is asked for at once."""
@@ -262,11 +298,10 @@ def measure(shapes: Shapes, paths: Sequence[Attention]) -> dict[str, float]:
         current().download(end)  # waits for all work before
         return (clock() - started) / calls
 
-    functions = {str(path): partial(train, path) for path in paths}
     for call in functions.values():  # the first compiles
         taken(call, 1)
     longest = max(taken(call, 1) for call in functions.values())
-    calls = max(1, min(MOST_CALLS, int(SAMPLE / longest)))
+    calls = max(1, min(MOST_CALLS, int(sample / longest)))
     least, most = ROUNDS
-    rounds = max(least, min(most, int(SECONDS / (len(paths) * calls * longest))))
+    rounds = max(least, min(most, int(seconds / (len(functions) * calls * longest))))
     return medians(functions, rounds, lambda call: taken(call, calls))

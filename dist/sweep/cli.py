@@ -94,7 +94,8 @@ def _prepare(trials: Sequence[Trial]) -> None:
     figure_class()  # now rather than when all have ended
     kinds = {repr((replace(t.run.run, out="-"), t.run.model)): t.run for t in trials}
     for run in kinds.values():
-        load_backend(run.run.backend, compute=run.run.compute, attention=run.run.attention)
+        r = run.run
+        load_backend(r.backend, compute=r.compute, attention=r.attention, products=r.products)
         warm.compile_kernels(run)
 
 

@@ -8,7 +8,6 @@ its own arguments, and these against those of the header.
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import re
@@ -20,24 +19,12 @@ from typing import Any
 import pytest
 
 from accel.cuda import cupy_device
+from tests.cuda_shim.require import cuda_files
 from tests.helpers import ROOT, fake_nccl
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "recorded_libraries.cpp"
 CALLED = ("cublasGemmEx", *re.findall(r"^\w+_t (\w+)\(", SOURCE.read_text(), re.MULTILINE))
-
-
-def cuda_files(pattern: str) -> list[Path]:
-    """Return files of NVIDIA's packages; skip without, or fail if MYLLM_REQUIRE_NVRTC is set."""
-    packages = importlib.util.find_spec("nvidia")
-    folders = (packages and packages.submodule_search_locations) or ()
-    found = [path for folder in folders for path in Path(folder).glob(pattern)]
-    if not found or importlib.util.find_spec("cupy_backends") is None:
-        why = f"NVIDIA's {pattern} and CuPy are missing: pip install 'myllm[libraries]'"
-        if os.environ.get("MYLLM_REQUIRE_NVRTC"):
-            pytest.fail(why)
-        pytest.skip(why)
-    return found
 
 
 # What the child does: the products of a launcher, and the exchange of a trainer of three ranks.
@@ -47,6 +34,7 @@ from types import SimpleNamespace
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 from accel.cuda.cupy_device import CuPyDevice
+from accel.cuda.device import Product
 from dist.carriers import Nccl, _nccl_module, _why_not_nccl
 
 class Address:
@@ -67,9 +55,9 @@ device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
 device.address = lambda array: array.at
 bf16, f32 = ([Address(n << 40 | n, t) for n in (1, 2, 3)] for t in (np.uint16, np.float32))
 a, b, c = bf16
-device.gemm_ex(False, True, 11, 12, 13, a, 2**31 - 1, b, 15, 1.0, c, 16)
+device.gemm_ex(Product(False, True, 2**31 - 1, 12, 13, 1.0, True), a, b, c)
 a, b, c = f32
-device.gemm_ex(True, False, 21, 22, 23, a, 24, b, 25, 0.0, c, 26)
+device.gemm_ex(Product(True, False, 21, 22, 23, 0.0, False), a, b, c)
 
 assert _why_not_nccl() == "" and _nccl_module().get_version() == 23456
 here = SimpleNamespace(
@@ -145,13 +133,13 @@ def test_a_product_arrives_at_cublas_as_it_was_asked_for(calls: dict[str, Any]) 
     wide = ["*" in one or "Handle" in one for one in declared[1].split(",")]
     large = 2**31 - 1
     expected = [
-        [handle, 0, 1, 11, 12, 13, 1, at[0], 14, large, at[1], 14, 15, 1, at[2], 14, 16, 68, -1],
-        [handle, 1, 0, 21, 22, 23, 1, at[0], 0, 24, at[1], 0, 25, 0, at[2], 0, 26, 69, -1],
+        [handle, 0, 1, large, 12, 13, 1, at[0], 14, large, at[1], 14, 12, 1, at[2], 14, large, 68],
+        [handle, 1, 0, 21, 22, 23, 1, at[0], 0, 23, at[1], 0, 23, 0, at[2], 0, 21, 69],
     ]
     for call, values in zip(calls["gemmEx"], expected, strict=True):
         assert [name for _, name, _ in call] == names
         assert [kind != "int" for kind, _, _ in call] == wide
-        for (_, name, got), value in zip(call, values, strict=True):
+        for (_, name, got), value in zip(call, [*values, -1], strict=True):
             assert got == value or name in ("alpha", "beta"), name
 
 

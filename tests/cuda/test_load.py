@@ -14,6 +14,7 @@ import pytest
 
 import accel
 from accel.cuda import cupy_device
+from accel.cuda.device import Product
 from dist import carriers
 from tests.cuda_shim.device import ShimDevice
 from tests.helpers import ROOT, fake_nccl
@@ -167,7 +168,7 @@ def test_cublas_is_forbidden_to_add_up_in_bf16() -> None:
     device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
     device.address = lambda array: array.ctypes.data
     a, out = np.zeros((4, 4), np.uint16), np.zeros((4, 4), np.uint16)
-    device.gemm_ex(False, True, 4, 4, 4, a, 4, a, 4, 0.0, out, 4)
+    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, out)
     names = [name for name, *_ in cublas.calls]
     assert names == ["setPointerMode", "setMathMode", "gemmEx"]
     assert cublas.calls[1][1:] == (77, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.cuda.cupy_device import CuPyDevice
-from accel.cuda.device import Argument
+from accel.cuda.device import Argument, Product
 from reference.types import Array
 from tests.cuda_shim.device import ShimDevice, ShimError
 
@@ -93,23 +93,6 @@ class CuPyArrays(ShimDevice):
         given = [a if a is None or isinstance(a, np.generic) else host(a) for a in arguments]
         super().launch(source, kernel, grid, threads, given, shared=shared, defines=defines)
 
-    def gemm_ex(
-        self,
-        transpose_a: bool,
-        transpose_b: bool,
-        m: int,
-        n: int,
-        k: int,
-        a: Any,
-        lda: int,
-        b: Any,
-        ldb: int,
-        beta: float,
-        c: Any,
-        ldc: int,
-    ) -> None:
-        assert all(type(size) is int for size in (m, n, k, lda, ldb, ldc))
-        arrays = host(a), host(b), host(c)
-        super().gemm_ex(
-            transpose_a, transpose_b, m, n, k, arrays[0], lda, arrays[1], ldb, beta, arrays[2], ldc
-        )
+    def gemm_ex(self, product: Product, a: Any, b: Any, c: Any) -> None:
+        assert all(type(size) is int for size in product[2:5])
+        super().gemm_ex(product, host(a), host(b), host(c))

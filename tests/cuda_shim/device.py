@@ -24,7 +24,8 @@ from filelock import FileLock
 
 from accel.cuda import sources
 from accel.cuda.arena import Arena
-from accel.cuda.device import Argument
+from accel.cuda.cublaslt import CublasLt
+from accel.cuda.device import Argument, Multiply, Product
 from reference.types import Array
 
 HERE = Path(__file__).parent
@@ -97,6 +98,7 @@ class ShimDevice:
         self.shared_limit = shared_limit
         self.warpgroups = warpgroups
         self.attention = ""
+        self.products: dict[Product, Multiply] = {}
         self.early = early
         self.races = races
         self.edits = dict(edits or {})
@@ -244,33 +246,24 @@ class ShimDevice:
 
     # ---- dense products --------------------------------------------------------------------------
 
-    def gemm_ex(
-        self,
-        transpose_a: bool,
-        transpose_b: bool,
-        m: int,
-        n: int,
-        k: int,
-        a: Array,
-        lda: int,
-        b: Array,
-        ldb: int,
-        beta: float,
-        c: Array,
-        ldc: int,
-    ) -> None:
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
         """C ← op(A) op(B) + beta·C on column-major matrices, as cuBLAS reads its arguments."""
         self.launches.append("gemm")
-        assert a.dtype == b.dtype and c.dtype in (a.dtype, np.float32)
-        left = _columns(a, lda, *((k, m) if transpose_a else (m, k)))
-        right = _columns(b, ldb, *((n, k) if transpose_b else (k, n)))
-        product = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+        assert a.dtype == b.dtype and c.dtype == (np.uint16 if product.narrow else np.float32)
+        assert a.dtype == np.uint16 or not product.narrow
+        transpose_a, transpose_b, m, n, k, beta, _ = product
+        left = _columns(a, product.lda, *((k, m) if transpose_a else (m, k)))
+        right = _columns(b, product.ldb, *((n, k) if transpose_b else (k, n)))
+        result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
         if beta:
-            product = product + np.float32(beta) * _columns(c, ldc, m, n)
+            result = result + np.float32(beta) * _columns(c, product.ldc, m, n)
         target = np.lib.stride_tricks.as_strided(
-            c, (m, n), (c.itemsize, ldc * c.itemsize), writeable=True
+            c, (m, n), (c.itemsize, product.ldc * c.itemsize), writeable=True
         )
-        target[...] = to_bf16(product) if c.dtype == np.uint16 else product
+        target[...] = to_bf16(result) if product.narrow else result
+
+    def cublaslt(self) -> CublasLt:
+        raise ImportError("the shim has no cublasLt")
 
 
 def _columns(array: Array, ld: int, rows: int, columns: int) -> Array:

@@ -2,7 +2,7 @@
 
 NCCL is ``fake`` (MPI carries its calls) or ``none`` (the library is not installed). SHIM_SECONDS,
 where it is set, has for each rank a JSON object: what a training step of attention takes there by
-each path that its GPU has.
+each path that its GPU has, and a product by each algorithm of cublasLt's stand-in, by its number.
 """
 
 import json
@@ -32,8 +32,17 @@ def install(nccl: str, put: Any = setattr, device: ShimDevice | None = None) -> 
 
 
 def clocked(seconds: Mapping[str, float], put: Any = setattr) -> ShimDevice:
-    """Return a device with these paths of attention, whose backward takes so long by the clock."""
+    """Return a device with these paths of attention, whose backward takes so long by the clock.
+
+    Where there are numbers among them it has cublasLt, too, with these algorithms.
+    """
     now = [0.0]
+    numbered = {int(name): each for name, each in seconds.items() if name.isdecimal()}
+    device = ShimDevice(warpgroups="wgmma" in seconds)
+    if numbered:
+        from tests.cuda_shim.cublaslt import WithCublasLt  # needs NVIDIA's headers
+
+        device = WithCublasLt(numbered, warpgroups="wgmma" in seconds)
     backward = attention.attention_backward
 
     def passes(*given: Any) -> Any:
@@ -41,8 +50,8 @@ def clocked(seconds: Mapping[str, float], put: Any = setattr) -> ShimDevice:
         return backward(*given)
 
     put(attention, "attention_backward", passes)
-    put(paths, "clock", lambda: now[0])
-    return ShimDevice(warpgroups="wgmma" in seconds)
+    put(paths, "clock", lambda: now[0] + getattr(device, "now", 0.0))
+    return device
 
 
 if __name__ == "__main__":

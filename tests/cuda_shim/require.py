@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,17 @@ def nvdisasm() -> None:
         machine_code.tool()
     except ImportError as error:
         _without(str(error), "MYLLM_REQUIRE_NVRTC")
+
+
+def cuda_files(pattern: str) -> list[Path]:
+    """Return files of NVIDIA's packages; skip without, or fail if MYLLM_REQUIRE_NVRTC is set."""
+    packages = importlib.util.find_spec("nvidia")
+    folders = (packages and packages.submodule_search_locations) or ()
+    found = [path for folder in folders for path in Path(folder).glob(pattern)]
+    if not found or importlib.util.find_spec("cupy_backends") is None:
+        why = f"NVIDIA's {pattern} and CuPy are missing: pip install 'myllm[libraries]'"
+        _without(why, "MYLLM_REQUIRE_NVRTC")
+    return found
 
 
 def _without(why: str, required: str) -> None:

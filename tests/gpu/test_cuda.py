@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import accel
-from accel.cuda import attention, paths
+from accel.bench.training import Training
+from accel.cuda import attention, paths, products
 from accel.cuda import device as devices
+from accel.cuda.device import Product
 from accel.verify import check_module
 from reference.params import decoder_layout
 from reference.types import Array
@@ -101,6 +103,62 @@ def test_attention_s_paths_agree_with_the_plain_kernel_and_one_is_chosen(
     path, said = paths.choose(shapes, remember=False)
     print(said)
     assert path in fast and "left out" not in said
+
+
+# of MyLLM-1B's products, each way round; C of float32, and added onto
+PRODUCTS = [
+    Product(False, False, 2304, 4096, 1792, 0.0, True),
+    Product(True, False, 1792, 4096, 9728, 0.0, True),
+    Product(False, True, 9728, 1792, 4096, 0.0, False),
+    Product(False, True, 1792, 8192, 4096, 1.0, False),
+    Product(True, False, 1000, 72, 136, 0.0, True),
+]
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=products.name)
+def test_cublas_lt_s_algorithms_give_the_product_and_the_same_bits(
+    product: Product, bf16: Any
+) -> None:
+    library = devices.current().cublaslt()
+    p, rng = product, np.random.default_rng(0)
+    a, b, c = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((p.m, p.k)[:: -1 if not p.transpose_a else 1],
+                      (p.k, p.n)[:: -1 if not p.transpose_b else 1], (p.n, p.m))
+    )  # fmt: skip
+    given = [bf16.from_numpy(a, activation=True), bf16.from_numpy(b, activation=True)]
+    given.append(bf16.from_numpy(c, activation=p.narrow))
+    wide = [bf16.to_numpy(x).astype(np.float64) for x in given]
+    left = wide[0] if p.transpose_a else wide[0].T
+    right = wide[1] if p.transpose_b else wide[1].T
+    some = slice(None, None, 97)  # of the columns of C, its rows here
+    exact = (left @ right[:, some]).T + p.beta * wide[2][some]
+    found = library.algorithms(product, products.TRIED)
+    print(f"cuBLAS {library.version}: {len(found)} algorithms")
+    ways, wrong = products.check(library, product)
+    assert not wrong and len(ways) > 1
+    for name, way in ways.items():
+        results = [bf16.to_numpy(products._result(p, way, tuple(given))) for _ in range(2)]
+        np.testing.assert_array_equal(*results)
+        assert relative_error(results[0][some], exact) < (0.004 if p.narrow else 1e-5), name
+
+
+def test_products_are_chosen_and_taken_as_they_were_written(bf16: Any) -> None:
+    config = MODELS["myllm"]
+    choice = products.choose(config, 2, remember=False)
+    print(choice.said)
+    assert "left out" not in choice.said and len(choice.timed) > 5
+    library = devices.current().cublaslt()
+    listed = {one: library.algorithms(one, 1) for one, *_ in choice.timed}
+    lines = [f"{products.name(one)}: {some[0].hex()}" for one, some in listed.items() if some]
+    found = []
+    for _ in range(2):
+        products.take((f"cuBLAS {library.version}", *lines))
+        assert len(devices.current().products) == len(lines) > 5
+        training = Training(bf16, config, 2, config.context_length)
+        found.append(([training.step() for _ in range(3)], bf16.to_numpy(training.master)))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("compute", ["float32", "bf16"])

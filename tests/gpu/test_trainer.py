@@ -83,6 +83,24 @@ def test_attention_s_path_is_chosen_and_written_down_and_each_may_be_named(
         assert path != chosen or digest(named) == digest(config)
 
 
+def test_products_algorithms_are_chosen_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {"run__checkpoint_every": 1, "run__keep": 9}
+    config = prepare(tmp_path, run__backend="cuda", run__compute="bf16", **often, **WIDE)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    chosen = load_run_file(Path(config.run.out) / "config.toml").run.products
+    assert said.count("products: ") == 1 and "left out" not in said and chosen != "auto"
+    whole = digest(config)
+    (Path(config.run.out) / "checkpoints" / "latest").write_text("step-00000003\n")
+    assert train(config) == 0
+    assert "as before" in capsys.readouterr().out and digest(config) == whole
+    own = with_run(config, products="default", out=str(tmp_path / "own"))
+    assert train(own) == 0
+    assert losses(own) == pytest.approx(losses(config), rel=1e-2)
+
+
 def test_two_ranks_may_share_a_gpu_by_way_of_host_memory(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__backend="cuda", run__comm="mpi", **WIDE)
     alone = with_run(config, out=str(tmp_path / "alone"))
