@@ -208,12 +208,18 @@ def _layernorm_backward(
                 along += dn * ((u[j] - mean) * r)
             s *= inv
             along *= inv
-            for j in range(width):
-                n = (u[j] - mean) * r
-                dg[j] += d[j] * n
-                db[j] += d[j]
-                into = r * (d[j] * g[j] - s - n * along)
-                z[j] = _sum(e[j], into) if plus else into
+            if plus:  # which LLVM does not take out of a loop of this size
+                for j in range(width):
+                    n = (u[j] - mean) * r
+                    dg[j] += d[j] * n
+                    db[j] += d[j]
+                    z[j] = _sum(e[j], r * (d[j] * g[j] - s - n * along))
+            else:
+                for j in range(width):
+                    n = (u[j] - mean) * r
+                    dg[j] += d[j] * n
+                    db[j] += d[j]
+                    z[j] = r * (d[j] * g[j] - s - n * along)
 
 
 def layernorm_forward(
