@@ -105,12 +105,14 @@ def norm_forward(run: Pass, name: str, x: Array) -> tuple[Array, Any]:
     return ops.rmsnorm_forward(x, params[f"{name}.gain"], eps=eps)
 
 
-def norm_backward(run: Pass, grads: Grads, name: str, dout: Array, cache: Any) -> Array:
-    """Write the gradients of gain and shift, return dx."""
+def norm_backward(
+    run: Pass, grads: Grads, name: str, dout: Array, cache: Any, plus: Array | None = None
+) -> Array:
+    """Write the gradients of gain and shift, return dx, with ``plus`` added where it is given."""
     if run.config.norm == "layernorm":
         out = (grads[f"{name}.gain"], grads[f"{name}.bias"])
-        return run.ops.layernorm_backward(dout, cache, out=out)[0]
-    return run.ops.rmsnorm_backward(dout, cache, out=grads[f"{name}.gain"])[0]
+        return run.ops.layernorm_backward(dout, cache, out=out, plus=plus)[0]
+    return run.ops.rmsnorm_backward(dout, cache, out=grads[f"{name}.gain"], plus=plus)[0]
 
 
 def linear_forward(
@@ -209,7 +211,7 @@ def residual_backward(
     dh = ops.dropout_backward(dh, cache.dropout)
     dh = branch_backward(dh, cache.branch, again)
     if pre:
-        dh = norm_backward(run, grads, name, dh, cache.norm)
+        return norm_backward(run, grads, name, dh, cache.norm, plus=dx)
     return ops.add_forward(dx, dh)[0]
 
 

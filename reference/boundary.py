@@ -252,6 +252,13 @@ class Boundary:
             shape = pattern.sizes(saved.dims)
             self.check_like(op, "x", x, shape, saved.out[1], "the forward's x")
 
+    def check_plus(self, plus: Any, saved: Saved) -> None:
+        """Raise unless ``plus`` can be added to the gradient of the first array."""
+        pattern = self.operands[0][1]
+        shape = None if pattern is None else pattern.sizes(saved.dims)
+        what = f"the gradient of {self.op.operands[0].name}"
+        self.check_like(self.op.backward_name, "plus", plus, shape, saved.out[1], what)
+
     # ---- the public functions --------------------------------------------------------------------
 
     def forward(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -290,6 +297,7 @@ class Boundary:
         keywords: list[tuple[str, Any]] = [("x", None)] if "keep_x" in op.needs else []
         keywords += [("out", None)] if op.parameters else []
         keywords += [("accumulate", False)] if op.accumulates else []
+        keywords += [("plus", None)] if op.adds else []
 
         names = [name for name, _ in keywords]
         run = (implementation, self.rules.few(implementation))
@@ -314,6 +322,8 @@ class Boundary:
                 raise ValueError(f"{op.name}: accumulate=True adds onto out, so out must be given")
             if "x" in asked:
                 self.check_given_again(asked["x"], saved)
+            if asked.get("plus") is not None:
+                self.check_plus(asked["plus"], saved)
             if "out" in asked:
                 asked["out"] = self.receivers(asked["out"], saved)
             return run[saved.few](dout, saved.cache, **asked)
@@ -379,6 +389,8 @@ def plain(op: Op, module: ModuleType) -> dict[str, Callable[..., Any]]:
             return gradients
         single = not isinstance(gradients, tuple)
         found = dict(zip(op.gradients, (gradients,) if single else gradients, strict=True))
+        if asked.get("plus") is not None:
+            found[op.gradients[0]] = found[op.gradients[0]] + asked["plus"]
         for name, receiver in zip(op.parameters, asked["out"], strict=True):
             if receiver is not None and found[name] is not None:
                 if asked.get("accumulate"):

@@ -78,6 +78,7 @@ class Op(NamedTuple):
     home: str = ""  # the module of reference/ that it is defined in, if not its own
     needs: tuple[str, ...] = ()  # of fast backends: keep_x, need_backward, out (of the forward)
     accumulates: bool = False  # its backward can add onto ``out``
+    adds: bool = False  # its backward can add ``plus`` to the first gradient, in the same pass
     wide: bool = False  # the result is float64 whatever goes in
 
     @property

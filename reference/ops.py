@@ -15,8 +15,9 @@ The rules that all ops obey::
   another, and so may k and v that come from it.
 * Differentiable ops never write into their arguments. ``out=`` of a backward is where parameter
   gradients go: views of the flat gradient, overwritten (``embedding_backward`` adds instead when
-  ``accumulate`` is set). ``accumulate``, ``adamw``, ``muon`` and ``write_kv`` write into what they
-  are given.
+  ``accumulate`` is set). ``plus=`` of a norm's backward is the gradient that x receives otherwise,
+  as along a residual stream: what is returned is the sum. ``accumulate``, ``adamw``, ``muon`` and
+  ``write_kv`` write into what they are given.
 * Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
   are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
@@ -234,17 +235,19 @@ OPS: dict[str, Op] = {
         Op("merge_heads", "The heads of a token side by side.", (_x("B T H d"),), out="B T H·d"),
         Op(
             "rmsnorm",
-            "x / √(mean(x²) + eps) · gain.",
+            "x / √(mean(x²) + eps) · gain; its backward adds ``plus`` to dx.",
             (_x("... D", travels="..."), _parameter("gain", "D")),
             (number("eps", at_least=0),),
             "... D",
+            adds=True,
         ),
         Op(
             "layernorm",
-            "(x - mean) / √(var + eps) · gain + bias.",
+            "(x - mean) / √(var + eps) · gain + bias; its backward adds ``plus`` to dx.",
             (_x("... D", travels="..."), _parameter("gain", "D"), _parameter("bias", "D")),
             (number("eps", at_least=0),),
             "... D",
+            adds=True,
         ),
         Op(
             "rope",

@@ -23,7 +23,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import pointer
 from accel.jit import jit
 from accel.threads import threads
-from reference.ops import Ops
+from reference.ops import OPS, Ops
 
 BAR = 0.9
 ADAMW_BYTES = 28  # of a number: weight, moments and gradient read, all but the last written
@@ -84,6 +84,10 @@ def calls(ops: Ops, cases: Iterable[OpCase]) -> Iterator[tuple[str, Function, fl
             _, cache = forward()
             backward = partial(getattr(ops, f"{case.op}_backward"), case.dout, cache)
             yield what.replace(" ", " backward ", 1), backward, fro
+            if OPS[case.op].adds:
+                plus = np.ones_like(case.arrays[0])
+                both = partial(backward, plus=plus)
+                yield what.replace(" ", " backward, plus ", 1), both, fro + plus.nbytes
     yield "adamw 12.6 M", adamw(ops, adamw_state(PARAMETERS)), float(ADAMW_BYTES * PARAMETERS)
 
 

@@ -42,7 +42,7 @@ from reference import ops as reference
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.flops import attention_flops, training_flops
-from reference.ops import Ops
+from reference.ops import OPS, Ops
 from reference.presets import MYLLM_1B
 from reference.types import Array, DropoutKey
 
@@ -298,6 +298,11 @@ class Bench:
                     getattr(self.ops, f"{case.op}_backward"), case.dout, forward()[1]
                 )
                 yield self.row(f"{case.what} backward", backward, case.moved[1], case.operations[1])
+                if OPS[case.op].adds:
+                    x = case.arrays[0]
+                    adding = partial(backward, plus=self.random(*x.shape))
+                    moved = case.moved[1] + x.nbytes
+                    yield self.row(f"{case.what} backward, plus", adding, moved, 0)
 
     def cases(self, config: Config, B: int, T: int, flat_size: int) -> Iterator[OpCase]:
         """Yield the ops of a layer, of the head and on flat buffers, at a model's shapes."""

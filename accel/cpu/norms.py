@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm; the mathematics is in ``reference/rmsnorm.py`` and ``layernorm.py``.
 
 A row is read once from memory and once or twice more from the nearest cache. The caches keep the
-input and one or two numbers a row; the backward recomputes the normalised rows. Gradients of
-gain and shift are sums over all rows: each task adds up SUM_PIECE rows, and the tasks' sums are
-added in order.
+input and one or two numbers a row; the backward recomputes the normalised rows, and adds ``plus``
+to dx as it writes it, with the bits of ``add``. Gradients of gain and shift are sums over all
+rows: each task adds up SUM_PIECE rows, and the tasks' sums are added in order.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import (
+    EACH,
     ROW_PIECE,
     SUM,
     SUM_PIECE,
@@ -27,6 +28,12 @@ from accel.cpu.simd import at, pointer
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
+
+
+@jit(**EACH | {"fastmath": False})
+def _sum(a: Any, b: Any) -> Any:
+    """Return a + b, where b has been rounded: it is not joined to the product that b is."""
+    return a + b
 
 
 # ---- rmsnorm -------------------------------------------------------------------------------------
@@ -66,9 +73,11 @@ def _rmsnorm_backward(
     partial: int,
     rows: int,
     width: int,
+    plus: int,
 ) -> None:
     a, g, rs = pointer(x, inv), pointer(gain, inv), pointer(rstd, inv)
     dy, da, sums = pointer(dout, inv), pointer(dx, inv), pointer(partial, inv)
+    others = pointer(plus, inv)  # null where nothing is to be added
     zero = inv - inv
     for piece in prange((rows + SUM_PIECE - 1) // SUM_PIECE):
         dg = at(sums, piece * width)
@@ -76,6 +85,7 @@ def _rmsnorm_backward(
             dg[j] = zero
         for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
             u, d, z, r = at(a, i * width), at(dy, i * width), at(da, i * width), rs[i]
+            e = at(others, i * width)
             s = zero
             for j in range(width):
                 s += d[j] * g[j] * (u[j] * r)
@@ -83,7 +93,8 @@ def _rmsnorm_backward(
             for j in range(width):
                 n = u[j] * r
                 dg[j] += d[j] * n
-                z[j] = r * (d[j] * g[j] - n * mean)
+                into = r * (d[j] * g[j] - n * mean)
+                z[j] = _sum(e[j], into) if plus else into
 
 
 def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
@@ -101,17 +112,19 @@ def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNor
 
 
 def rmsnorm_backward(
-    dout: Array, cache: RMSNormCache, *, out: tuple[Array | None]
+    dout: Array, cache: RMSNormCache, *, out: tuple[Array | None], plus: Array | None
 ) -> tuple[Array, Array]:
-    """Return (dx, dgain)."""
+    """Return (dx + plus, dgain)."""
     x, gain, rstd = cache
     dout = contiguous(dout)
+    plus = None if plus is None else contiguous(plus)
     rows, width = len(rstd), len(gain)
     dx = empty(x.shape, x.dtype)
     partial = empty((-(-rows // SUM_PIECE), width), x.dtype)
     _rmsnorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(rstd)),
         *(address(dout), address(dx), address(partial), rows, width),
+        0 if plus is None else address(plus),
     )
     dgain, elsewhere = receiver(out[0], gain.shape, x.dtype)
     sum_partials(partial, dgain)
@@ -172,10 +185,12 @@ def _layernorm_backward(
     bias_partial: int,
     rows: int,
     width: int,
+    plus: int,
 ) -> None:
     a, g, st = pointer(x, inv), pointer(gain, inv), pointer(stats, inv)
     dy, da = pointer(dout, inv), pointer(dx, inv)
     gain_sums, bias_sums = pointer(gain_partial, inv), pointer(bias_partial, inv)
+    others = pointer(plus, inv)  # null where nothing is to be added
     zero = inv - inv
     for piece in prange((rows + SUM_PIECE - 1) // SUM_PIECE):
         dg, db = at(gain_sums, piece * width), at(bias_sums, piece * width)
@@ -184,7 +199,7 @@ def _layernorm_backward(
             db[j] = zero
         for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
             u, d, z = at(a, i * width), at(dy, i * width), at(da, i * width)
-            mean, r = st[i], st[rows + i]
+            e, mean, r = at(others, i * width), st[i], st[rows + i]
             s = zero
             along = zero
             for j in range(width):
@@ -193,11 +208,18 @@ def _layernorm_backward(
                 along += dn * ((u[j] - mean) * r)
             s *= inv
             along *= inv
-            for j in range(width):
-                n = (u[j] - mean) * r
-                dg[j] += d[j] * n
-                db[j] += d[j]
-                z[j] = r * (d[j] * g[j] - s - n * along)
+            if plus:  # which LLVM does not take out of a loop of this size
+                for j in range(width):
+                    n = (u[j] - mean) * r
+                    dg[j] += d[j] * n
+                    db[j] += d[j]
+                    z[j] = _sum(e[j], r * (d[j] * g[j] - s - n * along))
+            else:
+                for j in range(width):
+                    n = (u[j] - mean) * r
+                    dg[j] += d[j] * n
+                    db[j] += d[j]
+                    z[j] = r * (d[j] * g[j] - s - n * along)
 
 
 def layernorm_forward(
@@ -217,17 +239,23 @@ def layernorm_forward(
 
 
 def layernorm_backward(
-    dout: Array, cache: LayerNormCache, *, out: tuple[Array | None, Array | None]
+    dout: Array,
+    cache: LayerNormCache,
+    *,
+    out: tuple[Array | None, Array | None],
+    plus: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """Return (dx, dgain, dbias)."""
+    """Return (dx + plus, dgain, dbias)."""
     x, gain, stats = cache
     dout = contiguous(dout)
+    plus = None if plus is None else contiguous(plus)
     rows, width = stats.shape[1], len(gain)
     dx = empty(x.shape, x.dtype)
     partial = empty((2, -(-rows // SUM_PIECE), width), x.dtype)
     _layernorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(stats)),
         *(address(dout), address(dx), address(partial[0]), address(partial[1]), rows, width),
+        0 if plus is None else address(plus),
     )
     dgain, gain_elsewhere = receiver(out[0], gain.shape, x.dtype)
     dbias, bias_elsewhere = receiver(out[1], gain.shape, x.dtype)

@@ -1,11 +1,12 @@
 // RMSNorm and LayerNorm. A block owns a row at a time, a thread PACK columns of it at a stride of
 // the block; sums are over the block in a fixed order, in float.
 //
-// Forward reads x and writes y: 2·D·sizeof(elem) bytes a row from and to memory. Backward reads x and dy
-// and writes dx. Its blocks stay for many rows and sum up Σ dy·n (and Σ dy) of their rows; each column
-// belongs to one thread. Where a thread has no more than one pack of a row (`once`), what it has read
-// and its sums stay in registers; of wider rows it reads again, from the L1 cache, and its sums are in
-// shared memory.
+// Forward reads x and writes y: 2·D·sizeof(elem) bytes a row from and to memory. Backward reads x,
+// dy and, where it is given, plus, the gradient that x receives from elsewhere, and writes dx. Its
+// blocks stay for many rows and sum up Σ dy·n (and Σ dy) of their rows; each column belongs to one
+// thread. Where a thread has no more than one pack of a row (`once`), what it has read and its sums
+// stay in registers; of wider rows it reads again, from the L1 cache, and its sums are in shared
+// memory.
 // Element k of pack j lies at k·packs + j, so that the lanes of a warp, on neighbouring packs, are on
 // neighbouring banks. The partial sums leave as one row per block, for reduce.cu. How rows are dealt
 // out depends on their number alone.
@@ -75,17 +76,18 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
     if (threadIdx.x == 0) rstd[row] = r;
 }
 
-// dx = r (dn - n mean(dn n)), dn = dy g, n = x r. partial (gridDim.x, D) receives Σ dy n of the
-// block's rows. Shared memory: 32 floats, and D rounded up to whole packs.
+// dx = plus + r (dn - n mean(dn n)), dn = dy g, n = x r; plus may be null. partial (gridDim.x, D)
+// receives Σ dy n of the block's rows. Shared memory: 32 floats, and D rounded up to whole packs.
 KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const float* rstd,
-                        elem* dx, float* partial, i64 N, i64 D) {
+                        const elem* plus, elem* dx, float* partial, i64 N, i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
     float* dgain = scratch + 32;
-    const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    const bool wide =
+        D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     const bool once = one_pack(D);
-    float d[PACK], v[PACK], g[PACK], mine[PACK] = {};
+    float d[PACK], v[PACK], g[PACK], more[PACK] = {}, mine[PACK] = {};
     columns(D, [&](i64 i) {
         load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
@@ -96,6 +98,7 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
         columns(D, [&](i64 i) {
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
+            if (once && plus) load_pack(plus + row * D, i, D, wide, more);
             if (!once) load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = v[k] * r;
@@ -108,10 +111,12 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
                 load_pack(x + row * D, i, D, wide, v);
+                if (plus) load_pack(plus + row * D, i, D, wide, more);
                 load_floats(gain, i, D, floats, g);
             }
             float to[PACK];
-            for (int k = 0; k < PACK; ++k) to[k] = r * (d[k] * g[k] - v[k] * r * mean);
+            for (int k = 0; k < PACK; ++k)
+                to[k] = more[k] + r * (d[k] * g[k] - v[k] * r * mean);
             store_pack(dx + row * D, i, D, wide, to);
         });
     }
@@ -158,18 +163,20 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     }
 }
 
-// dx = r (dn - mean(dn) - n mean(dn n)). partial (gridDim.x, 2, D) receives Σ dy n and Σ dy.
-// Shared memory: 32 floats, and twice D rounded up to whole packs.
+// dx = plus + r (dn - mean(dn) - n mean(dn n)); plus may be null. partial (gridDim.x, 2, D) receives
+// Σ dy n and Σ dy. Shared memory: 32 floats, and twice D rounded up to whole packs.
 KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, const float* mean,
-                          const float* rstd, elem* dx, float* partial, i64 N, i64 D) {
+                          const float* rstd, const elem* plus, elem* dx, float* partial, i64 N,
+                          i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
     float* dgain = scratch + 32;
     float* dbias = dgain + (D + PACK - 1) / PACK * PACK;
-    const bool wide = D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx);
+    const bool wide =
+        D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     const bool once = one_pack(D);
-    float d[PACK], v[PACK], g[PACK], gains[PACK] = {}, shifts[PACK] = {};
+    float d[PACK], v[PACK], g[PACK], more[PACK] = {}, gains[PACK] = {}, shifts[PACK] = {};
     columns(D, [&](i64 i) {
         load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k)
@@ -181,6 +188,7 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
         columns(D, [&](i64 i) {
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
+            if (once && plus) load_pack(plus + row * D, i, D, wide, more);
             if (!once) load_floats(gain, i, D, floats, g);
             for (int k = 0; k < PACK; ++k) {
                 const float n = (v[k] - m) * r;
@@ -196,11 +204,12 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
                 load_pack(x + row * D, i, D, wide, v);
+                if (plus) load_pack(plus + row * D, i, D, wide, more);
                 load_floats(gain, i, D, floats, g);
             }
             float to[PACK];
             for (int k = 0; k < PACK; ++k)
-                to[k] = r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
+                to[k] = more[k] + r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
             store_pack(dx + row * D, i, D, wide, to);
         });
     }

@@ -337,6 +337,21 @@ class Expected(NamedTuple):
         rules = {n: r._replace(exact=-r.exact) for n, r in self.rules.items() if n in exact}
         return Expected(exact, plain, self.magnitudes, rules, travels)
 
+    def shifted(self, name: str, base: Array) -> "Expected":
+        """Return what is due of a result that was added to something: one more rounding."""
+        s, roundings, terms = self.magnitudes[name]
+        plain = np.asarray(self.plain[name])
+        return self._replace(
+            exact={**self.exact, name: self.exact[name] + base.astype(np.float64)},
+            plain={**self.plain, name: (plain + base).astype(plain.dtype)},
+            magnitudes={
+                **self.magnitudes,
+                name: Magnitude(s + np.abs(base), roundings + 1, terms),
+            },
+            travels={n: t.shifted(base) if n == name else t for n, t in self.travels.items()},
+            rules={},
+        )
+
 
 def plain_results(case: Case) -> dict[str, Array]:
     """Return what plain code gives in the working precision.
@@ -405,5 +420,13 @@ def contract_parameters(function: str) -> list[inspect.Parameter]:
 
 def accumulated_onto(case: Case) -> Array:
     """Return what stands in ``out`` before ``accumulate=True`` adds onto it."""
-    shape = case.arrays[case.spec.parameters[0]].shape
+    return _sines(case.arrays[case.spec.parameters[0]].shape)
+
+
+def plus_of(case: Case) -> Array:
+    """Return the ``plus`` that a backward is given: numbers that an activation can hold."""
+    return round_to(_sines(case.arrays[case.spec.gradients[0]].shape), case.dtype)
+
+
+def _sines(shape: tuple[int, ...]) -> Array:
     return np.asarray(np.sin(np.arange(math.prod(shape)).reshape(shape)), np.float32)

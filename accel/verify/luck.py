@@ -8,6 +8,7 @@ import numpy as np
 
 from accel.verify.calling import (
     Run,
+    inputs_tuple,
     judge,
     named_gradients,
     place_cotangent,
@@ -21,6 +22,7 @@ from accel.verify.contract import (
     gradient_names,
     numpy_dtype,
     other_case,
+    plus_of,
 )
 from accel.verify.subject import KernelError, Subject
 
@@ -83,6 +85,30 @@ def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
     gradients = named_gradients(run, result, gradient_names(case))
     got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
     judge(run, dict(got), want, note=" of a second backward, which is given x,")
+
+
+def given_more(run: Run, views: dict[str, Any], want: Expected) -> None:
+    """Where it offers it, have the backward add ``plus`` to its first gradient."""
+    case, subject, spec = run.case, run.subject, run.spec
+    taken = subject.signature(spec.backward_name) or () if subject.has_backward(spec) else ()
+    if not spec.adds or "plus" not in taken or "dout" not in run.placed:
+        return
+    plus = plus_of(case)
+    placed = subject.place(plus, case.layouts.get("dout", "plain"), activation=True)
+    run.placed["plus"] = placed
+    out, cache, cached = run.call_forward(views, case, want.exact)
+    state = cache if cached else inputs_tuple(subject, case, views, out)
+    function, dout = getattr(subject.module, spec.backward_name), run.placed["dout"].view
+    poison(want)
+    result = subject.call(spec.backward_name, function, dout, state, plus=placed.view)
+    gradients = named_gradients(run, result, gradient_names(case))
+    got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
+    judge(
+        run,
+        dict(got),
+        want.shifted(f"d{spec.gradients[0]}", plus),
+        note=" of a second backward, which is given plus,",
+    )
 
 
 def refill(run: Run, views: dict[str, Any]) -> None:

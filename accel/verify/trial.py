@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from accel.tolerance import Magnitude
 from accel.verify.calling import (
     Judged,
     Run,
@@ -28,6 +27,7 @@ from accel.verify.luck import (
     again,
     arguments_kept,
     given_again,
+    given_more,
     interleave,
     refill,
     repeat,
@@ -98,6 +98,7 @@ def _perform(run: Run, want: Expected, patience: float) -> None:
         with run.called_before():
             repeat(run, views, want, got)
             given_again(run, views, want)
+            given_more(run, views, want)
             arguments_kept(run)
             if case.size[0] <= REFILLED and special_at(case) is None:
                 refill(run, views)
@@ -128,7 +129,7 @@ def _backward(run: Run, want: Expected, state: Any) -> None:
 
     if case.out == "accumulate":
         (name,) = buffers
-        want = _shifted(want, name, accumulated_onto(case).astype(np.float64))
+        want = want.shifted(name, accumulated_onto(case))
     judge(run, got, want)
     for name, buffer in buffers.items():
         _judge_buffer(run, name, buffer, want)
@@ -146,19 +147,6 @@ def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
     base = subject.from_numpy(flat)
     before = subject.to_numpy(base).copy()
     return Placed(base[GUARD : GUARD + size].reshape(shape), base, before)
-
-
-def _shifted(want: Expected, name: str, base: Array) -> Expected:
-    """Return the expectation of a gradient that was added onto something."""
-    magnitude = want.magnitudes[name]
-    grown = Magnitude(magnitude.s + np.abs(base), 3, magnitude.terms)
-    return want._replace(
-        exact={**want.exact, name: want.exact[name] + base},
-        plain={**want.plain, name: (want.plain[name] + base).astype(np.float32)},
-        magnitudes={**want.magnitudes, name: grown},
-        travels={n: t.shifted(base) if n == name else t for n, t in want.travels.items()},
-        rules={},
-    )
 
 
 def _judge_buffer(run: Run, name: str, buffer: Placed, want: Expected) -> None:

@@ -90,7 +90,8 @@ def gradient(ops: Any, config: Config, recompute: Any) -> tuple[float, Array, di
         counting.calls.clear()
         loss_backward(1.0, cache, layout.views(grad))
     again = {n: calls for n, calls in counting.calls.items() if n.endswith("_forward")}
-    again.pop("add_forward")  # is how gradients meet
+    if config.norm_placement == "post":
+        again.pop("add_forward")  # is how gradients meet; a pre-norm's backward adds them itself
     return float(loss.total), np.array(ops.to_numpy(grad)), again
 
 

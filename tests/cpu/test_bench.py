@@ -397,5 +397,6 @@ def test_every_op_bound_by_memory_has_its_row(
     assert sorted(named) == sorted(
         ["adamw 12.6", "add forward", "softmax forward"]
         + [f"{op} {way}" for op in two for way in ("forward", "backward")]
+        + [f"{op} backward," for op in ("rmsnorm", "layernorm")]
     )
     assert all("GB/s" in line and "≥ 0.90" in line for line in lines)

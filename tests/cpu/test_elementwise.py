@@ -93,6 +93,26 @@ def test_scale_may_write_over_part_of_what_it_reads(ops: Any) -> None:
     np.testing.assert_array_equal(x[1:], expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (65, 17), (130, 384), (64, 1409), (0, 3)])
+@pytest.mark.parametrize("op", ["rmsnorm", "layernorm"])
+def test_what_a_norm_s_backward_adds_has_the_bits_of_add(
+    ops: Any, op: str, rows: int, width: int, dtype: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    x, dout, plus = (rng.standard_normal((rows, width)).astype(dtype) for _ in range(3))
+    gains = [rng.standard_normal(width).astype(dtype) for _ in range(1 + (op == "layernorm"))]
+    _, cache = getattr(ops, f"{op}_forward")(x, *gains, eps=1e-5)
+    backward = getattr(ops, f"{op}_backward")
+    dx, *others = backward(dout, cache)
+    out = [np.full_like(gain, np.nan) for gain in gains]
+    both, *same = backward(dout, cache, plus=plus, out=out[0] if op == "rmsnorm" else tuple(out))
+    np.testing.assert_array_equal(both, ops.add_forward(plus, dx)[0], strict=True)
+    for alone, beside, written in zip(others, same, out, strict=True):
+        np.testing.assert_array_equal(alone, beside)
+        np.testing.assert_array_equal(alone, written)
+
+
 def test_dropout_draws_by_the_place_in_the_sample(ops: Any) -> None:
     """A sample of several pieces: each must go on where the last one ended."""
     x, key = np.ones((2, 40_001), np.float32), DropoutKey(1, 2, 3, 4)

@@ -268,6 +268,24 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "(once ? mine[k] : sum_of(dgain, i, D, k)) = d[k] * n;",
         "many rows",
     ),
+    "the other way's gradient forgotten": (
+        "norm:rmsnorm_backward",
+        "more[k] + r *",
+        "r *",
+        "D = 5",
+    ),
+    "the other way's gradient of another row": (
+        "norm:rmsnorm_backward",
+        "if (once && plus) load_pack(plus + row * D,",
+        "if (once && plus) load_pack(plus + blockIdx.x * D,",
+        "many rows",
+    ),
+    "the other way's gradient of the first columns alone": (
+        "norm:layernorm_backward",
+        "if (plus) load_pack(plus + row * D, i, D, wide, more);",
+        "",
+        "D = 2056",
+    ),
     "sums of another column": (
         "norm",
         "return sums[k * packs + (int)i / PACK];",

@@ -144,6 +144,18 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         ),
         (lambda: ops.merge_heads_forward(F), r"x must be \(B, T, H, d\)"),
         (lambda: ops.rmsnorm_forward(F, zeros(5), eps=1e-5), r"gain must have shape \(6,\)"),
+        (
+            lambda: ops.rmsnorm_backward(
+                F, ops.rmsnorm_forward(F, zeros(6), eps=1e-5)[1], plus=zeros(2, 6)
+            ),
+            r"rmsnorm_backward: plus must have shape \(2, 3, 6\) to match the gradient of x",
+        ),
+        (
+            lambda: ops.rmsnorm_backward(
+                F, ops.rmsnorm_forward(F, zeros(6), eps=1e-5)[1], plus=F.astype(other)
+            ),
+            r"plus must be .*, the dtype of the gradient of x",
+        ),
         (lambda: ops.layernorm_forward(F, zeros(6), zeros(5), eps=1e-5), r"bias must have shape"),
         (lambda: ops.layernorm_forward(F, zeros(5), zeros(6), eps=1e-5), r"gain must have shape"),
         (

@@ -11,8 +11,9 @@ import numpy as np
 
 from accel.tolerance import Closeness, Magnitude, compare, round_bf16
 from accel.verify.contract import Case as VerifyCase
-from accel.verify.contract import expected
+from accel.verify.contract import expected, plus_of
 from reference import ops as reference
+from reference.ops import OPS
 from reference.types import Array, DropoutKey, RopeScaling
 
 KEY = DropoutKey(seed=2**63 + 5, step=3, sample=11, site=17)
@@ -160,20 +161,29 @@ def cotangent(out: Any, seed: int = 5) -> Any:
     return np.random.default_rng(seed).standard_normal(out.shape).astype(np.float32)
 
 
+def plus(op: str, arrays: tuple[Any, ...]) -> Array:
+    """Return what a backward is to add to its first gradient, in numbers that bf16 has."""
+    return plus_of(VerifyCase(op, "bf16", {OPS[op].gradients[0]: arrays[0]}, {}, None, {}))
+
+
 def run_reference(
     op: str, arrays: tuple[Any, ...], options: dict[str, Any], dtype: Any
 ) -> list[Array]:
     """Return all results of the reference's forward and backward, computed in ``dtype``."""
     wide = tuple(_cast(array, dtype) for array in arrays)
     out, cache = getattr(reference, f"{op}_forward")(*wide, **options)
-    gradients = getattr(reference, f"{op}_backward")(_cast(cotangent(out), dtype), cache)
-    return flat((out, gradients))
+    dout, backward = _cast(cotangent(out), dtype), getattr(reference, f"{op}_backward")
+    more = backward(dout, cache, plus=_cast(plus(op, arrays), dtype)) if OPS[op].adds else ()
+    return flat((out, backward(dout, cache), more))
 
 
 def run_backend(
     ops: Any, op: str, arrays: tuple[Any, ...], options: dict[str, Any], *, activation: bool = True
 ) -> list[Array]:
-    """Return the same results of a backend, as NumPy arrays."""
+    """Return the same results of a backend, as NumPy arrays.
+
+    A backward that can add something to its first gradient is called once more, with that.
+    """
 
     def put(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -186,8 +196,10 @@ def run_backend(
     if op == "attention" and len(arrays) > 3 and arrays[3] is not None:
         given[3] = ops.from_numpy(arrays[3])  # slopes stay float32
     out, cache = getattr(ops, f"{op}_forward")(*given, **options)
-    gradients = getattr(ops, f"{op}_backward")(put(cotangent(out)), cache)
-    return flat((out, gradients), ops.to_numpy)
+    dout, backward = put(cotangent(out)), getattr(ops, f"{op}_backward")
+    gradients = backward(dout, cache)
+    more = backward(dout, cache, plus=put(plus(op, arrays))) if OPS[op].adds else ()
+    return flat((out, gradients, more), ops.to_numpy)
 
 
 def flat(value: Any, convert: Callable[[Array], Array] = np.asarray) -> list[Array]:
@@ -233,17 +245,21 @@ def by_the_rule(
         dout = rounded(dout) if isinstance(dout, tuple) else round_bf16(dout)
     want = expected(VerifyCase(op, dtype, given, options, dout, {}))
     got = got or run_backend(ops, op, arrays, options, activation=activation)
-    gradients = [name for name in want.exact if name.startswith("d")]
+    due = [(name, want, name) for name in want.exact]
+    if OPS[op].adds:
+        first, *_ = gradients = [name for name in want.exact if name.startswith("d")]
+        more = want.shifted(first, plus(op, arrays))
+        due += [(f"{name} with plus", more, name) for name in gradients]
     return {
-        name: compare(
+        what: compare(
             value,
-            want.exact[name],
-            want.plain[name],
-            want.magnitudes[name],
+            of.exact[name],
+            of.plain[name],
+            of.magnitudes[name],
             dtype,
-            gradient=name in gradients,
+            gradient=name.startswith("d"),
         )
-        for (name, value) in zip(want.exact, got, strict=True)
+        for (what, of, name), value in zip(due, got, strict=True)
     }
 
 

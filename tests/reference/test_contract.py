@@ -8,7 +8,7 @@ import pytest
 
 import accel
 from reference import ops as reference
-from reference.ops import NAMES
+from reference.ops import NAMES, OPS
 from reference.presets import TINY
 from reference.types import Array, KVCache
 from tests.helpers.contract import (
@@ -125,6 +125,23 @@ def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any)
         gradient.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         backward(dout, cache, out=out[0] if single else out)
+
+
+@EACH
+@pytest.mark.parametrize("op", [op.name for op in OPS.values() if op.adds])
+def test_plus_is_added_to_the_first_gradient(op: str, backend: str, dtype: Any) -> None:
+    """With the bits of ``add``: on a processor each sum is rounded as if it were made alone."""
+    ops = load(backend)
+    backward = getattr(ops, f"{op}_backward")
+    arrays, options = cases(dtype)[op]
+    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    dout, plus = cotangent(out), cotangent(out)[..., ::-1]
+    plus.flags.writeable = False
+    dx, *others = backward(dout, cache)
+    sum_of, *same = backward(dout, cache, plus=plus)
+    np.testing.assert_array_equal(sum_of, ops.add_forward(dx, plus)[0], strict=True)
+    for a, b in zip(others, same, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_every_differentiable_op_has_a_case_here() -> None:

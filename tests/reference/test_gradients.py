@@ -160,6 +160,25 @@ def test_every_backward_is_the_transpose_of_its_forward_s_derivative(
     check_vjp(forward, getattr(ops, f"{op}_backward"), arrays, seed=seed)
 
 
+@pytest.mark.parametrize("draw_op", [rmsnorm, layernorm], ids=lambda draw: draw.__name__)
+@given(data=st.data(), seed=SEEDS)
+def test_plus_makes_the_gradient_of_a_residual_sum(
+    draw_op: Callable[[st.DrawFn, int], Drawn], data: st.DataObject, seed: int
+) -> None:
+    """x + norm(x): x receives dout itself, and what comes back through the norm."""
+    op = draw_op.__name__
+    arrays, options = data.draw(st.composite(draw_op)(seed))
+
+    def forward(**arrays: Array) -> tuple[Array, Any]:
+        n, cache = getattr(ops, f"{op}_forward")(**arrays, **options)
+        return ops.add_forward(arrays["x"], n)[0], cache
+
+    def backward(dout: Array, cache: Any) -> Any:
+        return getattr(ops, f"{op}_backward")(dout, cache, plus=dout)
+
+    check_vjp(forward, backward, arrays, seed=seed)
+
+
 @given(SIZES, SIZES, SEEDS)
 def test_cross_entropy_and_softmax(T: int, V: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

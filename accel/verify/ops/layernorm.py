@@ -9,6 +9,7 @@ from accel.verify.rounding import n_rows, sum_rows
 from reference.types import Array
 
 CUTS = "... D"
+UNMISSED = ("plus",)
 HARD = rmsnorm.HARD
 
 

@@ -229,6 +229,24 @@ def _out_forgotten() -> Any:
     return _of("rmsnorm", rmsnorm_backward=rmsnorm_backward)
 
 
+def _plus_forgotten() -> Any:
+    def rmsnorm_backward(dout: Array, cache: Any, *, plus: Any = None) -> Any:
+        return ops.rmsnorm_backward(dout, cache)
+
+    return _of("rmsnorm", rmsnorm_backward=rmsnorm_backward)
+
+
+def _plus_written_into() -> Any:
+    def layernorm_backward(dout: Array, cache: Any, *, plus: Any = None) -> Any:
+        dx, *others = ops.layernorm_backward(dout, cache)
+        if plus is None:
+            return dx, *others
+        plus += dx
+        return plus.copy(), *others
+
+    return _of("layernorm", layernorm_backward=layernorm_backward)
+
+
 def _tied_gradient_forgotten() -> Any:
     def embedding_backward(dout: Any, cache: Any, *, out: Any = None, accumulate: Any = 0) -> Any:
         return ops.embedding_backward(dout, cache, out=out)
@@ -246,6 +264,8 @@ def _approximate_constant() -> Any:
 
 WRITTEN = [
     Written("out= forgotten", "rmsnorm", "dgain", _out_forgotten()),
+    Written("plus forgotten", "rmsnorm", "dx", _plus_forgotten()),
+    Written("plus written into", "layernorm", "plus", _plus_written_into()),
     Written("tied gradient forgotten", "embedding", "dtable", _tied_gradient_forgotten()),
     Written("tanh form's constant", "gelu_tanh", "out", _approximate_constant()),
     Written("stale cache", "rmsnorm", "dx", _stale_cache()),
