@@ -118,7 +118,8 @@ class Run(Table):
     products: str | tuple[str, ...] = AUTO
     comm: Carrier = "auto"  # how a GPU's arrays travel between ranks: nccl, mpi, or what is there
     overlap: bool = True  # exchange gradients while the backward computes; off: when it has ended
-    recompute: Recompute = "none"  # norms, block: recomputed in the backward, for less memory
+    # norms, block: recomputed in the backward, for less memory; auto: norms where it costs little
+    recompute: Recompute = "auto"
     eval_every: Whole = 0  # steps; 0: at the end only
     eval_windows: Count = 64  # held-out windows looked at, of each set, from the first
     checkpoint_every: Whole = 0  # steps; 0: at the end, and when stopped

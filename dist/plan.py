@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from accel.cpu.keeping import recompute
 from dist import config as run_file
 from dist import gpu, network
 from dist.commands import add_set, parser
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     forward: dict[str, float]  # floating-point operations of a forward pass per token, by part
     kv_cache: int  # of one sequence of the whole context
     activations: dict[str, int]  # kept of a micro-batch for its backward, by run.recompute
+    recompute: str  # which of these it is
     scores: int  # of one sequence and layer, if they were ever stored
     sent: int  # by each rank in a step
     steps: int
@@ -72,22 +74,26 @@ def kv_cache_bytes(model: Config, item: int) -> int:
     return 2 * kept * model.n_kv_heads * model.d_head * item
 
 
-def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
+def activation_bytes(
+    model: Config, tokens: int, item: int, operand: int | None = None
+) -> dict[str, int]:
     """Return the bytes that a forward pass keeps for its backward, by ``run.recompute``.
 
-    These are the arrays that the backend cuda keeps between embedding and head, ``item`` bytes a
-    number. Of each block: the input and output of both norms; q, k and v, after rotation only;
-    attention's output and a float32 a head; the input and output of the activation. A norm keeps
-    one or two float32 a token. With ``block``, one block at a time is whole, during its backward.
+    These are the arrays that a backend keeps between embedding and head, ``item`` bytes a number,
+    or ``operand`` where only products read it: the backend cpu rounds no others in bf16. Of each
+    block: the input and output of both norms; q, k and v, after rotation only; attention's output
+    and a float32 a head; the input and output of the activation. A norm keeps one or two float32 a
+    token. With ``block``, one block at a time is whole, during its backward.
     """
     c = model
+    operand = operand or item
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
-    norms = 2 * c.d_model * item
+    norms = 2 * c.d_model * operand
     attention = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head * item + 4 * c.n_heads
     if c.qk_norm:  # q and k as projected, which v keeps alive, as the norm reads them; a float32
         attention += (c.n_heads + c.n_kv_heads) * (2 * c.d_head * item + 4)
     hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * item
-    product = c.d_ff * item
+    product = c.d_ff * operand
     block = stream + norms + attention + hidden + product
     made_again = product + (norms if c.norm_placement == "pre" else 0)
     return {
@@ -95,6 +101,21 @@ def activation_bytes(model: Config, tokens: int, item: int) -> dict[str, int]:
         "norms": tokens * c.n_layers * (block - made_again),
         "block": tokens * (c.n_layers * c.d_model * item + block),
     }
+
+
+def kept_bytes(run: RunFile, model: Config, tokens: int) -> dict[str, int]:
+    """Return the same for a model of a run's backend and mode."""
+    low = run.run.compute == "bf16"
+    if run.run.backend == "cpu":
+        return activation_bytes(model, tokens, 4, 2 if low else 4)
+    return activation_bytes(model, tokens, 2 if low else 4)
+
+
+def recomputed(run: RunFile, model: Config, tokens: int) -> str:
+    """Return ``run.recompute``, or what its backend takes where that is ``"auto"``."""
+    if run.run.recompute == "auto":
+        return recompute(model, tokens) if run.run.backend == "cpu" else "none"
+    return run.run.recompute
 
 
 def score_bytes(model: Config, item: int) -> int:
@@ -130,7 +151,7 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
     ValueError
         When the ranks cannot share the batch.
     """
-    accumulation = run.accumulation(ranks)
+    accumulation, tokens = run.accumulation(ranks), run.train.micro_batch * run.window
     layout, T = decoder_layout(run.model), run.model.context_length
     n = layout.size
     low = run.run.compute == "bf16"
@@ -157,9 +178,8 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
         muon=muon,
         forward=forward_flops(run.model, T, causal=False),
         kv_cache=kv_cache_bytes(run.model, 2 if low else 4),
-        activations=activation_bytes(
-            run.model, run.train.micro_batch * run.window, 2 if low else 4
-        ),
+        activations=kept_bytes(run, run.model, tokens),
+        recompute=recomputed(run, run.model, tokens),
         scores=score_bytes(run.model, 2 if low else 4),
         sent=4 * 2 * n * (ranks - 1) // ranks,
         steps=run.steps,
@@ -206,7 +226,7 @@ def others(run: RunFile, ranks: int) -> list[str]:
         models = [dataclasses.replace(model, n_layers=n) for n in layers]
         plans = [make_plan(dataclasses.replace(run, model=m), ranks) for m in models]
         states = [p.master + p.moments + p.gradients + p.weights for p in plans]
-        kept = [p.activations[run.run.recompute] for p in plans]
+        kept = [p.activations[p.recompute] for p in plans]
         out += [
             line("layers", layers, str),
             line("parameters", (p.parameters for p in plans), lambda n: f"{n:,}"),
@@ -219,8 +239,7 @@ def others(run: RunFile, ranks: int) -> list[str]:
     contexts = [dataclasses.replace(model, context_length=n) for n in lengths]
     tokens = [run.train.micro_batch * n for n in lengths]
     kept = [
-        activation_bytes(c, n, item)[run.run.recompute]
-        for c, n in zip(contexts, tokens, strict=True)
+        kept_bytes(run, c, n)[recomputed(run, c, n)] for c, n in zip(contexts, tokens, strict=True)
     ]
     return [
         *out,
@@ -238,13 +257,14 @@ def others(run: RunFile, ranks: int) -> list[str]:
 def gpu_lines(run: RunFile, ranks: int) -> list[str]:
     """Return what a GPU has to hold, and what fits one."""
     out = ["", "a rank's GPU, by run.recompute: by arithmetic, not measured"]
-    for level in make_plan(run, ranks).activations:
+    p = make_plan(run, ranks)
+    for level in p.activations:
         m = gpu_memory(run, ranks, level)
         fits = [f"{size} GB" for size in gpu.SIZES if m.total <= size * 1e9]
-        set_so = "  (as set)" if level == run.run.recompute else ""
+        set_so = "  (as set)" if level == p.recompute else ""
         fitting = f"fits {' and '.join(fits)}" if fits else f"more than {gpu.SIZES[-1]} GB"
         out.append(f"  {level:<18}{m.total:>22,} bytes = {m.total / 1e9:.1f} GB  {fitting}{set_so}")
-    m = gpu_memory(run, ranks, run.run.recompute)
+    m = gpu_memory(run, ranks, p.recompute)
     out += [
         f"    as set: the above {m.states / 1e9:.1f}, activations {m.activations / 1e9:.1f}, what "
         f"comes and goes {m.scratch / 1e9:.1f},",
@@ -253,8 +273,7 @@ def gpu_lines(run: RunFile, ranks: int) -> list[str]:
     ]
     for size in gpu.SIZES:
         most = {
-            level: largest_micro_batch(run, ranks, level, size * 1e9)
-            for level in make_plan(run, ranks).activations
+            level: largest_micro_batch(run, ranks, level, size * 1e9) for level in p.activations
         }
         said = ", ".join(f"{n or 'none'} ({level})" for level, n in most.items())
         out.append(f"  {f'{size} GB holds':<18}train.micro_batch up to {said}")
@@ -292,7 +311,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         "",
         f"activations of a micro-batch, {item}, by run.recompute",
         *(
-            f"  {level:<18}{size(n)}{'  (as set)' if level == run.run.recompute else ''}"
+            f"  {level:<18}{size(n)}{'  (as set)' if level == p.recompute else ''}"
             for level, n in p.activations.items()
         ),
         *(gpu_lines(run, ranks) if run.run.backend == "cuda" else []),

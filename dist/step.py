@@ -175,7 +175,7 @@ class Stepper:
         comm: Comm,
         flat: Array,
         seed: int,
-        recompute: Recompute = "none",
+        recompute: Recompute = "auto",
         overlap: bool = True,
     ) -> None:
         self.ops, self.model, self.optim, self.layout, self.comm = ops, model, optim, layout, comm

@@ -23,11 +23,12 @@ from reference.params import Layout
 from reference.types import Array, DropoutKey, Grads, Params
 
 # What a forward does not keep, because the backward recomputes it, with the same bits:
+#   auto    what the backend advises: none or norms
 #   none    nothing is recomputed
 #   norms   the outputs of pre-norms and of the activation, each from its kept input; those of
 #           QK-norm are what attention reads, and are kept
 #   block   all of a block but its input
-Recompute = Literal["none", "norms", "block"]
+Recompute = Literal["auto", "none", "norms", "block"]
 
 # What a cached pass does with a layer's new keys and values: writes them down and returns the keys
 # and values to attend to, and attention's options that say which of them are seen.
@@ -71,7 +72,8 @@ class AttentionBranchCache(NamedTuple):
     heads: tuple[Any, ...]  # QK-norm and RoPE of the queries, then of the keys
     attention: Any
     merge: Any
-    output: Any  # the projection out of it
+    out: Array  # (B, T, Hq·d) what the projection out of it read; attention keeps it, too
+    output: Any  # that projection
 
 
 class FeedForwardCache(NamedTuple):
@@ -342,22 +344,22 @@ def cross_attention_backward(
 
 def _attend_forward(
     run: Pass, name: str, site: int, *heads: Any, **seen: Any
-) -> tuple[Array, tuple[Any, Any, Any]]:
-    """Return attention of q, k and v, its heads merged and projected, and the three caches."""
+) -> tuple[Array, tuple[Any, Any, Array, Any]]:
+    """Return attention of q, k and v, its heads merged and projected, and what the caches hold."""
     if run.dropout is not None and run.config.dropout_attention:
         seen["dropout_p"] = run.config.dropout_attention
         seen["dropout_key"] = run.dropout._replace(site=site)
     out, attention_cache = run.ops.attention_forward(*heads, **seen)
-    out, merge_cache = run.ops.merge_heads_forward(out)
-    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", out)
-    return out, (attention_cache, merge_cache, output_cache)
+    merged, merge_cache = run.ops.merge_heads_forward(out)
+    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", merged, keep_x=False)
+    return out, (attention_cache, merge_cache, merged, output_cache)
 
 
 def _attend_backward(
     run: Pass, grads: Grads, name: str, dout: Array, cache: AttentionBranchCache
 ) -> tuple[Array, Array, Array]:
     """Write the gradients of the way out, return (dq, dk, dv)."""
-    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output)
+    dout = linear_backward(run, grads, f"{name}.wo", f"{name}.bo", dout, cache.output, cache.out)
     dout = run.ops.merge_heads_backward(dout, cache.merge)
     dq, dk, dv = run.ops.attention_backward(dout, cache.attention)
     return dq, dk, dv

@@ -47,11 +47,13 @@ class EmbedCache(NamedTuple):
 
 
 class ModelCache(NamedTuple):
+    """What a forward keeps for one backward, which takes out of the lists what it has read."""
+
     run: Pass
     embed: EmbedCache
     blocks: list[BlockCache | BlockInput]
     final_norm: Any
-    loss: Any
+    loss: list[Any]  # one
 
 
 def loss_forward(
@@ -65,7 +67,7 @@ def loss_forward(
     *,
     dropout_key: DropoutKey | None = None,
     need_backward: bool = True,
-    recompute: Recompute = "none",
+    recompute: Recompute = "auto",
 ) -> tuple[Loss, ModelCache]:
     """Return the summed loss of predicting ``targets`` from ``ids``, and the number that counted.
 
@@ -88,8 +90,8 @@ def loss_forward(
         False promises that ``loss_backward`` will not be called.
     recompute : str
         What the backward recomputes, so that it need not be kept: ``"none"``, ``"norms"`` or
-        ``"block"``. Dropout is keyed, and an op on the same arrays gives the same bits, so the
-        gradients are the same, bit for bit.
+        ``"block"``, or ``"auto"`` for what ``ops.recompute`` says. Dropout is keyed, and an op on
+        the same arrays gives the same bits, so the gradients are the same, bit for bit.
 
     Raises
     ------
@@ -98,12 +100,14 @@ def loss_forward(
     """
     if recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {get_args(Recompute)}, got {recompute!r}")
+    if recompute == "auto":
+        recompute = ops.recompute(config, ids.size)
     run = start_pass(ops, params, config, decoder_layout(config), dropout_key, recompute)
     x, cache = hidden_forward(run, ids, documents, need_backward=need_backward)
     loss, loss_cache = ops.linear_cross_entropy_forward(
         x, head(run), targets, mask, params.get("head.bias"), need_backward=need_backward
     )
-    return loss, cache._replace(loss=loss_cache)
+    return loss, cache._replace(loss=[loss_cache])
 
 
 def loss_backward(
@@ -116,17 +120,18 @@ def loss_backward(
 
     Every element is overwritten. To add up micro-batches, give each its own buffer and
     ``accumulate``. ``finished(layer)`` is called when the gradients of a layer, of those behind it
-    and of an untied head are written, for who wants to send them on meanwhile.
+    and of an untied head are written, for who wants to send them on meanwhile. The cache is used
+    up: the memory of what has been read serves what comes.
     """
     run = cache.run
     check_names(list(grads), run.layout, "the gradients")
     name = "embedding.weight" if run.config.tied else "head.weight"
     out = (grads[name], grads.get("head.bias"))
-    dx = run.ops.linear_cross_entropy_backward(dloss, cache.loss, out=out)[0]
+    dx = run.ops.linear_cross_entropy_backward(dloss, cache.loss.pop(), out=out)[0]
     if run.config.norm_placement == "pre":
         dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm)
     for layer in reversed(range(run.config.n_layers)):
-        dx, _ = block_backward(run, grads, f"layers.{layer}", dx, cache.blocks[layer])
+        dx, _ = block_backward(run, grads, f"layers.{layer}", dx, cache.blocks.pop())
         if finished is not None:
             finished(layer)
     embed_backward(run, grads, dx, cache.embed, onto_tokens=run.config.tied)
@@ -315,7 +320,7 @@ def hidden_forward(
     final_cache = None
     if run.config.norm_placement == "pre":
         x, final_cache = norm_forward(run, "final_norm", x)
-    return x, ModelCache(run, embed_cache, blocks, final_cache, None)
+    return x, ModelCache(run, embed_cache, blocks, final_cache, [])
 
 
 def embed_forward(

@@ -417,7 +417,7 @@ OPS: dict[str, Op] = {
 }
 
 # What a backend offers besides its ops: arrays in and out, weights, scope, memory.
-SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory")
+SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory", "recompute")
 NAMES = (*(name for op in OPS.values() for name in op.names), *SERVICES)
 HOST = Rules({np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"})
 
@@ -449,6 +449,15 @@ def step() -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def recompute(config: Any, tokens: int) -> str:
+    """Say what the backward of so many tokens had better make again than keep.
+
+    One of ``reference.blocks.Recompute``, of which no other choice changes a bit; here nothing.
+    """
+    del config, tokens
+    return "none"
+
+
 def composed(module: str) -> Callable[..., Array]:
     """Return the ``decode_step`` of a backend without a faster way: ``model.py``'s, of its ops."""
 
@@ -472,7 +481,7 @@ def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str,
     *sources : mappings
         The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
     """
-    compose = {"decode_step": composed(module)}
+    compose = {"decode_step": composed(module), "recompute": recompute}
     offered = offer(module, OPS.values(), SERVICES, rules, *sources, compose)
     return {**offered, "__all__": [*NAMES]}
 

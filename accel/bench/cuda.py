@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--recompute",
         choices=get_args(Recompute),
-        default="none",
-        help="what our training step recomputes instead of keeping it (default none)",
+        default="auto",
+        help="what our training step recomputes instead of keeping it (default auto: nothing)",
     )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     p.add_argument(
@@ -372,7 +372,7 @@ class Bench:
         yield OpCase(f"accumulate ({n:,})", "accumulate", tuple(flat[:2]), moved=(12.0 * n, 0))
         yield OpCase(f"square_sums ({n:,})", "square_sums", (flat[0],), moved=(4.0 * n, 0))
 
-    def step(self, config: Config, B: int, T: int, recompute: Recompute = "none") -> Iterator[Row]:
+    def step(self, config: Config, B: int, T: int, recompute: Recompute = "auto") -> Iterator[Row]:
         """Time a training step, and look at the memory it needed."""
         self._busy = []  # no part of a step's memory
         self.cupy.get_default_memory_pool().free_all_blocks()

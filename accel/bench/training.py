@@ -68,7 +68,7 @@ class Training:
         B: int,
         T: int,
         *,
-        recompute: Recompute = "none",
+        recompute: Recompute = "auto",
         clip: bool = False,
     ) -> None:
         self.ops, self.config, self.recompute, self.clip = ops, config, recompute, clip

@@ -30,6 +30,7 @@ from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode, is_table
 from accel.cpu.halves import BF16, to_bf16, to_float32
 from accel.cpu.kernels import (
+    FEW_THREADS,
     SERIAL,
     SUM,
     address,
@@ -39,7 +40,13 @@ from accel.cpu.kernels import (
     receiver,
     sum_rows,
 )
-from accel.cpu.loss import Gradients, LinearCrossEntropyCache, in_chunks, row_cross_entropy
+from accel.cpu.loss import (
+    Arguments,
+    Gradients,
+    LinearCrossEntropyCache,
+    in_chunks,
+    row_cross_entropy,
+)
 from accel.cpu.memory import empty, lasting
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
@@ -53,6 +60,7 @@ from reference.visibility import Visibility
 Array = npt.NDArray[Any]
 
 CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
+AT_HAND = 2 << 20  # logits that are float32 at a time
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -252,31 +260,37 @@ def linear_cross_entropy_forward(
     As in ``loss.py``, the gradients are made while a chunk's logits are at hand. The kernel that
     turns logits into their gradient packs it for both products at once, 32 rows at a time; where
     that is too few tasks for the threads, the gradient is packed when it is complete.
+
+    dhead is a sum over the rows of a chunk, so one of its operands is packed for all of them; the
+    logits themselves, and the operand of dx, are at hand for some rows at a time.
     """
     bias = None if bias is None else contiguous(bias)
 
-    def step(
-        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
-    ) -> None:
-        down, across = panels(len(z)), panels(len(head))
+    def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
+        down, across = panels(len(rows)), panels(len(head))
         left = right = np.empty(0, np.uint32)
         if gradients is not None:
-            left, right = (
-                empty((down, across, STEP), np.uint32),
-                empty((across, down, STEP), np.uint32),
-            )
-        forward, also = right_operand(head, transposed=True), None if gradients is None else B
-        packed = multiply_rows(rows, forward, z, bias=bias, also=also)
-        height, pieces = cut(down, across)
-        _cross_entropy(*(*arguments, address(left), address(right), height))
-        if gradients is not None and pieces:
-            _pack(*(*arguments[:2], *arguments[5:7], address(left), address(right), pieces))
-        if gradients is not None and packed is not None:
-            dx, dhead = gradients
-            multiply(left, right_operand(head, transposed=False), dx)
-            multiply(right, packed, dhead, accumulate=accumulate)
+            right = empty((across, down, STEP), np.uint32)
+            left = empty((panels(len(z)), across, STEP), np.uint32)
+        for first in range(0, len(rows), len(z)):
+            some = rows[first : first + len(z)]
+            logits = z[: len(some)]
+            multiply_rows(some, right_operand(head, transposed=True), logits, bias=bias)
+            given, here = arguments(start + first, logits), panels(len(some))
+            height, pieces = cut(here, across)
+            packed = address(left), address(right) + first // SIDE * STEP * 4, down
+            _cross_entropy(*(*given, *packed, height))
+            if gradients is not None:
+                if pieces:
+                    _pack(*(*given[:2], *given[5:7], *packed, pieces))
+                dx = gradients[0][first : first + len(z)]
+                multiply(left[:here], right_operand(head, transposed=False), dx)
+        if gradients is not None:
+            x_packed = bf16_gemm.pack(rows, B, transposed=False)
+            multiply(right, x_packed, gradients[1], accumulate=start > 0)
 
-    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
+    at_hand = AT_HAND if team() <= FEW_THREADS else None  # many threads need larger products
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 
 def cut(down: int, across: int) -> tuple[int, int]:
@@ -300,6 +314,7 @@ def _cross_entropy(
     need_backward: bool,
     left: int,
     right: int,
+    down: int,
     height: int,
 ) -> None:
     """Write the loss of each row in float64, and turn the logits into their gradient.
@@ -321,11 +336,13 @@ def _cross_entropy(
                 at(all_losses, first + i), width, need_backward,
             )  # fmt: skip
         if need_backward and height == SIDE:
-            _pack_panel(one, logits, rows, width, left, right, task, 0, width, room)
+            _pack_panel(one, logits, rows, width, left, right, down, task, 0, width, room)
 
 
 @jit(**SUM)
-def _pack(one: Any, logits: int, rows: int, width: int, left: int, right: int, pieces: int) -> None:
+def _pack(
+    one: Any, logits: int, rows: int, width: int, left: int, right: int, down: int, pieces: int
+) -> None:
     """Pack the gradient of the logits, 32 rows in so many pieces."""
     steps = (width + SIDE - 1) // SIDE
     for task in prange((rows + SIDE - 1) // SIDE * pieces):
@@ -333,7 +350,8 @@ def _pack(one: Any, logits: int, rows: int, width: int, left: int, right: int, p
         room = pointer(spare.ctypes.data, np.float32(0))
         panel, piece = task // pieces, task % pieces
         low, high = piece * steps // pieces * SIDE, (piece + 1) * steps // pieces * SIDE
-        _pack_panel(one, logits, rows, width, left, right, panel, low, min(high, width), room)
+        high = min(high, width)
+        _pack_panel(one, logits, rows, width, left, right, down, panel, low, high, room)
 
 
 @jit(**SERIAL)
@@ -344,6 +362,7 @@ def _pack_panel(
     width: int,
     left: int,
     right: int,
+    down: int,
     panel: int,
     low: int,
     high: int,
@@ -352,13 +371,13 @@ def _pack_panel(
     """Pack the columns low .. high - 1 of 32 rows; ``room`` is for 512 elements.
 
     ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
-    its transpose as the left operand of one along the rows.
+    its transpose as the left operand of one along the rows, of which there are ``down`` panels.
     """
-    tasks, steps = (rows + SIDE - 1) // SIDE, (width + SIDE - 1) // SIDE
+    steps = (width + SIDE - 1) // SIDE
     first, step = panel * SIDE, low // SIDE
     count = min(SIDE, rows - first)
     z = at(pointer(logits, one), first * width + low)
     target = at(pointer(left, np.uint32(0)), (panel * steps + step) * STEP)
     pack_rows(z, width, count, high - low, target, 0, room)
-    target = at(pointer(right, np.uint32(0)), (step * tasks + panel) * STEP)
-    pack_columns(z, width, count, high - low, target, tasks * STEP, 0, room)
+    target = at(pointer(right, np.uint32(0)), (step * down + panel) * STEP)
+    pack_columns(z, width, count, high - low, target, down * STEP, 0, room)

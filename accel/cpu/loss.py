@@ -180,24 +180,23 @@ def linear_cross_entropy_forward(
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
     head = contiguous(head)
 
-    def step(
-        rows: Array, z: Array, arguments: tuple[Any, ...], gradients: Gradients, accumulate: bool
-    ) -> None:
+    def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
         affine(rows, head, bias, z, transposed=True)
-        _cross_entropy(*arguments)
+        _cross_entropy(*arguments(start, z))
         if gradients is not None:
             dx, dhead = gradients
             gemm(z, head, dx)
-            gemm(z, rows, dhead, ta=True, accumulate=accumulate)
+            gemm(z, rows, dhead, ta=True, accumulate=start > 0)
 
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
 
 
 Gradients = tuple[Array, Array] | None  # dx of a chunk's rows, and dhead
+Arguments = Callable[[int, Array], tuple[Any, ...]]
 
 
 def in_chunks(
-    step: Callable[[Array, Array, tuple[Any, ...], Gradients, bool], None],
+    step: Callable[[Array, Array, int, Arguments, Gradients], None],
     multiple: int,
     x: Array,
     head: Array,
@@ -205,12 +204,15 @@ def in_chunks(
     mask: Array | None,
     bias: Array | None,
     need_backward: bool,
+    at_hand: int | None = None,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return what ``linear_cross_entropy_forward`` does, by one call of ``step`` for each chunk.
 
     A chunk is a multiple of ``multiple`` rows.
-    ``step(rows, z, arguments, gradients, accumulate)`` fills z with the logits of rows of x, runs
-    a kernel like ``_cross_entropy`` on ``arguments``, writes dx and writes, or adds, dhead.
+    ``step(rows, z, start, arguments, gradients)`` fills z with the logits of the rows of x from
+    ``start`` on, runs a kernel like ``_cross_entropy`` on ``arguments(start, z)``, writes dx, and
+    writes dhead or, after the first chunk, adds to it. With ``at_hand`` z has about so many
+    elements, for a part of the rows, where there is no bias (whose gradient is a sum over z).
     """
     vocabulary = len(head)
     valid = np.ones(targets.shape, np.bool_) if mask is None else mask
@@ -218,24 +220,30 @@ def in_chunks(
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
-    chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
+    height = chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
+    if at_hand is not None and bias is None:
+        height = min(chunk, max(at_hand // vocabulary // multiple, 1) * multiple)
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
     if need_backward:
         dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
         if bias is not None:
             dbias = np.zeros_like(bias)
+
+    def arguments(start: int, z: Array) -> tuple[Any, ...]:
+        part = slice(start, start + len(z))
+        return (
+            *(x.dtype.type(1), address(z), address(ids[part]), address(flags[part])),
+            *(address(losses[part]), len(z), vocabulary, need_backward),
+        )
+
     # The logits are allocated last: what is freed first should not lie below what stays.
-    z = empty((min(chunk, len(rows)), vocabulary), x.dtype)
+    z = empty((min(height, len(rows)), vocabulary), x.dtype)
     for start in range(0, len(rows), chunk):
         part = slice(start, min(start + chunk, len(rows)))
         some = z[: part.stop - start]
-        arguments = (
-            *(x.dtype.type(1), address(some), address(ids[part]), address(flags[part])),
-            *(address(losses[part]), len(some), vocabulary, need_backward),
-        )
         gradients = None if dx is None or dhead is None else (dx[part], dhead)
-        step(rows[part], some, arguments, gradients, start > 0)
+        step(rows[part], some, start, arguments, gradients)
         if dbias is not None:
             once = empty(dbias.shape, dbias.dtype)
             sum_rows(some, once)

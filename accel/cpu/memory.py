@@ -80,10 +80,12 @@ class Arena:
     ----------
     reserved : int
         Bytes of address space taken so far.
+    held, most : int
+        Bytes given out now, and the most that ever were.
     """
 
     def __init__(self) -> None:
-        self.reserved = 0
+        self.reserved = self.held = self.most = 0
         self._chunks: list[_Chunk] = []
         self._starts: list[int] = []  # where the chunks stand on the line
         self._free = FreeList()  # of the line
@@ -97,12 +99,16 @@ class Arena:
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
             while self._returned:
-                self._free.give(*self._returned.popleft())
+                interval = self._returned.popleft()
+                self.held -= interval[1]
+                self._free.give(*interval)
             start = self._free.take(size)
             if start is None:
                 self._grow(size)
                 start = self._free.take(size)
                 assert start is not None
+            self.held += size
+            self.most = max(self.most, self.held)
         i = bisect.bisect(self._starts, start) - 1
         address = self._chunks[i].address + start - self._starts[i]
         return np.asarray(_Piece(address, (start, size), self._returned, dims, dtype))
@@ -120,12 +126,14 @@ class Arena:
 
 
 _arena = Arena()
+_lasting = Arena()  # apart, as between what comes and goes it would leave holes that little fits in
 if hasattr(os, "register_at_fork"):  # else a child may inherit the lock held, and wait for ever
-    os.register_at_fork(
-        before=_arena._lock.acquire,
-        after_in_parent=_arena._lock.release,
-        after_in_child=_arena._lock.release,
-    )
+    for _each in (_arena, _lasting):
+        os.register_at_fork(
+            before=_each._lock.acquire,
+            after_in_parent=_each._lock.release,
+            after_in_child=_each._lock.release,
+        )
 _depth = 0  # of nested steps
 _poison = False
 
@@ -171,9 +179,9 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
 
 
 def lasting(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Return such an array from the arena, for what is read again and again, as weights are.
+    """Return such an array from an arena, for what is read again and again, as weights are.
 
     Small arrays, too, lie in huge pages there: read one after the other, as a token reads them,
     they come a quarter faster than from pages of 4 KiB.
     """
-    return _arena.take(shape, np.dtype(dtype))
+    return _lasting.take(shape, np.dtype(dtype))

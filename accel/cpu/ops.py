@@ -9,6 +9,7 @@ from accel.cpu import (
     decode,
     elementwise,
     embedding,
+    keeping,
     linear,
     loss,
     memory,
@@ -25,7 +26,7 @@ RULES = HOST._replace(few=alone)
 
 SOURCES = (
     *(vars(activations), vars(arrays), vars(attention), vars(decode), vars(elementwise)),
-    *(vars(embedding), vars(linear), vars(loss), vars(memory), vars(muon)),
+    *(vars(embedding), vars(keeping), vars(linear), vars(loss), vars(memory), vars(muon)),
     *(vars(norms), vars(optimizer), vars(rope), vars(kv)),
 )
 globals().update(backend(__name__, RULES, *SOURCES))

@@ -231,7 +231,7 @@ def test_what_lasts_lies_in_the_arena_and_outlives_steps() -> None:
         for other in others:
             other.fill(9)
     assert [set(each.ravel().tolist()) for each in kept] == [{0}, {1}, {2}]
-    chunks = [(chunk.address, chunk.address + len(chunk.memory)) for chunk in memory._arena._chunks]
-    for each in kept:  # in the arena, and so in its huge pages
+    chunks = [(c.address, c.address + len(c.memory)) for c in memory._lasting._chunks]
+    for each in kept:  # in an arena, and so in its huge pages
         place = each.ctypes.data
         assert place % memory.ALIGNMENT == 0 and any(low <= place < high for low, high in chunks)

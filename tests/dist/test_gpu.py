@@ -23,7 +23,7 @@ def zeros(layout_size: int) -> Array:
     return devices.empty((layout_size,), np.float32)
 
 
-@pytest.mark.parametrize("recompute", get_args(Recompute))
+@pytest.mark.parametrize("recompute", sorted({*get_args(Recompute)} - {"auto"}))
 @pytest.mark.parametrize(
     ("model", "B"), [(MYLLM_1B, 1), (MYLLM_1B, 2), (MYLLM_1B, 4), (GPT2_SMALL, 16)]
 )
@@ -44,8 +44,8 @@ def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute:
     kept = plan.activation_bytes(model, tokens, item)[recompute]
     planned = gpu.gpu_memory(0, model, kept, tokens, item)
     asked = device.arena.capacity
-    # a small model's block and chunk of logits are counted together, and never meet
-    most = 1.08 if model is MYLLM_1B else 1.2
+    # a block made again, or a small model's, is counted with a chunk of logits that it never meets
+    most = 1.08 if model is MYLLM_1B and recompute != "block" else 1.21
     assert asked <= planned.total - planned.libraries <= most * asked
 
 
@@ -58,7 +58,7 @@ def test_the_headline_s_micro_batch_of_four_fits_where_it_is_said_to() -> None:
     n = 1_055_231_744
     m = plan.gpu_memory(run, 1, "none")
     assert m.states == (4 + 8 + 4 * 4 + 2) * n  # eight micro-batches: four buffers
-    assert m.scratch == 4 * 65_536 * 1_792 + 32_768 * 2 * (3 * 1_792 + 3 * 4_864)
+    assert m.scratch == 65_536 * (4 * 1_792 + 2 * 4_096) + 32_768 * 2 * 3 * 1_792
     assert m.libraries == 2**26 + 2**30
 
 
@@ -75,7 +75,7 @@ def test_the_largest_micro_batch(ranks: int, level: str, gigabytes: int, most: i
 def test_the_command_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "myllm-1b", "--ranks", "1"]) == 0
     said = capsys.readouterr().out
-    assert "= 84.5 GB  fits 141 GB  (as set)" in said
+    assert "= 84.1 GB  fits 141 GB  (as set)" in said
     assert "80 GB holds       train.micro_batch up to 2 (none), 4 (norms), 32 (block)" in said
     assert cli.main(["plan", "laptop"]) == 0
     assert "GPU" not in capsys.readouterr().out
