@@ -1,6 +1,5 @@
 """The kinds of numbers that files of weights hold, and tensors of them in files."""
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from accel.ahead import in_order
 from accel.jit import jit
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from dist.convert.mapping import Tensor
+from dist.places import Steady
 from dist.weights import Part, Weights, parts
 from reference.types import Array
 
@@ -96,7 +96,7 @@ def size_of(n: int, kind: str) -> int:
 
 
 def write_tensors(
-    file: io.RawIOBase | io.BufferedIOBase,
+    file: Steady,
     weights: Weights,
     tensors: Iterable[Tensor],
     kind_of: Callable[[Tensor], str],
