@@ -17,7 +17,7 @@ import numpy as np
 from accel.system import forget, fresh_memory, move, past_memory, sync_folder
 from reference.types import Array
 
-ROOM = 1 << 22  # bytes that are written at once
+ROOM = 1 << 20  # bytes that are written at once
 PAUSE = 0.05  # seconds in which what is not written past memory gathers there
 Buffer: TypeAlias = bytes | memoryview
 

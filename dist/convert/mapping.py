@@ -19,7 +19,7 @@ from reference.params import decoder_layout
 from reference.types import Array
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
-CHUNK = 1 << 20  # elements that are converted at once
+CHUNK = 1 << 20  # bytes of theirs that are converted at once, so that they stay in a cache
 
 
 class Key(NamedTuple):
@@ -54,15 +54,16 @@ class Tensor(NamedTuple):
         """Whether rows of ours are rows of theirs."""
         return not self.transposed and len(self.shape) > 1
 
-    def chunks(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, low: int, high: int, width: float) -> Iterator[tuple[int, int]]:
         """Yield stretches of rows low .. high - 1 of theirs, whole heads, of which none is large.
 
-        Where rows of ours are others, that is all of theirs.
+        A number of theirs takes ``width`` bytes. Where rows of ours are others, that is all of
+        theirs.
         """
         if not self.by_rows:
             low, high = 0, self.shape[0]
         whole = self.head or 1
-        rows = max(1, CHUNK // math.prod(self.shape[1:]) // whole) * whole
+        rows = max(1, int(CHUNK / width) // math.prod(self.shape[1:]) // whole) * whole
         for first in range(low, high, rows):
             yield first, min(first + rows, high)
 

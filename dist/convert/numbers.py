@@ -28,6 +28,11 @@ class Kind(NamedTuple):
     decode: Callable[[Array, Array], None]  # (bytes,) uint8, written to float32 of any shape
     finite: Callable[[Array], Any]  # whether all that is stored is
 
+    @property
+    def width(self) -> float:
+        """The bytes that a number takes."""
+        return self.n_bytes / self.numbers
+
 
 def to_bf16(x: Array) -> Array:
     """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
@@ -172,7 +177,7 @@ def _encoded(tensor: Tensor, part: Part, ours: Array, kind: Kind) -> Iterator[Ar
         except ValueError as error:
             raise ValueError(f"{tensor.name} {error}") from None
 
-    return in_order(encoded, tensor.chunks(part.low, part.high))
+    return in_order(encoded, tensor.chunks(part.low, part.high, kind.width))
 
 
 class Stored(NamedTuple):

@@ -61,7 +61,11 @@ def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None]
                 raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
             tensor.put(ours, part.low, low, high, raw, kind.decode)
 
-        chunks = ((t, chunk) for t in of[part.name] for chunk in t.chunks(part.low, part.high))
+        chunks = (
+            (t, chunk)
+            for t in of[part.name]
+            for chunk in t.chunks(part.low, part.high, KINDS[stored[t.name].kind].width)
+        )
         for _ in in_order(fetch, chunks):
             pass
 
