@@ -14,6 +14,7 @@ BLOCK = 32  # numbers that share a scale
 # 1/2 itself would make 1 of the float32 below 1/2, and this sum of 1/2 rounds up to 1.
 HALF = np.float32(0.5 - 2**-25)
 LARGEST = 127 * 65_504  # that a block can hold
+LARGEST_BITS = np.float32(LARGEST).view(np.uint32)
 FORM: dict[str, Any] = {"nogil": True, "error_model": "numpy"}  # nothing fused, nothing reordered
 
 
@@ -45,6 +46,105 @@ def to_blocks(x: Array, out: Array | None = None) -> tuple[Array, Array]:
     inverse[np.isinf(inverse)] = 0  # of zeros, or numbers so small that d is 0 in float16
     _round(blocks, inverse, q.reshape(-1, BLOCK))
     return d.astype(np.float16).reshape(x.shape[:-1]), q
+
+
+def columns_to_blocks(x: Array, d: Array, q: Array) -> None:
+    """Write the same of the columns of a matrix, reading it by rows.
+
+    Parameters
+    ----------
+    x : (32 n, m) float32
+        Rows may lie apart, the numbers of one not.
+    d : (m, n) float16
+    q : (m, n, 32) int8
+        Blocks may lie apart.
+
+    Raises
+    ------
+    ValueError
+        When a number is not finite, or too large.
+    """
+    line, row = _line(x)
+    scales = np.empty(d.shape[::-1], np.float32)
+    bits = _round_columns(line, line.view(np.uint32), row, scales, q.view("<u4"))
+    if bits > LARGEST_BITS:
+        largest = np.uint32(bits).view(np.float32)
+        raise ValueError(f"holds {largest:.3g}, and Q8_0 goes to {LARGEST:,}")
+    d[...] = scales.T
+
+
+def columns_from_blocks(d: Array, q: Array, x: Array) -> None:
+    """Write d q, of the same shapes, to the columns of x (32 n, m)."""
+    _write_columns(d.T.astype(np.float32, order="C"), q.view("<u4"), *_line(x))
+
+
+def _line(x: Array) -> tuple[Array, int]:
+    """Return all that lies from a matrix's first number to its last, and from a row to the next."""
+    row = x.strides[0] // x.itemsize
+    n = (len(x) - 1) * row + x.shape[1]
+    return np.lib.stride_tricks.as_strided(x, (n,), (x.itemsize,)), row
+
+
+@jit(**FORM)
+def _round_columns(x: Array, bits: Array, row: int, scales: Array, words: Array) -> Any:
+    """Round 32 rows at a time, all columns of a row in vectors; return the largest |x|'s bits.
+
+    What is transposed are words (m, n, 8) of four rounded numbers, the first in the lowest bits.
+    """
+    n, m = scales.shape
+    most, four = np.empty(m, np.uint32), np.empty(m, np.uint32)
+    factor = np.empty(m, np.float32)
+    largest = np.uint32(0)
+    for block in range(n):
+        first = BLOCK * block * row
+        most[:] = 0
+        for at in range(first, first + BLOCK * row, row):
+            each = bits[at : at + m]
+            for c in range(m):
+                most[c] = max(most[c], np.uint32(each[c] & np.uint32(0x7FFF_FFFF)))
+        for c in range(m):
+            largest = max(largest, most[c])
+        if largest > LARGEST_BITS:
+            break
+        scale, found = scales[block], most.view(np.float32)
+        for c in range(m):
+            scale[c] = found[c] / np.float32(127)
+            inverse = np.float32(1) / scale[c]
+            factor[c] = inverse if inverse < np.inf else np.float32(0)
+        for word in range(BLOCK // 4):
+            at = first + 4 * word * row
+            x0, x1, x2, x3 = x[at:], x[at + row :], x[at + 2 * row :], x[at + 3 * row :]
+            for c in range(m):
+                four[c] = (
+                    _rounded(x0[c] * factor[c])
+                    | _rounded(x1[c] * factor[c]) << np.uint32(8)
+                    | _rounded(x2[c] * factor[c]) << np.uint32(16)
+                    | _rounded(x3[c] * factor[c]) << np.uint32(24)
+                )
+            for c in range(m):
+                words[c, block, word] = four[c]
+    return largest
+
+
+@jit(**FORM)
+def _rounded(scaled: Any) -> Any:
+    """Return the eight bits of a number, rounded."""
+    return np.uint32(np.uint8(np.int32(scaled + (HALF if scaled >= 0 else -HALF))))
+
+
+@jit(**FORM)
+def _write_columns(scales: Array, words: Array, x: Array, row: int) -> None:
+    n, m = scales.shape
+    four = np.empty(m, np.uint32)
+    for block in range(n):
+        scale = scales[block]
+        for word in range(BLOCK // 4):
+            for c in range(m):
+                four[c] = words[c, block, word]
+            for j in range(4):
+                to = x[(BLOCK * block + 4 * word + j) * row :]
+                for c in range(m):
+                    to[c] = scale[c] * np.float32(np.int8(four[c] >> np.uint32(8 * j)))
 
 
 @jit(**FORM)

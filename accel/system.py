@@ -141,6 +141,22 @@ def forget(file: int) -> None:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def past_memory(file: int, *, on: bool) -> bool:
+    """Have Linux write an open file past its own memory, or no longer, and tell whether it does.
+
+    Only whole pages can be written so, out of memory that begins where a page does.
+    """
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    flags = fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT
+    with contextlib.suppress(OSError):  # not every file system can
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags)
+        return on
+    return False
+
+
 def private(info: os.stat_result) -> bool:
     """Whether nobody but this user and root can write what has this status.
 

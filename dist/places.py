@@ -1,18 +1,25 @@
 """New files and folders under names that people choose: there whole, or not at all."""
 
+import errno
+import io
 import os
 import secrets
 import shutil
-import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import TypeAlias
 
-from accel.system import forget, move, sync_folder
+import numpy as np
 
-PAUSE = 0.05  # seconds in which what is written gathers
+from accel.system import forget, fresh_memory, move, past_memory, sync_folder
+from reference.types import Array
+
+ROOM = 1 << 20  # bytes that are written at once
+PAUSE = 0.05  # seconds in which what is not written past memory gathers there
+Buffer: TypeAlias = bytes | memoryview
 
 
 @contextmanager
@@ -46,31 +53,81 @@ def new_place(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def steadily(file: IO[bytes]) -> Iterator[None]:
-    """Have what is written to a file go to the disk meanwhile, and not all of it at the end.
-
-    The memory that held it is given back each time, so that a large file goes through the same
-    memory again and again: finding more can cost more than all else (``checkpoint._settle``).
+def steadily(path: Path) -> Iterator["Steady"]:
+    """Yield a new file that is written from its first byte to its last; then it is on the disk.
 
     Raises
     ------
     OSError
         When the disk could not take it, which no later fsync may say again.
     """
-    ended = threading.Event()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        steady = Steady(file, pool)
+        yield steady
+        steady.finish()
 
-    def sync() -> None:
-        while not ended.wait(PAUSE):
-            os.fsync(file.fileno())
-            forget(file.fileno())
 
-    with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(sync)
-        try:
-            yield
-        finally:
-            ended.set()
-            synced.result()
+class Steady:
+    """A file that takes what is written to the disk meanwhile, and not all of it at the end.
+
+    On Linux it goes past the system's memory (O_DIRECT), which takes longer to find than the disk
+    takes to write (``checkpoint._settle``). Where there is no such way the memory is given back
+    each time, so that a large file goes through the same memory again and again.
+    """
+
+    def __init__(self, file: io.FileIO, pool: ThreadPoolExecutor) -> None:
+        self._file, self._pool = file, pool
+        self._past = past_memory(file.fileno(), on=True)
+        self._rooms = [np.frombuffer(fresh_memory(ROOM), np.uint8) for _ in range(2)]
+        self._size, self._due = 0, 0.0
+        self._going: Future[None] | None = None
+
+    def tell(self) -> int:
+        """Return how many bytes have been written."""
+        return self._size
+
+    def write(self, data: Buffer) -> None:
+        """Write bytes, which may change afterwards."""
+        left = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
+        while left.size:
+            at = self._size % ROOM
+            part = left[: ROOM - at]
+            self._rooms[0][at : at + part.size] = part
+            self._size += part.size
+            left = left[part.size :]
+            if self._size % ROOM == 0:
+                self._send(ROOM)
+
+    def finish(self) -> None:
+        """Have all of it on the disk."""
+        self._wait()
+        self._past = past_memory(self._file.fileno(), on=False)  # the rest is no whole page
+        self._send(self._size % ROOM)
+        self._wait()
+        os.fsync(self._file.fileno())
+
+    def _send(self, n: int) -> None:
+        """Have the first bytes of a room written, and go on in the other one."""
+        self._wait()
+        self._going = self._pool.submit(self._put, self._rooms[0][:n])
+        self._rooms.reverse()
+
+    def _wait(self) -> None:
+        if self._going is not None:
+            self._going.result()
+
+    def _put(self, room: Array) -> None:
+        while room.size:
+            try:
+                room = room[self._file.write(room.data) :]
+            except OSError as error:
+                if not self._past or error.errno != errno.EINVAL:
+                    raise
+                self._past = past_memory(self._file.fileno(), on=False)  # it said so, and cannot
+        if not self._past and time.monotonic() > self._due:
+            self._due = time.monotonic() + PAUSE
+            os.fsync(self._file.fileno())
+            forget(self._file.fileno())
 
 
 def _sync_file(path: Path) -> None:

@@ -29,14 +29,21 @@ class Question(NamedTuple):
     answer: int  # of the choices, from 0
 
 
+def _texts(row: Mapping[str, Any], name: str) -> list[str]:
+    texts = row[name]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"its {name} must be a list of texts")  # one text would be its letters
+    return texts
+
+
 def _own(row: Mapping[str, Any]) -> Question:
     """{"context": …, "choices": [" …", …], "answer": 0}."""
-    return Question(row["context"], list(row["choices"]), int(row["answer"]))
+    return Question(row["context"], _texts(row, "choices"), int(row["answer"]))
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Question:
     """HellaSwag (Zellers et al. 2019): a beginning and four endings."""
-    return Question(row["ctx"], [f" {end}" for end in row["endings"]], int(row["label"]))
+    return Question(row["ctx"], [f" {end}" for end in _texts(row, "endings")], int(row["label"]))
 
 
 def _arc(row: Mapping[str, Any]) -> Question:
@@ -50,7 +57,7 @@ def _arc(row: Mapping[str, Any]) -> Question:
         raise ValueError("its choices must have text and label")
     return Question(
         f"Question: {asked}\nAnswer:",
-        [f" {text}" for text in choices["text"]],
+        [f" {text}" for text in _texts(choices, "text")],
         choices["label"].index(row["answerKey"]),
     )
 
@@ -91,6 +98,8 @@ def questions(path: Path) -> Iterator[Question]:
             if read is None:
                 raise ValueError(f"it has none of the fields {', '.join(FORMS)}")
             question = read(row)
+            if not isinstance(question.context, str):
+                raise ValueError("its context must be a text")
             if not 0 <= question.answer < len(question.choices):
                 raise ValueError(f"there is no choice {question.answer}")
             if not all(question.choices):

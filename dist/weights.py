@@ -256,7 +256,7 @@ def write_weights(
 
     with new_place(path) as part:
         part.mkdir()
-        with (part / "master.bin").open("wb") as file, steadily(file):
+        with steadily(part / "master.bin") as file:
             at = 0
             named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
             sizes = [(part, part.end - part.start) for those in named for part in those]

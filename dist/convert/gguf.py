@@ -26,7 +26,7 @@ from dist.convert.numbers import Stored, size_of, write_tensors
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
-from dist.places import new_place, steadily
+from dist.places import Steady, new_place, steadily
 from dist.weights import Weights
 
 MAGIC = b"GGUF"
@@ -85,7 +85,7 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         kept = [name for name in kinds if kinds[name] == "F16"]
         if kept:
             notes.append(f"kept as F16, since {BLOCK} does not divide their width: {named(kept)}")
-    with new_place(path) as part, part.open("wb") as file, steadily(file):
+    with new_place(path) as part, steadily(part) as file:
         count = len(tensors) + (scaled is not None)
         file.write(MAGIC + struct.pack("<IQQ", VERSION, count, len(keys)))
         for name, value in keys.items():
@@ -116,7 +116,7 @@ def _kind_of(tensor: Tensor, kind: str) -> str:
     return "F16" if kind == "Q8_0" and tensor.shape[-1] % BLOCK else kind
 
 
-def _pad(file: IO[bytes]) -> None:
+def _pad(file: Steady) -> None:
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 

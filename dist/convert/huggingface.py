@@ -145,7 +145,7 @@ def _write_safetensors(path: Path, weights: Weights, tensors: list[Tensor], kind
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file, steadily(file):
+    with steadily(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _ in write_tensors(file, weights, tensors, lambda _: kind):
             pass

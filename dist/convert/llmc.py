@@ -45,7 +45,7 @@ def export(weights: Weights, path: Path, kind: str) -> Family:
     header[:2] = MAGIC, versions[kind]
     header[2:8] = [described.get(name, padded) for name in FIELDS]
     tensors = family.tensors(config)
-    with new_place(path) as part, part.open("wb") as file, steadily(file):
+    with new_place(path) as part, steadily(part) as file:
         file.write(header.tobytes())
         for tensor in write_tensors(file, weights, tensors, lambda _: kind):
             if tensor.ours == "embedding.weight":

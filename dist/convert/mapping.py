@@ -14,15 +14,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from accel.transpose import transpose
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
-CHUNK = 1 << 18  # elements that are converted at once: as many bytes as fit a processor's cache
+CHUNK = 1 << 20  # bytes of theirs that are converted at once, so that they stay in a cache
 
 
 class Key(NamedTuple):
@@ -57,15 +54,16 @@ class Tensor(NamedTuple):
         """Whether rows of ours are rows of theirs."""
         return not self.transposed and len(self.shape) > 1
 
-    def chunks(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, low: int, high: int, width: float) -> Iterator[tuple[int, int]]:
         """Yield stretches of rows low .. high - 1 of theirs, whole heads, of which none is large.
 
-        Where rows of ours are others, that is all of theirs.
+        A number of theirs takes ``width`` bytes. Where rows of ours are others, that is all of
+        theirs.
         """
         if not self.by_rows:
             low, high = 0, self.shape[0]
         whole = self.head or 1
-        rows = max(1, CHUNK // math.prod(self.shape[1:]) // whole) * whole
+        rows = max(1, int(CHUNK / width) // math.prod(self.shape[1:]) // whole) * whole
         for first in range(low, high, rows):
             yield first, min(first + rows, high)
 
@@ -83,21 +81,28 @@ class Tensor(NamedTuple):
         apart = rows.reshape(-1, *parts, *rows.shape[1:])
         return apart.swapaxes(1, 2).reshape(rows.shape)
 
-    def take(self, part: Array, first: int, low: int, high: int) -> Array:
-        """Return rows low .. high - 1 of theirs, out of rows of ours from the first on."""
+    def take(
+        self, part: Array, first: int, low: int, high: int, encode: Callable[[Array], Array]
+    ) -> Array:
+        """Return rows low .. high - 1 of theirs, encoded, out of rows of ours from the first on."""
         ours = self._of(part, first, low, high)
-        if self.transposed:
-            ours = transpose(ours)
+        theirs = encode(ours.T if self.transposed else ours).reshape(high - low, -1)
         # ours has both sides of a pair together, theirs all first sides and then the others
-        return np.ascontiguousarray(self._turned(ours, self.head // 2, 2))
+        return self._turned(theirs, self.head // 2, 2)
 
-    def put(self, part: Array, first: int, low: int, high: int, values: Array) -> None:
-        """Write rows low .. high - 1 of theirs into rows of ours from the first on."""
-        ours, values = self._of(part, first, low, high), self._turned(values, 2, self.head // 2)
-        if self.transposed:
-            transpose(values, ours)
-        else:
-            ours[...] = values
+    def put(
+        self,
+        part: Array,
+        first: int,
+        low: int,
+        high: int,
+        theirs: Array,
+        decode: Callable[[Array, Array], None],
+    ) -> None:
+        """Write rows low .. high - 1 of theirs, encoded, into rows of ours from the first on."""
+        ours = self._of(part, first, low, high)
+        theirs = self._turned(theirs.reshape(high - low, -1), 2, self.head // 2)
+        decode(theirs.reshape(-1), ours.T if self.transposed else ours)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,33 +1,43 @@
 """The kinds of numbers that files of weights hold, and tensors of them in files."""
 
-import io
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel.ahead import in_order
 from accel.jit import jit
-from accel.q8_0 import BLOCK, from_blocks, to_blocks
+from accel.q8_0 import BLOCK, columns_from_blocks, columns_to_blocks, from_blocks, to_blocks
+from accel.transpose import in_columns, in_rows, transpose
 from dist.convert.mapping import Tensor
+from dist.places import Steady
 from dist.weights import Part, Weights, parts
 from reference.types import Array
 
 
 class Kind(NamedTuple):
-    """How numbers are stored: so many of them in so many bytes."""
+    """How numbers are stored: so many of them in so many bytes.
+
+    A matrix of float32 may be another's transpose, as numpy's ``.T`` has it.
+    """
 
     numbers: int
     n_bytes: int
-    encode: Callable[[Array], Array]  # (n,) float32 -> uint8 or the like, any shape
-    decode: Callable[[Array], Array]  # (bytes,) uint8 -> (n,) float32
+    encode: Callable[[Array], Array]  # float32 of any shape -> what is stored, together
+    decode: Callable[[Array, Array], None]  # (bytes,) uint8, written to float32 of any shape
+    finite: Callable[[Array], Any]  # whether all that is stored is
+
+    @property
+    def width(self) -> float:
+        """The bytes that a number takes."""
+        return self.n_bytes / self.numbers
 
 
 def to_bf16(x: Array) -> Array:
     """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
     rounded = np.empty(x.shape, "<u2")
-    _to_bf16(np.ascontiguousarray(x).reshape(-1).view(np.uint32), rounded.reshape(-1))
+    _to_bf16(in_rows(x).reshape(-1).view(np.uint32), rounded.reshape(-1))
     return rounded
 
 
@@ -56,7 +66,7 @@ def to_half(x: Array) -> Array:
         When a number is too large for it.
     """
     with np.errstate(over="ignore"):
-        halves = x.astype("<f2")
+        halves = in_rows(x).astype("<f2")
     if np.isinf(halves).any() and np.isfinite(x).all():
         raise ValueError(
             f"holds {np.abs(x).max():.3g}, and float16 goes to 65,504: choose bf16 or float32"
@@ -66,27 +76,65 @@ def to_half(x: Array) -> Array:
 
 def to_q8_0(x: Array) -> Array:
     """Return blocks of 32 numbers as a float16 scale and 32 int8, as ``accel.q8_0`` has them."""
-    x = x.reshape(-1, BLOCK)
-    blocks = np.empty((len(x), 2 + BLOCK), np.uint8)
-    d, _ = to_blocks(x, blocks[:, 2:].view(np.int8))
-    blocks[:, :2] = d[:, None].view(np.uint8)
+    blocks, d, q = _blocks(np.empty(x.size // BLOCK * (2 + BLOCK), np.uint8))
+    if in_columns(x):
+        shape = len(x), -1
+        columns_to_blocks(x.T, d.reshape(shape), q.reshape(*shape, BLOCK))
+    else:
+        d[:] = to_blocks(x.reshape(-1, BLOCK), q)[0]
     return blocks
 
 
-def from_q8_0(raw: Array) -> Array:
-    """Return the numbers that blocks stand for."""
+def from_q8_0(raw: Array, out: Array) -> None:
+    """Write the numbers that blocks stand for."""
+    _, d, q = _blocks(raw)
+    if in_columns(out):
+        shape = len(out), -1
+        columns_from_blocks(d.reshape(shape), q.reshape(*shape, BLOCK), out.T)
+    else:
+        x = np.empty(q.shape, np.float32)
+        from_blocks(d.astype(np.float32), q, x)
+        out[...] = x.reshape(out.shape)
+
+
+def _blocks(raw: Array) -> tuple[Array, Array, Array]:
+    """Return blocks (n, 34), and where their scales (n,) and numbers (n, 32) lie in them."""
     blocks = raw.reshape(-1, 2 + BLOCK)
-    d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-    x = np.empty((len(blocks), BLOCK), np.float32)
-    from_blocks(d.reshape(-1), blocks[:, 2:].view(np.int8), x)
-    return x.reshape(-1)
+    return blocks, blocks[:, :2].view("<f2")[:, 0], blocks[:, 2:].view(np.int8)
+
+
+def _written(values: Array, out: Array) -> None:
+    if in_columns(out):
+        transpose(values.reshape(out.shape), out.T)
+    else:
+        out[...] = values.reshape(out.shape)
 
 
 KINDS = {
-    "F32": Kind(1, 4, lambda x: x.astype("<f4", copy=False), lambda raw: raw.view("<f4")),
-    "F16": Kind(1, 2, to_half, lambda raw: raw.view("<f2").astype(np.float32)),
-    "BF16": Kind(1, 2, to_bf16, from_bf16),
-    "Q8_0": Kind(BLOCK, 2 + BLOCK, to_q8_0, from_q8_0),
+    "F32": Kind(
+        1,
+        4,
+        lambda x: in_rows(x).astype("<f4", copy=False),
+        lambda raw, out: _written(raw.view("<f4"), out),
+        lambda raw: np.isfinite(raw.view("<f4")).all(),
+    ),
+    "F16": Kind(
+        1,
+        2,
+        to_half,
+        lambda raw, out: _written(raw.view("<f2").astype(np.float32), out),
+        lambda raw: np.isfinite(raw.view("<f2")).all(),
+    ),
+    "BF16": Kind(
+        1,
+        2,
+        to_bf16,
+        lambda raw, out: _written(from_bf16(raw), out),
+        lambda raw: np.isfinite(from_bf16(raw)).all(),
+    ),
+    "Q8_0": Kind(
+        BLOCK, 2 + BLOCK, to_q8_0, from_q8_0, lambda raw: np.isfinite(_blocks(raw)[1]).all()
+    ),
 }
 
 
@@ -96,7 +144,7 @@ def size_of(n: int, kind: str) -> int:
 
 
 def write_tensors(
-    file: io.RawIOBase | io.BufferedIOBase,
+    file: Steady,
     weights: Weights,
     tensors: Iterable[Tensor],
     kind_of: Callable[[Tensor], str],
@@ -125,11 +173,11 @@ def _encoded(tensor: Tensor, part: Part, ours: Array, kind: Kind) -> Iterator[Ar
 
     def encoded(chunk: tuple[int, int]) -> Array:
         try:
-            return np.ascontiguousarray(kind.encode(tensor.take(ours, part.low, *chunk)))
+            return tensor.take(ours, part.low, *chunk, kind.encode)
         except ValueError as error:
             raise ValueError(f"{tensor.name} {error}") from None
 
-    return in_order(encoded, tensor.chunks(part.low, part.high))
+    return in_order(encoded, tensor.chunks(part.low, part.high, kind.width))
 
 
 class Stored(NamedTuple):
@@ -140,8 +188,8 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # bytes
 
-    def rows(self, low: int, high: int) -> Array:
-        """Return low .. high - 1 of the first axis, float32.
+    def raw(self, low: int, high: int) -> Array:
+        """Return rows low .. high - 1 of the first axis, as they are stored: uint8.
 
         Raises
         ------
@@ -155,4 +203,10 @@ class Stored(NamedTuple):
             file.seek(self.offset + start)
             if file.readinto(raw.data) != raw.size:
                 raise ValueError(f"{self.path} was cut short while it was being read")
-        return KINDS[self.kind].decode(raw).reshape(high - low, *self.shape[1:])
+        return raw
+
+    def rows(self, low: int, high: int) -> Array:
+        """Return the same in float32."""
+        values = np.empty((high - low, *self.shape[1:]), np.float32)
+        KINDS[self.kind].decode(self.raw(low, high), values)
+        return values

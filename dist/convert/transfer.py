@@ -56,12 +56,16 @@ def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None]
     def fill(part: Part, ours: Array) -> None:
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at
-            values = stored[tensor.name].rows(low, high)
-            if not np.isfinite(values).all():
+            raw, kind = stored[tensor.name].raw(low, high), KINDS[stored[tensor.name].kind]
+            if not kind.finite(raw):
                 raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
-            tensor.put(ours, part.low, low, high, values)
+            tensor.put(ours, part.low, low, high, raw, kind.decode)
 
-        chunks = ((t, chunk) for t in of[part.name] for chunk in t.chunks(part.low, part.high))
+        chunks = (
+            (t, chunk)
+            for t in of[part.name]
+            for chunk in t.chunks(part.low, part.high, KINDS[stored[t.name].kind].width)
+        )
         for _ in in_order(fetch, chunks):
             pass
 
@@ -104,7 +108,7 @@ def _equal(one: Stored, other: Stored) -> bool:
     step = max(1, (1 << 22) // max(1, int(np.prod(one.shape[1:], dtype=np.int64))))
     return all(
         np.array_equal(
-            one.rows(i, min(i + step, one.shape[0])), other.rows(i, min(i + step, one.shape[0]))
+            one.raw(i, min(i + step, one.shape[0])), other.raw(i, min(i + step, one.shape[0]))
         )
         for i in range(0, one.shape[0], step)
     )

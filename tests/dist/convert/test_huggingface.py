@@ -53,7 +53,7 @@ def test_the_size_of_pieces_changes_no_byte(
     config = replace(config, vocab_size=5_000, tied=False)
     once = out_and_back(tmp_path / "once", config)
     for size in (1, 7, 700, 40_000):
-        monkeypatch.setattr(mapping, "CHUNK", size if size > 1 else 32)
+        monkeypatch.setattr(mapping, "CHUNK", 4 * size if size > 1 else 128)
         monkeypatch.setattr(weights, "PART", 1_000 * size)
         monkeypatch.setattr(checkpoint, "TOGETHER", size)
         monkeypatch.setattr(weights, "PIECE", size * weights.SUM_BLOCK)

@@ -1,12 +1,13 @@
 """Numbers as files hold them."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
 from accel.q8_0 import to_blocks
-from dist.convert.numbers import KINDS, from_bf16, from_q8_0, to_bf16, to_q8_0
+from dist.convert.numbers import KINDS, Kind, from_bf16, from_q8_0, to_bf16, to_q8_0
 
 # halfway between two bfloat16, once with the even one below and once above, and what lies beside
 TIES = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3e38, 1e-40], np.float32)
@@ -37,9 +38,44 @@ def test_what_came_back_goes_out_the_same(name: str) -> None:
     x = np.random.default_rng(1).standard_normal(640).astype(np.float32)
     raw = np.ascontiguousarray(kind.encode(x)).view(np.uint8).reshape(-1)
     assert raw.size == x.size // kind.numbers * kind.n_bytes
-    once = kind.decode(raw)
-    again = np.ascontiguousarray(kind.encode(once)).view(np.uint8).reshape(-1)
-    np.testing.assert_allclose(kind.decode(again), once, rtol=2e-3 if name == "Q8_0" else 0)
+    once, twice = np.empty_like(x), np.empty_like(x)
+    kind.decode(raw, once)
+    kind.decode(np.ascontiguousarray(kind.encode(once)).view(np.uint8).reshape(-1), twice)
+    np.testing.assert_allclose(twice, once, rtol=2e-3 if name == "Q8_0" else 0)
+    assert kind.finite(raw)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_is_seen(name: str, wrong: float) -> None:
+    kind = KINDS[name]
+    raw = np.ascontiguousarray(kind.encode(np.ones(96, np.float32))).view(np.uint8).reshape(-1)
+    assert kind.finite(raw)
+    if name == "Q8_0":
+        raw[34:36] = np.float16([wrong]).view(np.uint8)
+    else:
+        one = np.ascontiguousarray(kind.encode(np.full(1, wrong, np.float32))).view(np.uint8)
+        raw[41 * kind.n_bytes : 42 * kind.n_bytes] = one
+    assert not kind.finite(raw)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 67])
+@pytest.mark.parametrize("rows", [32, 96])
+def test_columns_are_stored_as_rows_of_the_transpose(kind: Kind, columns: int, rows: int) -> None:
+    wide = np.random.default_rng(5).standard_normal((rows, columns + 5), np.float32)
+    wide[:, 2:4] *= np.array([1e-38, 1e3], np.float32)
+    wide[32:64, 2] = 0
+    wide[0, 2:], wide[1, 2:], wide[2, 2:] = 127, 0.5, -0.5  # a scale of 1, where nothing is larger
+    x = wide[:, 2 : 2 + columns].T
+    raw = np.ascontiguousarray(kind.encode(x)).tobytes()
+    assert raw == np.ascontiguousarray(kind.encode(np.ascontiguousarray(x))).tobytes()
+    expected, around = np.empty(x.shape, np.float32), np.full_like(wide, 7)
+    kind.decode(np.frombuffer(raw, np.uint8), expected)
+    kind.decode(np.frombuffer(raw, np.uint8), around[:, 2 : 2 + columns].T)
+    np.testing.assert_array_equal(around[:, 2 : 2 + columns].T, expected)
+    assert (around[:, :2] == 7).all() and (around[:, 2 + columns :] == 7).all()
+    assert np.abs(expected - x).max() <= 0.51 * np.abs(wide).max() / 127
 
 
 def test_a_block_of_zeros_is_zeros_and_halves_go_away_from_zero() -> None:
@@ -109,7 +145,11 @@ def test_a_block_too_small_for_a_scale_is_zeros() -> None:
     x = np.zeros((2, 32), np.float32)
     x[0, :3] = 1e-40, -1e-38, 0
     x[1, :2] = 1e-44, -0.0
-    assert not from_q8_0(to_q8_0(x.reshape(-1)).reshape(-1)).any() and not to_blocks(x)[1].any()
+    for blocks in (to_q8_0(x.reshape(-1)), to_q8_0(np.hstack([x.T, x.T]).T)):
+        back = np.empty(len(blocks) * 32, np.float32)
+        from_q8_0(blocks.reshape(-1), back)
+        assert not back.any()
+    assert not to_blocks(x)[1].any()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 1e7])
@@ -117,5 +157,7 @@ def test_a_block_too_small_for_a_scale_is_zeros() -> None:
 def test_q8_0_refuses_what_it_cannot_hold(wrong: float, at: int) -> None:
     x = np.ones((3, 32), np.float32)
     x[1, at] = wrong
-    with pytest.raises(ValueError, match="and Q8_0 goes to"):
-        to_blocks(x)
+    message = re.escape(f"holds {abs(wrong):.3g}, and Q8_0 goes to")
+    for numbers in (x, np.hstack([np.ones_like(x), x]).T.copy().T):
+        with pytest.raises(ValueError, match=message):
+            to_q8_0(numbers)
