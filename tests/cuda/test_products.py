@@ -579,6 +579,37 @@ def test_a_run_writes_its_algorithms_down_and_keeps_them(
     assert re.search(before + now, said)
 
 
+def test_a_run_that_goes_on_with_other_shapes_chooses_for_them(
+    tmp_path: Path, gpu: Callable[..., WithCublasLt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was chosen for a micro-batch of another size would multiply nothing."""
+    config = run(tmp_path)
+    gpu(s1=0.5)
+    assert train(config) == 0
+    device = gpu(s1=0.5)
+    wider = ("--set", "train.micro_batch=2", "--set", "train.steps=3", "--changed")
+    assert train(config, *wider) == 0
+    assert " by algorithms of cublasLt's (" in capsys.readouterr().out.split("as before")[-1]
+    assert set(device.products) == set(products.of_step(config.model, 2))
+
+
+def test_algorithms_that_are_given_for_other_shapes_are_not_passed_over_in_silence(
+    tmp_path: Path, gpu: Callable[..., WithCublasLt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resolved file, say, that is used again with another micro-batch."""
+    config = run(tmp_path)
+    gpu(s1=0.5)
+    assert train(config) == 0
+    chosen = load_run_file(Path(config.run.out) / "config.toml")
+    capsys.readouterr()
+    for micro_batch, says in ((1, ""), (2, "products: run.products names none of this run's")):
+        gpu(s1=0.5)
+        again = with_run(chosen, out=str(tmp_path / f"again-{micro_batch}"))
+        assert train(again, "--set", f"train.micro_batch={micro_batch}") == 0
+        said = capsys.readouterr().out
+        assert says in said and ("products: " in said) == bool(says)
+
+
 def test_a_run_without_the_library_keeps_cublas_s_choice(
     tmp_path: Path, gpu: Callable[..., WithCublasLt], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
