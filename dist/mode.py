@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from accel import AUTO, COMPUTE, DEFAULT
+from accel import AUTO, COMPUTE, DEFAULT, Products
 from accel import load as load_backend
 from dist import checkpoint
-from dist.config import RunFile
+from dist.config import RunFile, from_tables
 from reference.ops import Ops
 
 SECONDS = 1.0  # of measuring each mode
@@ -96,17 +96,33 @@ def attending(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
 
 
 def multiplying(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
-    """Return a run with its products' algorithms chosen, as ``attending`` does its attention's."""
-    if run.run.backend != "cuda" or run.run.compute != "bf16" or run.run.products != AUTO:
+    """Return a run with its products' algorithms chosen, as ``attending`` does its attention's.
+
+    A run that goes on with another model or micro-batch has products of other shapes: it chooses.
+    """
+    asked = run.run.products
+    if run.run.backend != "cuda" or run.run.compute != "bf16" or asked == DEFAULT:
         return run, ""
     from accel.cuda import products
+    from accel.cuda.device import current
 
-    kept = AUTO if newest is None else checkpoint.read_manifest(newest).products
+    made = run.model, run.train.micro_batch, run.run.recompute
+    if asked != AUTO:
+        load_backend(run.run.backend, compute=run.run.compute, products=asked)
+        named = not current().products.keys().isdisjoint(products.of_step(*made))
+        none = "products: run.products names none of this run's: by cuBLAS's own choice"
+        return run, "" if named else none
+    kept: Products = AUTO
+    if newest is not None:
+        state = checkpoint.read_manifest(newest)
+        before = from_tables(state.config)
+        if (before.model, before.train.micro_batch) == (run.model, run.train.micro_batch):
+            kept = state.products
     whose = "cuBLAS's own choice" if kept == DEFAULT else "algorithms of cublasLt's"
     said = f"products: by {whose}, as before"
     if kept == AUTO:
         load_backend(run.run.backend, compute=run.run.compute)
-        kept, said, _ = products.choose(run.model, run.train.micro_batch, run.run.recompute)
+        kept, said, _ = products.choose(*made)
     return dataclasses.replace(run, run=dataclasses.replace(run.run, products=kept)), said
 
 

@@ -21,12 +21,13 @@ from accel.cuda.device import Product, current
 from reference.types import Array
 
 # cudaDataType_t, cublasComputeType_t, cublasLtMatmulDescAttributes_t,
-# cublasLtMatmulPreferenceAttributes_t, cublasLtReductionScheme_t
+# cublasLtMatmulPreferenceAttributes_t, cublasLtReductionScheme_t, cublasStatus_t
 CUDA_R_32F, CUDA_R_16BF, COMPUTE_32F = 0, 14, 68
 DESC_TRANSA, DESC_TRANSB = 3, 4
 PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK = 1, 3
 PREF_MIN_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D, in bytes
 REDUCTION_SCHEME_COMPUTE_TYPE = 2
+NOT_SUPPORTED = 15
 
 WORKSPACE = 32 << 20  # bytes that an algorithm may ask for, as many as cuBLAS takes on Hopper
 ALIGNMENT = 16  # bytes, of operands that are multiplied so; others go to cuBLAS
@@ -67,7 +68,17 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class CublasLtError(RuntimeError):
-    """The library refused what it was asked for."""
+    """The library refused what it was asked for.
+
+    Attributes
+    ----------
+    status : int
+        cublasStatus_t.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class CublasLt:
@@ -106,7 +117,7 @@ class CublasLt:
         status = self._functions[name](*given)
         if status:
             said = self._functions["cublasLtGetStatusString"](status)
-            raise CublasLtError(f"{name} fails: {(said or b'').decode()} ({status})")
+            raise CublasLtError(f"{name} fails: {(said or b'').decode()} ({status})", status)
 
     def made(self, name: str, *given: Any) -> Any:
         """Return what a function writes behind its first argument, a pointer."""
@@ -162,7 +173,9 @@ class CublasLt:
         given = (self.handle, *self.described(product), self.wish(), most, found, byref(n))
         try:
             self.call("cublasLtMatmulAlgoGetHeuristic", *given)
-        except CublasLtError:  # it has no rule for such a product
+        except CublasLtError as error:
+            if error.status != NOT_SUPPORTED:  # else: it has no rule for such a product
+                raise
             return []
         return [bytes(one.algo) for one in found[: n.value] if one.state == 0]
 

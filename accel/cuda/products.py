@@ -150,9 +150,17 @@ def choose(
     asked = of_step(config, batch, recompute)
     found: list[Timed] = []
     wrong, where = 0, ""
+    untried: list[str] = []
     try:
         for product, times in asked.items():
-            ways, left_out = check(library, product)
+            try:
+                ways, left_out = check(library, product)
+            except CublasLtError as error:
+                untried.append(str(error))
+                continue
+            except OSError:
+                untried.append("no memory to try them")
+                continue
             wrong += left_out
             seconds, where = paths.remembered(
                 "product",
@@ -167,14 +175,17 @@ def choose(
             found.append(Timed(product, times, seconds, best))
     finally:
         device.trim()
+    if not found:
+        return Choice(DEFAULT, f"products: by cuBLAS's own choice ({untried[0]})")
     chosen = [f"{name(one.product)}: {one.best}" for one in found if one.best != DEFAULT]
     own, took = (
         1e3 * sum(one.times * one.seconds[one.best if by_choice else DEFAULT] for one in found)
         for by_choice in (False, True)
     )
-    said = f"products: {len(chosen)} of {len(found)} by algorithms of cublasLt's "
-    said += f"({took:.2f} ms of a step, {own:.2f} by cuBLAS's own choice{where}"
-    said += f"; {wrong} algorithms are left out, whose results differ)" if wrong else ")"
+    said = f"products: {len(chosen)} of {len(asked)} by algorithms of cublasLt's "
+    said += f"({took:.2f} ms of a micro-batch, {own:.2f} by cuBLAS's own choice{where}"
+    said += f"; {wrong} algorithms are left out, whose results differ" if wrong else ""
+    said += f"; {len(untried)} go by cuBLAS's own choice untried: {untried[0]})" if untried else ")"
     lines = (f"cuBLAS {library.version}", *chosen)
     return Choice(lines if chosen else DEFAULT, said, tuple(found))
 
@@ -183,23 +194,34 @@ def choose(
 
 
 def check(library: CublasLt, product: Product) -> tuple[dict[str, Multiply], int]:
-    """Return the right ways to multiply by name, cuBLAS's own first, and how many were wrong."""
+    """Return the right ways to multiply by name, cuBLAS's own first, and how many were wrong.
+
+    Raises
+    ------
+    CublasLtError
+        When the library refuses all that it listed.
+    OSError
+        When the device has no memory for it.
+    """
     device = current()
     wholes, rounded = (_drawn(product, whole=whole) for whole in (True, False))
     wanted = _result(product, device.gemm_ex, wholes)
     ways: dict[str, Multiply] = {DEFAULT: device.gemm_ex}
-    wrong = 0
+    wrong, refused = 0, ("", 0)
     for algorithm in library.algorithms(product, TRIED):
         try:
             way = ByAlgorithm(library, product, algorithm)
             right = _alike(_result(product, way, wholes), wanted)
             again = [_result(product, way, rounded) for _ in range(2)]
-        except CublasLtError:  # listed, and then refused
+        except CublasLtError as error:  # listed, and then refused
+            refused = str(error), error.status  # the error itself would keep all arrays here
             continue
         if right and _alike(*again):
             ways[algorithm.hex()] = way
         else:
             wrong += 1
+    if refused[1] and not wrong and len(ways) == 1:
+        raise CublasLtError(*refused)
     return ways, wrong
 
 

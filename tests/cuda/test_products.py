@@ -5,6 +5,7 @@ against NVIDIA's own header; the real library is called where it asks for no GPU
 """
 
 import ctypes
+import errno
 import json
 import re
 import subprocess
@@ -129,6 +130,7 @@ def test_functions_structures_and_numbers_are_those_of_the_header(tmp_path: Path
         "CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK": cublaslt.PREF_REDUCTION_SCHEME_MASK,
         "CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE": cublaslt.REDUCTION_SCHEME_COMPUTE_TYPE,
         "CUBLAS_STATUS_SUCCESS": 0,
+        "CUBLAS_STATUS_NOT_SUPPORTED": cublaslt.NOT_SUPPORTED,
         "CUBLASLT_POINTER_MODE_HOST": 0,
         "CUBLASLT_ORDER_COL": 0,
         **{
@@ -368,9 +370,9 @@ def test_the_fastest_right_algorithm_of_each_product_is_taken_and_said(
     version, *lines = choice.products
     assert version == "cuBLAS 13.1.0" and len(lines) == n
     assert all(line.endswith(f": {algorithm(HALVES).hex()}") for line in lines)
-    said = f"products: {n} of {n} by algorithms of cublasLt's ({250 * made:.2f} ms of a step, "
-    said += f"{1000 * made:.2f} by cuBLAS's own choice; {2 * n} algorithms are left out, whose "
-    assert choice.said == said + "results differ)"
+    said = f"products: {n} of {n} by algorithms of cublasLt's ({250 * made:.2f} ms of a "
+    said += f"micro-batch, {1000 * made:.2f} by cuBLAS's own choice; {2 * n} algorithms are "
+    assert choice.said == said + "left out, whose results differ)"
     assert devices.current().products == {}  # what was tried is not what is taken
     products.take(choice.products)
     assert len(devices.current().products) == n
@@ -411,6 +413,34 @@ def test_times_are_kept_and_spare_the_timing_not_the_check(
         else:
             with pytest.raises(pytest.fail.Exception):
                 products.choose(SMALL, 2)
+
+
+def test_what_cannot_be_tried_goes_by_cublas_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU without memory for the check, and a library that refuses what it is told."""
+    device_of(monkeypatch.setattr, s1=0.5)
+    n, drawn = len(products.of_step(SMALL, 2)), products._drawn
+    largest = max(p.m * p.n for p in products.of_step(SMALL, 2))
+
+    def full(product: Product, **how: Any) -> Any:
+        if product.m * product.n == largest:
+            raise OSError(errno.ENOMEM, "the GPU's memory is full")
+        return drawn(product, **how)
+
+    monkeypatch.setattr(products, "_drawn", full)
+    choice = products.choose(SMALL, 2)
+    left = n - len(choice.timed)
+    assert 0 < left < n and len(choice.products) == 1 + n - left
+    assert choice.said.startswith(f"products: {n - left} of {n} by ")
+    assert f"; {left} go by cuBLAS's own choice untried: no memory to try them)" in choice.said
+    monkeypatch.setattr(products, "_drawn", drawn)
+    for function in ("GetHeuristic", "Check"):
+        library = device_of(monkeypatch.setattr, s1=0.5, s2=0.5).cublaslt()
+        library._functions[f"cublasLtMatmulAlgo{function}"] = lambda *_: 7  # an invalid value
+        choice = products.choose(SMALL, 2)
+        refused = f"cublasLtMatmulAlgo{function} fails: the stand-in refuses (7)"
+        assert choice == (DEFAULT, f"products: by cuBLAS's own choice ({refused})", ())
 
 
 def test_without_the_library_products_are_cublas_s_and_it_is_said() -> None:
@@ -547,6 +577,37 @@ def test_a_run_writes_its_algorithms_down_and_keeps_them(
     before = r"by the backend cuda \(bf16, attention by mma, products by cublasLt [0-9a-f]{8}\): "
     now = r"from here on the last bits are those of cuda \(bf16, attention by mma\)"
     assert re.search(before + now, said)
+
+
+def test_a_run_that_goes_on_with_other_shapes_chooses_for_them(
+    tmp_path: Path, gpu: Callable[..., WithCublasLt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was chosen for a micro-batch of another size would multiply nothing."""
+    config = run(tmp_path)
+    gpu(s1=0.5)
+    assert train(config) == 0
+    device = gpu(s1=0.5)
+    wider = ("--set", "train.micro_batch=2", "--set", "train.steps=3", "--changed")
+    assert train(config, *wider) == 0
+    assert " by algorithms of cublasLt's (" in capsys.readouterr().out.split("as before")[-1]
+    assert set(device.products) == set(products.of_step(config.model, 2))
+
+
+def test_algorithms_that_are_given_for_other_shapes_are_not_passed_over_in_silence(
+    tmp_path: Path, gpu: Callable[..., WithCublasLt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resolved file, say, that is used again with another micro-batch."""
+    config = run(tmp_path)
+    gpu(s1=0.5)
+    assert train(config) == 0
+    chosen = load_run_file(Path(config.run.out) / "config.toml")
+    capsys.readouterr()
+    for micro_batch, says in ((1, ""), (2, "products: run.products names none of this run's")):
+        gpu(s1=0.5)
+        again = with_run(chosen, out=str(tmp_path / f"again-{micro_batch}"))
+        assert train(again, "--set", f"train.micro_batch={micro_batch}") == 0
+        said = capsys.readouterr().out
+        assert says in said and ("products: " in said) == bool(says)
 
 
 def test_a_run_without_the_library_keeps_cublas_s_choice(
