@@ -17,7 +17,7 @@ from accel import launcher, system
 
 MOST = 1024  # threads that a caller may ask for
 
-SPINS = "10000"  # turns, some tens of nanoseconds each
+SPINS = "2000"  # turns, some tens of nanoseconds each
 
 _threads: int | None = None
 _pool_started = False

@@ -458,7 +458,7 @@ print(threads.threads() == numba.get_num_threads() == threads.available_cores())
 
 @pytest.mark.parametrize(
     ("said", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
 )
 def test_a_thread_that_waits_soon_leaves_its_core_to_others(
     filled: Path, said: dict[str, str], spins: str, monkeypatch: pytest.MonkeyPatch

@@ -4,10 +4,13 @@ import argparse
 import dataclasses
 import math
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -359,6 +362,36 @@ def test_ranks_train_at_the_same_time() -> None:
     assert 0 < one and one < two < 3 * one
     with pytest.raises(ValueError, match="ended before it had trained"):
         scaling.together("float16", 1, 1, 1.0)
+
+
+def test_beside_busy_processes_a_step_is_held_to_a_fair_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counting: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def begun(*args: Any, **how: Any) -> subprocess.Popen[bytes]:
+        counting.append(start(*args, **how))
+        return counting[-1]
+
+    @contextmanager
+    def training(*args: Any, **environment: str) -> Iterator[Callable[[], float]]:
+        def speed() -> float:
+            running = sum(process.poll() is None for process in counting)
+            return 1024 / {0: 0.04, 1: 0.09, 2: 0.1}[running] / (2 if environment else 1)
+
+        yield speed
+
+    monkeypatch.setattr(subprocess, "Popen", begun)
+    monkeypatch.setattr(scaling, "training", training)
+    monkeypatch.setattr(scaling, "threads", lambda: 2)
+    idle, one, two = scaling.busy(quick=True)
+    assert len(counting) == 3 and all(process.poll() is not None for process in counting)
+    assert [row.ours for row in (idle, one, two)] == pytest.approx([0.04, 0.09, 0.1])
+    # three and four that compute share two cores
+    assert [row.theirs for row in (idle, one, two)] == pytest.approx([0.08, 0.06, 0.08])
+    assert [row.bar for row in (idle, one, two)] == [1.03, 1.5, 1.5]
+    assert two.note == "waiting as GNU does 200 ms"
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

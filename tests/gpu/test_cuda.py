@@ -131,6 +131,7 @@ def test_cublas_lt_s_algorithms_give_the_product_and_the_same_bits(
     wide = [bf16.to_numpy(x).astype(np.float64) for x in given]
     left = wide[0] if p.transpose_a else wide[0].T
     right = wide[1] if p.transpose_b else wide[1].T
+    cut = p.k / 8 * 2.0**-24  # where a tensor core cuts sums of eight off, and does not round them
     some = slice(None, None, 97)  # of the columns of C, its rows here
     exact = (left @ right[:, some]).T + p.beta * wide[2][some]
     found = library.algorithms(product, products.TRIED)
@@ -140,7 +141,7 @@ def test_cublas_lt_s_algorithms_give_the_product_and_the_same_bits(
     for name, way in ways.items():
         results = [bf16.to_numpy(products._result(p, way, tuple(given))) for _ in range(2)]
         np.testing.assert_array_equal(*results)
-        assert relative_error(results[0][some], exact) < (0.004 if p.narrow else 1e-5), name
+        assert relative_error(results[0][some], exact) < cut + (0.004 if p.narrow else 0), name
 
 
 def test_products_are_chosen_and_taken_as_they_were_written(bf16: Any) -> None:
