@@ -54,9 +54,9 @@ from tests.cuda_shim.cublaslt import (  # noqa: E402
 )
 from tests.cuda_shim.myllm import clocked, install  # noqa: E402
 from tests.helpers import ROOT  # noqa: E402
+from tests.helpers.gpu_ranks import train_on_ranks  # noqa: E402
 from tests.helpers.models import toy  # noqa: E402
 from tests.helpers.runs import digest, losses, prepare, train, with_run  # noqa: E402
-from tests.mpi.test_cuda_ranks import train as train_on_ranks  # noqa: E402
 
 HERE = Path(__file__).parent
 

@@ -209,43 +209,35 @@ def test_a_disk_that_became_read_only_is_one_sentence(
     assert cli.main(["train", str(path), "--set", "train.steps=8", "--changed"]) == 0
 
 
+@pytest.mark.parametrize("past", [True, False])
 def test_a_disk_that_fails_while_a_file_is_written_is_heard_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    past: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An fsync tells of a failure once: those that come later succeed."""
-    called, broken = threading.Event(), fails_at(0)
-
-    def fsync(descriptor: int) -> None:
-        called.set()
-        broken(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    if not past:
+        monkeypatch.setattr(places, "past_memory", lambda file, *, on: False)
+    monkeypatch.setattr(os, "fsync", fails_at(0))
     with (
         pytest.raises(OSError, match=os.strerror(errno.EIO)),
         places.new_place(tmp_path / "new") as part,
-        part.open("wb") as file,
-        places.steadily(file),
+        places.steadily(part) as file,
     ):
-        file.write(b"some")
-        assert called.wait(60)
+        file.write(bytes(3 * places.ROOM))
     assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced = threading.Semaphore(0)
+    synced, new = threading.Semaphore(0), tmp_path / "new"
+    monkeypatch.setattr(places, "past_memory", lambda file, *, on: False)
+    monkeypatch.setattr(places, "PAUSE", 0.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.release())
-    with (
-        pytest.raises(ValueError, match="what the body says"),
-        (tmp_path / "new").open("wb") as file,
-        places.steadily(file),
-    ):
-        for _ in range(3):
-            file.write(b"some")
-            assert synced.acquire(timeout=60)
-        raise ValueError("what the body says")
     before = threading.active_count()
-    with (tmp_path / "new").open("wb") as file, places.steadily(file):
-        pass
+    with pytest.raises(ValueError, match="what the body says"), places.steadily(new) as file:
+        for n in range(3):
+            file.write(bytes(places.ROOM))
+            assert synced.acquire(timeout=60)
+            assert new.stat().st_size == (n + 1) * places.ROOM
+        raise ValueError("what the body says")
     assert threading.active_count() == before  # nothing waits for what has ended

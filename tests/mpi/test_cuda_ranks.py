@@ -2,47 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from dist import launch
-from dist.config import RunFile
 from tests.cuda_shim import require
-from tests.helpers import ROOT
-from tests.helpers.runs import ENVIRONMENT, digest, losses, prepare, save_run_file, with_run
+from tests.helpers.gpu_ranks import train_on_ranks
+from tests.helpers.runs import digest, losses, prepare, with_run
 
 require.shim()
 
 # more than one block of 65,536 parameters, so that two ranks have something to own
 WIDE = {"model__d_model": 96, "model__d_ff": 256, "model__dropout_residual": 0.2}
-
-
-def train(
-    config: RunFile, ranks: int, nccl: str, *arguments: str, seconds: str = ""
-) -> tuple[int, str, str]:
-    """Run ``myllm train`` with the shim for a GPU, ``seconds`` by rank of attention's paths."""
-    path = save_run_file(config, Path(config.run.out).with_suffix(".toml"))
-    words = [sys.executable]
-    if ranks > 1:
-        words = launch.command(*launch.find_mpirun(), ranks, [])[:-2]
-    done = subprocess.run(
-        [*words, "-m", "tests.cuda_shim.myllm", nccl, "train", str(path), *arguments],
-        cwd=ROOT,
-        env={**launch.environment(ranks), **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-        | (
-            {"SHIM_SECONDS": seconds, "MYLLM_CACHE_DIR": f"{config.run.out}-cache"}
-            if seconds
-            else {}
-        ),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("compute", ["bf16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -59,7 +30,7 @@ def test_any_number_of_ranks_and_either_carrier_learn_the_same_bits(
         (4, "fake", "go by NCCL 2.32.3"),
     ):
         run = with_run(config, out=str(tmp_path / f"w{ranks}{nccl}"))
-        status, out, err = train(run, ranks, nccl)
+        status, out, err = train_on_ranks(run, ranks, nccl)
         assert status == 0, err
         assert says in out
         found[ranks, nccl] = digest(run), losses(run)
@@ -70,20 +41,20 @@ def test_a_run_goes_on_with_other_ranks_and_on_another_backend(tmp_path: Path) -
     config = prepare(
         tmp_path, run__backend="cuda", run__checkpoint_every=2, run__keep=9, train__steps=4, **WIDE
     )
-    assert train(config, 2, "fake")[0] == 0
+    assert train_on_ranks(config, 2, "fake")[0] == 0
     whole, lost = digest(config), losses(config)
     latest = Path(config.run.out) / "checkpoints" / "latest"
     latest.write_text("step-00000002\n")
-    assert train(config, 1, "none")[0] == 0
+    assert train_on_ranks(config, 1, "none")[0] == 0
     assert digest(config) == whole
     latest.write_text("step-00000002\n")
-    assert train(with_run(config, backend="cpu"), 2, "none")[0] == 0
+    assert train_on_ranks(with_run(config, backend="cpu"), 2, "none")[0] == 0
     assert losses(config) == pytest.approx(lost, rel=1e-6)
 
 
 def test_asking_for_nccl_where_it_is_not_is_said_once(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__backend="cuda", run__comm="nccl")
-    status, _, err = train(config, 2, "none")
+    status, _, err = train_on_ranks(config, 2, "none")
     assert status == 1
     assert err.count("run.comm is 'nccl', but NCCL's library was not found: pip install") == 1
     assert "Traceback" not in err
@@ -103,17 +74,17 @@ def test_rank_0_chooses_attention_s_path_and_all_take_it(tmp_path: Path) -> None
     found = {}
     for path, by_rank in (("mma", [slow, fast]), ("wgmma", [fast, slow])):
         run = with_run(config, out=str(tmp_path / f"two-{path}"))
-        status, out, err = train(run, 2, "fake", seconds=json.dumps(by_rank))
+        status, out, err = train_on_ranks(run, 2, "fake", seconds=json.dumps(by_rank))
         assert status == 0, err
         assert out.count(f"attention: {path} (") == 1
         alone = with_run(config, out=str(tmp_path / f"one-{path}"), attention=path)
-        assert train(alone, 1, "none", seconds=json.dumps([slow]))[0] == 0
+        assert train_on_ranks(alone, 1, "none", seconds=json.dumps([slow]))[0] == 0
         found[path] = digest(run)
         assert digest(alone) == found[path]
     assert found["mma"] != found["wgmma"]
 
     run = with_run(config, out=str(tmp_path / "mixed"))
-    status, _, err = train(run, 2, "fake", seconds=json.dumps([fast, {"mma": 1.0}]))
+    status, _, err = train_on_ranks(run, 2, "fake", seconds=json.dumps([fast, {"mma": 1.0}]))
     assert status == 1
     assert err.count("attention by 'wgmma' needs a GPU of compute capability 9.0") == 1
     assert "Traceback" not in err
