@@ -21,6 +21,8 @@ from tests.cuda_shim.require import cuda_files
 # algorithms of the stand-in, by the numbers of cublaslt.cpp
 SUMS_BACKWARD, HALVES, DROPS_LAST, REFUSED, IN_BF16, IN_TURN, FAILS, NOT_OURS = range(1, 9)
 STAND_IN = HERE / "cublaslt.cpp"
+# its functions call each other, not NVIDIA's of the same names, which CuPy may have loaded for all
+SHARED = ("-shared", "-fPIC", "-Wl,-Bsymbolic")
 VERSION = 130100
 OWN = 1.0  # seconds that a product by cuBLAS's own choice takes
 
@@ -62,7 +64,7 @@ class WithCublasLt(ShimDevice):
 
     def __init__(self, seconds: Mapping[int, float], version: int = VERSION, **how: Any) -> None:
         super().__init__(**how)
-        self.library = library = ctypes.CDLL(str(compiled(STAND_IN, "-shared", "-fPIC")))
+        self.library = library = ctypes.CDLL(str(compiled(STAND_IN, *SHARED)))
         library.standin_set.argtypes = [ctypes.c_uint64, ctypes.c_double]
         library.standin_version.argtypes = [ctypes.c_size_t]
         library.standin_clock.restype = ctypes.c_double
