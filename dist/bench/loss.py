@@ -246,11 +246,13 @@ def contenders() -> list[Contender]:
     """Return all that can train here, PyTorch's first."""
     computes = [compute for compute in COMPUTE if _computes(compute)]
     theirs = itertools.product(nanogpt.HOW, computes) if find_spec("torch") else ()
-    ours = itertools.product(("adamw", "muon"), computes)
+    kinds = "adamw", "muon"
+    ours = itertools.product(kinds, computes)
+    shares = itertools.product(kinds, computes[-1:], (BAR, GOAL))
     return [
         *(Contender("PyTorch", how, compute) for how, compute in theirs),
         *(Contender("ours", how, compute) for how, compute in ours),
-        *(Contender("ours", "muon", computes[-1], share) for share in (BAR, GOAL)),
+        *(Contender("ours", *planned) for planned in shares),
     ]
 
 
