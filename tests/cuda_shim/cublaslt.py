@@ -27,6 +27,11 @@ VERSION = 130100
 OWN = 1.0  # seconds that a product by cuBLAS's own choice takes
 
 
+def algorithm(number: int) -> bytes:
+    """Return the bytes of an algorithm of the stand-in's."""
+    return b"".join((number << 8 * i).to_bytes(8, "little") for i in range(8))
+
+
 def includes() -> list[str]:
     """Return what tells a compiler where NVIDIA's headers are."""
     return [
