@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from socket import gethostname
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,7 +45,6 @@ from dist.slices import ARRAYS, Cutting, Range
 from dist.step import Stepper
 from reference.config import Config
 from reference.global_norm import SUM_BLOCK
-from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array
 from tokenizer.files import replace_durably
@@ -567,38 +566,3 @@ def load(path: Path, stepper: Stepper, comm: Comm) -> State:
     stepper.updates = state.updates
     stepper.refresh()
     return state
-
-
-class Model(NamedTuple):
-    """A trained model, ready to be run."""
-
-    ops: Ops
-    config: Config
-    params: dict[str, Array]
-    path: Path
-    state: State
-    tokenizer: Path | None
-
-
-def load_model(path: str | Path, backend: str, compute: str = "float32") -> Model:
-    """Load the weights of a checkpoint, or of the best of a run folder, into a backend."""
-    from accel import load as load_backend
-
-    found = find(path)
-    state = read_manifest(found)
-    config = model_of(state)
-    layout = decoder_layout(config)
-    master = load_master(found)
-    ops = load_backend(backend, compute=compute)
-    if backend == "cuda":
-        from accel.cuda import attention, products
-
-        # as when it was trained, where that can be had
-        if state.attention in attention.offered():
-            attention.take(state.attention)
-        with contextlib.suppress(ImportError):
-            products.take(state.products)
-    params = ops.parameters(layout.views(ops.from_numpy(master)))
-    return Model(
-        ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None
-    )

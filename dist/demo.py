@@ -20,7 +20,6 @@ from accel import AUTO
 from accel import load as load_backend
 from accel.system import cores
 from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
-from dist.checkpoint import Model
 from dist.comm import Solo
 from dist.commands import parser
 from dist.corpus import Text, standard_library
@@ -29,6 +28,7 @@ from dist.duplicates import SHARED, near_duplicates
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
 from dist.launch import find_mpirun, launch
+from dist.model import Model, load_model
 from dist.sizing import Size
 from dist.use import draw
 from reference import ops as reference_ops
@@ -250,7 +250,7 @@ def train(run_file: Path, ranks: int) -> int:
 
 def show(paths: Paths, compute: str) -> None:
     """Evaluate, draw, verify and let the model write; say where everything is."""
-    model = checkpoint.load_model(paths.run, "cpu", compute)
+    model = load_model(paths.run, "cpu", compute)
     tokenizer = load_tokenizer(paths.tokenizer, model.state.tokenizer_sha256)
     windows = Windows(str(paths.data / "heldout"), config.from_tables(model.state.config))
     held = read_corpus(paths)[1]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist.checkpoint import Model
 from dist.commands import parser
 from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
+from dist.model import Model
 from dist.pack import part_ids, special_id
 from dist.use import add_model, load
 from reference.session import Session

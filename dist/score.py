@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dist.checkpoint import Model
 from dist.commands import parser
 from dist.documents import EOS_NAMES
+from dist.model import Model
 from dist.pack import special_id
 from dist.use import add_model, load
 from reference.model import head, hidden_forward, start_pass

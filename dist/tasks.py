@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dist.checkpoint import Model
 from dist.documents import EOS_NAMES
+from dist.model import Model
 from dist.pack import special_id
 from dist.score import log_probabilities
 

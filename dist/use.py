@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.status import Status
 
-from dist import checkpoint, monitor
 from dist import config as run_file
-from dist.checkpoint import Model
+from dist import monitor
 from dist.comm import Solo
 from dist.commands import parser
 from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
+from dist.model import Model, load_model
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def load(given: Any) -> tuple[Model, "Tokenizer"]:
     ValueError
         When it has no tokenizer, among others.
     """
-    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    model = load_model(given.checkpoint, given.backend, given.compute)
     return model, tokenizer_of(model)
 
 
@@ -82,7 +82,7 @@ def eval_(argv: Sequence[str]) -> int:
     for name in ("windows", "limit"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
-    model = checkpoint.load_model(given.checkpoint, given.backend, given.compute)
+    model = load_model(given.checkpoint, given.backend, given.compute)
     if given.tasks:
         return _answer(model, given.tasks, given.limit)
     tables = model.state.config

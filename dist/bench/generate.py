@@ -25,9 +25,9 @@ from accel.bench.report import Row
 from accel.bench.timing import rounds
 from accel.threads import threads
 from dist import config
-from dist.checkpoint import load_model
 from dist.convert import gguf
 from dist.convert.commands import KINDS
+from dist.model import load_model
 from dist.weights import Part, Weights, write_weights
 from reference.config import Config
 from reference.model import prefill

@@ -20,7 +20,8 @@ from accel.bench import report
 from accel.bench.report import Row
 from accel.bench.timing import rounds
 from dist import config
-from dist.checkpoint import Model, State
+from dist.checkpoint import State
+from dist.model import Model
 from dist.monitor import Memory
 from dist.serve.engine import Answer, Engine, Piece
 from reference.generate import Sampling

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist import checkpoint
-from dist.checkpoint import Model
 from dist.commands import parser
 from dist.inspect.trace import Trace, trace
+from dist.model import Model, load_model
 from dist.monitor import bytes_text
 from dist.use import tokenizer_of
 from reference.params import decoder_layout
@@ -43,7 +42,7 @@ def inspect(argv: Sequence[str]) -> int:
         "-o", "--out", type=Path, default=Path("inspect.html"), help="default inspect.html"
     )
     given = args.parse_args(argv)
-    model = checkpoint.load_model(given.checkpoint, "reference", "float32")
+    model = load_model(given.checkpoint, "reference", "float32")
     tokenizer = tokenizer_of(model)
     text = sys.stdin.read() if given.text == "-" else given.text
     ids = np.array(tokenizer.encode_ordinary(text), np.int32)

@@ -19,8 +19,8 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dist.checkpoint import Model
 from dist.documents import END, EOS_NAMES
+from dist.model import Model
 from dist.pack import special_id
 from dist.serve.api import (
     ChatRequest,

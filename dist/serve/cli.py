@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dist import checkpoint
-from dist.checkpoint import Model
 from dist.commands import parser
 from dist.generate import never_chatted
+from dist.model import Model
 from dist.use import add_model, load
 from reference.batch import Batch, Row
 

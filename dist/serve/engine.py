@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dist.checkpoint import Model
 from dist.generate import Shown
+from dist.model import Model
 from reference.batch import Batch, Row
 from reference.generate import Sampling, sample
 from reference.types import Array

@@ -20,6 +20,7 @@ from dist.carriers import Nccl, Staged, carrier
 from dist.comm import AllRanksError, Solo
 from dist.config import RunFile
 from dist.config import load as load_run_file
+from dist.model import load_model
 from dist.slices import bounds_of_slices
 from dist.stopping import StopRequest
 from dist.train import Trainer
@@ -208,7 +209,7 @@ def test_a_run_writes_attention_s_path_down_and_keeps_it(
     assert taken(device) == {"attention_mma"} and digest(config) == by_hand["mma"]
 
     device = gpu(wgmma=1.0, mma=2.0)  # whose first path it is not
-    model = checkpoint.load_model(config.run.out, "cuda", "bf16")
+    model = load_model(config.run.out, "cuda", "bf16")
     assert model.state.attention == device.attention == "mma"
 
 
@@ -221,7 +222,7 @@ def test_a_gpu_without_the_run_s_path_is_told_so_and_another_may_be_named(
     assert train(config) == 0
     go_back(config, 1)
     device = gpu(mma=2.0)
-    assert checkpoint.load_model(config.run.out, "cuda", "bf16").ops and not device.attention
+    assert load_model(config.run.out, "cuda", "bf16").ops and not device.attention
     assert train(config) == 1
     said = capsys.readouterr().err
     assert said.startswith(

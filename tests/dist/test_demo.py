@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, config, demo, monitor, sizing
+from dist import cli, config, demo, monitor, sizing
 from dist.corpus import Text, standard_library
 from dist.data import Windows
 from dist.duplicates import hash_of, near_duplicates, shingles
+from dist.model import load_model
 from dist.shards import read_manifest
 from dist.sizing import SIZES
 from tokenizer import Tokenizer
@@ -98,7 +99,7 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
     assert read_manifest(tmp_path / "demo" / "data" / "heldout").documents >= 1
 
-    loaded = checkpoint.load_model(run, "cpu")
+    loaded = load_model(run, "cpu")
     windows = Windows(str(tmp_path / "demo" / "data" / "heldout"), config.load(run / "config.toml"))
     tokenizer = Tokenizer.load(tmp_path / "demo" / "tokenizer.myllm")
     worst, _ = demo.gradient_error(loaded.ops, loaded, windows)

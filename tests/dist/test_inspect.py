@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli
+from dist import cli
 from dist.inspect.cli import facts, page_of
 from dist.inspect.trace import Trace, trace
+from dist.model import load_model
 from reference import model, ops
 from reference.config import Config
 from reference.cross_entropy import nll
@@ -115,7 +116,7 @@ def test_the_page_holds_the_trace_and_nothing_from_elsewhere(run: Path, tmp_path
     page = inspected(run, tmp_path, NASTY)
     assert not re.search(r"https?://|src=|href=|@import|url\(", page)
     data = data_of(page)
-    found = checkpoint.load_model(str(run), "reference")
+    found = load_model(str(run), "reference")
     assert found.tokenizer is not None
     tokenizer = Tokenizer.load(found.tokenizer)
     ids = np.array(tokenizer.encode_ordinary(NASTY))

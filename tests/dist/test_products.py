@@ -17,6 +17,7 @@ from accel.cuda.cublaslt import CublasLt
 from dist import checkpoint
 from dist.config import RunFile
 from dist.config import load as load_run_file
+from dist.model import load_model
 from tests.cuda_shim import require
 
 require.shim()
@@ -85,9 +86,9 @@ def test_a_run_writes_its_algorithms_down_and_keeps_them(
     assert digest(config) == whole
 
     device = gpu(s1=0.25, s2=0.5)
-    assert checkpoint.load_model(config.run.out, "cuda", "bf16").ops and device.products
+    assert load_model(config.run.out, "cuda", "bf16").ops and device.products
     device = gpu(130200, s1=0.25, s2=0.5)
-    assert checkpoint.load_model(config.run.out, "cuda", "bf16").ops and not device.products
+    assert load_model(config.run.out, "cuda", "bf16").ops and not device.products
     latest.write_text("step-00000001\n")
     assert train(config) == 1
     said = capsys.readouterr().err

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli
+from dist import cli
+from dist.model import load_model
 from dist.score import ROWS, log_probabilities
 from reference import ops
 from reference.model import logits, loss_forward
@@ -39,7 +40,7 @@ def test_the_sum_is_the_loss_and_each_term_the_softmax(
 ) -> None:
     assert score(model, "the quick brown fox", "Größe <|eos|>", "--json") == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    loaded = checkpoint.load_model(model, "reference")
+    loaded = load_model(model, "reference")
     assert loaded.tokenizer is not None
     tokenizer = Tokenizer.load(loaded.tokenizer)
     for found, given in zip(said, ("the quick brown fox", "Größe <|eos|>"), strict=True):
@@ -81,7 +82,7 @@ def test_longer_than_the_context_is_read_in_overlapping_windows(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_random(tmp_path / "model", config)
-    loaded = checkpoint.load_model(tmp_path / "model", "reference")
+    loaded = load_model(tmp_path / "model", "reference")
     ids = np.random.default_rng(0).integers(0, 61, 100).tolist()
     found = log_probabilities(loaded, ids)
     assert found.shape == (99,)

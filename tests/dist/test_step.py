@@ -21,6 +21,7 @@ from dist import step as steps
 from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
+from dist.model import load_model
 from dist.monitor import Guards, Memory, Metrics, read_metrics
 from dist.reduction import add_in_tree_order
 from dist.slices import bounds_of_slices
@@ -276,7 +277,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
         checkpoint.load(path, stepper, Solo())
     (path / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match="write the name of another one there"):
-        checkpoint.load_model(tmp_path / "c", "reference")
+        load_model(tmp_path / "c", "reference")
 
 
 def test_a_failed_save_leaves_what_was_there(

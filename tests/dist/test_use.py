@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from dist import checkpoint, cli, config, monitor, tasks, use
 from dist.evaluate import Evaluation, token_lengths
 from dist.generate import Stops
+from dist.model import load_model
 from reference.session import Session
 from tests.helpers.runs import prepare_texts, save_run_file, tables, text
 from tokenizer import Tokenizer, train_from_iterator
@@ -298,7 +299,7 @@ def test_questions_are_answered_by_what_is_most_likely(
 
 def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     """Of -6 nats over 12 bytes and -5 over 5, the first is likelier a byte."""
-    model = checkpoint.load_model(run, "reference")
+    model = load_model(run, "reference")
     tokenizer = Tokenizer.load(run.parent / "t.tok")
     short, long = " aaaa", " bbbbbbbbbbb"
     sums = {tuple(tokenizer.encode_ordinary(text)): s for text, s in ((short, -5), (long, -6))}
@@ -375,7 +376,7 @@ def test_eval_refuses_data_of_another_tokenizer(
 def test_a_checkpoint_folder_is_enough(run: Path) -> None:
     """Weights, config and tokenizer travel in one folder."""
     path = checkpoint.find(run)
-    model = checkpoint.load_model(path, "reference")
+    model = load_model(path, "reference")
     assert model.path == path and model.config.vocab_size == 330
     assert model.tokenizer == path / "tokenizer.myllm" and model.tokenizer.is_file()
 

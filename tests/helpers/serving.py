@@ -10,10 +10,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dist import checkpoint, cli
+from dist import cli
 from dist.config import RunFile, from_tables
 from dist.evaluate import load_tokenizer
 from dist.generate import never_chatted
+from dist.model import load_model
 from dist.serve.app import Served, make_app
 from dist.serve.engine import Engine
 from dist.serve.server import Server as WebServer
@@ -107,7 +108,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 @contextmanager
 def serving(run: Path, *, seconds: float = 60.0, **bounds: int) -> Iterator[Server]:
     """Serve a run's model by the name ``tiny``; ``bounds`` are those of ``Engine``."""
-    model = checkpoint.load_model(run, "cpu")
+    model = load_model(run, "cpu")
     assert model.tokenizer is not None
     tokenizer = load_tokenizer(model.tokenizer, model.state.tokenizer_sha256)
     go, together = threading.Event(), list[int]()

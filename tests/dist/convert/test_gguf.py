@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist import checkpoint, cli
+from dist import cli
 from dist.convert import gguf, rope
+from dist.model import load_model
 from dist.weights import Weights
 from reference.config import Config
 from reference.rope import frequencies, stretch
@@ -236,7 +237,7 @@ def test_the_tokenizer_travels_along(tokenizer: Tokenizer, tmp_path: Path) -> No
     assert types[320:] == [5, 5, 5] and types[ids["<|user|>"]] == 3 and types[100] == 1
     assert "<|assistant|>" in keys["tokenizer.chat_template"]
     assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
-    path = checkpoint.load_model(tmp_path / "back", "reference").tokenizer
+    path = load_model(tmp_path / "back", "reference").tokenizer
     assert path is not None
     back = Tokenizer.load(path).vocabulary
     assert (back.tokens, back.special_tokens) == (

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dist import checkpoint, cli
+from dist import cli
+from dist.model import load_model
 from tests.helpers.runs import text
 from tests.helpers.weights import LLAMA, QWEN2, write_random
 from tokenizer import Tokenizer, train_from_iterator
@@ -33,7 +34,7 @@ def test_the_tokenizer_and_its_special_ids_travel_along(
     assert read["tokenizer_config"]["eos_token"] == "<|eos|>"
     assert "<|assistant|>" in read["tokenizer_config"]["chat_template"]
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
-    back = checkpoint.load_model(tmp_path / "back", "reference")
+    back = load_model(tmp_path / "back", "reference")
     assert back.tokenizer is not None
     loaded = Tokenizer.load(back.tokenizer)
     assert loaded.vocabulary == tokenizer.vocabulary
@@ -63,7 +64,7 @@ def test_a_tokenizer_that_is_not_lossless_says_so_on_its_way(
     assert "NFC" not in capsys.readouterr().out  # it goes along
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0
     assert "this tokenizer is not lossless: it brings text" in capsys.readouterr().out
-    back = checkpoint.load_model(tmp_path / "back", "reference")
+    back = load_model(tmp_path / "back", "reference")
     assert back.tokenizer is not None and Tokenizer.load(back.tokenizer).sha256 == nfc.sha256
     assert cli.main(["export", str(tmp_path / "back"), str(tmp_path / "m.gguf")]) == 0
     assert "llama.cpp does not bring text to NFC" in capsys.readouterr().out
@@ -89,7 +90,7 @@ def test_a_tokenizer_that_cannot_come_along_may_be_left(
     assert cli.main(["import", str(hf), "-o", str(back)]) == 1
     assert "tokenizer.model is a SentencePiece vocabulary" in capsys.readouterr().err
     assert cli.main(["import", str(hf), "-o", str(back), "--without-tokenizer"]) == 0
-    assert checkpoint.load_model(back, "reference").tokenizer is None
+    assert load_model(back, "reference").tokenizer is None
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli
+from dist import cli
 from dist.documents import END
+from dist.model import load_model
 from dist.score import log_probabilities
 from dist.serve.api import ChatRequest, read_request
 from tests.helpers.serving import Server, chat_of
@@ -85,7 +86,7 @@ def test_log_probabilities_are_those_of_score(server: Server, run: Path) -> None
     prompt = server.tokenizer.encode_ordinary("the quick")
     known = {server.tokenizer.token_bytes(i): i for i in range(server.tokenizer.n_vocab)}
     ids = [*prompt, *(known[token.encode()] for token in told["tokens"])]
-    expected = log_probabilities(checkpoint.load_model(run, "cpu"), ids)[len(prompt) - 1 :]
+    expected = log_probabilities(load_model(run, "cpu"), ids)[len(prompt) - 1 :]
     np.testing.assert_allclose(told["token_logprobs"], expected, atol=2e-5)
     for token, p, best in zip(
         told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True

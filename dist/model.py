@@ -1,0 +1,46 @@
+"""A trained model, of a checkpoint and on a backend, for all that runs one."""
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from accel import load as load_backend
+from dist import checkpoint
+from dist.shards import TOKENIZER
+from reference.config import Config
+from reference.ops import Ops
+from reference.params import decoder_layout
+from reference.types import Array
+
+
+class Model(NamedTuple):
+    """A trained model, ready to be run."""
+
+    ops: Ops
+    config: Config
+    params: dict[str, Array]
+    path: Path
+    state: checkpoint.State
+    tokenizer: Path | None
+
+
+def load_model(path: str | Path, backend: str, compute: str = "float32") -> Model:
+    """Load the weights of a checkpoint, or of the best of a run folder, into a backend."""
+    found = checkpoint.find(path)
+    state = checkpoint.read_manifest(found)
+    config = checkpoint.model_of(state)
+    layout = decoder_layout(config)
+    master = checkpoint.load_master(found)
+    ops = load_backend(backend, compute=compute)
+    if backend == "cuda":
+        from accel.cuda import attention, products
+
+        # as when it was trained, where that can be had
+        if state.attention in attention.offered():
+            attention.take(state.attention)
+        with contextlib.suppress(ImportError):
+            products.take(state.products)
+    params = ops.parameters(layout.views(ops.from_numpy(master)))
+    return Model(
+        ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None
+    )
