@@ -224,6 +224,12 @@ def test_a_disk_that_fails_while_a_file_is_written_is_heard_of(
     ):
         file.write(bytes(3 * places.ROOM))
     assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(os, "fsync", fails_at(0))
+    with (
+        pytest.raises(OSError, match=os.strerror(errno.EIO)),
+        places.steadily(tmp_path / "alone") as file,  # which nobody waits for afterwards
+    ):
+        file.write(b"some")
 
 
 def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_said(
