@@ -224,12 +224,19 @@ def test_a_disk_that_fails_while_a_file_is_written_is_heard_of(
     ):
         file.write(bytes(3 * places.ROOM))
     assert not [*tmp_path.iterdir()]
-    monkeypatch.setattr(os, "fsync", fails_at(0))
+
+
+def test_what_was_written_since_the_disk_was_last_waited_for_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "past_memory", lambda file, *, on: False)
+    monkeypatch.setattr(places, "PAUSE", 1e9)  # once, after the first part
+    monkeypatch.setattr(os, "fsync", fails_at(1))
     with (
         pytest.raises(OSError, match=os.strerror(errno.EIO)),
-        places.steadily(tmp_path / "alone") as file,  # which nobody waits for afterwards
+        places.steadily(tmp_path / "new") as file,
     ):
-        file.write(b"some")
+        file.write(bytes(3 * places.ROOM))
 
 
 def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_said(
