@@ -1,6 +1,7 @@
 """Work on other threads, or in processes, whose results are wanted in order."""
 
 import math
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -8,6 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from accel.system import fresh_memory
 
 Array = npt.NDArray[Any]
 
@@ -48,10 +51,11 @@ def in_order(
 
 
 AHEAD = 1 << 26  # elements that a room has, at most, besides those of the largest that fills it
+PAGE = mmap.PAGESIZE // 4  # elements
 
 
-def one_ahead(fill: Callable[[T, Array], R], sizes: Sequence[tuple[T, int]]) -> Iterator[R]:
-    """Yield ``fill(item, memory)`` of each item, in order; while one is used, the next is filled.
+def some_ahead(fill: Callable[[T, Array], R], sizes: Sequence[tuple[T, int]]) -> Iterator[R]:
+    """Yield ``fill(item, memory)`` of each item, in order; while one is used, the next are filled.
 
     Parameters
     ----------
@@ -61,26 +65,35 @@ def one_ahead(fill: Callable[[T, Array], R], sizes: Sequence[tuple[T, int]]) -> 
 
     Notes
     -----
-    All lie in the same room, each at the other end than the one before. Where it has no space for
-    two, the next is filled when the one before is done with: when the iteration goes on.
+    All lie in the same room: one behind the other, each where a page begins, and then from its
+    beginning again. As many are filled as have space there beside the one that is used.
     """
     most = max((n for _, n in sizes), default=0)
-    room = np.empty(most + min(most, AHEAD), "<f4")
-    with ThreadPoolExecutor(1) as pool:
+    # from the system, where pages begin: a file can be written past its memory out of whole pages
+    room = np.frombuffer(fresh_memory(4 * (most + min(2 * most, AHEAD) + PAGE)), "<f4")
+    held: deque[tuple[int, int, Future[R]]] = deque()  # first element, the one behind the last
+    coming = deque(sizes)
 
-        def begin(k: int) -> Future[R]:
-            item, n = sizes[k]
-            return pool.submit(fill, item, room[room.size - n :] if k % 2 else room[:n])
+    def space(n: int) -> int | None:
+        if not held:
+            return 0
+        first, end = held[0][0], held[-1][1]
+        again = end <= first  # the last lies before the first, at the room's beginning
+        end += -end % PAGE
+        if end + n <= (first if again else room.size):
+            return end
+        return None if again or n > first else 0
 
-        coming = [begin(0)] if sizes else []
-        for k, (_, n) in enumerate(sizes):
-            found = coming.pop().result()
-            following = sizes[k + 1 : k + 2]
-            if following and n + following[0][1] <= room.size:
-                coming.append(begin(k + 1))
-            yield found
-            if following and not coming:
-                coming.append(begin(k + 1))
+    pool = ThreadPoolExecutor(1)
+    try:
+        while coming or held:
+            while coming and (at := space(coming[0][1])) is not None:
+                item, n = coming.popleft()
+                held.append((at, at + n, pool.submit(fill, item, room[at : at + n])))
+            yield held[0][2].result()
+            held.popleft()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def batches(

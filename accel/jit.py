@@ -51,6 +51,7 @@ from numba.core import codegen, config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.runtime import rtsys
 from numba.core.types.misc import unliteral
 from numba.np import numpy_support
 
@@ -522,6 +523,14 @@ class _DiskCache(FunctionCache):  # type: ignore[misc]
         stamp = self._impl.locator.get_source_stamp()
         base = self._impl.filename_base + (".part" if part else "")
         self._cache_file = CheckedFiles(self._cache_path, base, stamp)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return stored code, which needs Numba's runtime; all that compiles is loaded by who does.
+
+        Numba's own way loads all of it first, which takes longer than most commands' own imports.
+        """
+        rtsys.initialize(target_context)
+        return self._load_overload(sig, target_context)
 
 
 class _LazyCache(_Cache):  # type: ignore[misc]

@@ -22,7 +22,6 @@ import re
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from socket import gethostname
@@ -31,9 +30,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import psutil
+from zlib_ng import zlib_ng
 
 from accel import AUTO, DEFAULT, Attention, Products
-from accel.ahead import in_order
 from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
@@ -51,7 +50,7 @@ from tokenizer.files import replace_durably
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
-TOGETHER = 16  # blocks that are read, and their CRCs checked, at once
+STRETCH = 4 * SUM_BLOCK  # elements that are read and checked at once: they stay in a cache
 PIECE = 32 << 20  # bytes that are written before the disk is waited for
 ADVICE = "go on from an older one: --from step-N"
 
@@ -296,7 +295,7 @@ def _write_slices(
                 left = left[file.write(left[:PIECE]) :]
                 _settle(file.fileno())
             for start, end in cutting.blocks(low, high):
-                crcs[start] = zlib.crc32(data[start - low : end - low].data)
+                crcs[start] = zlib_ng.crc32(data[start - low : end - low].data)
     return crcs
 
 
@@ -462,65 +461,70 @@ def cutting_of(described: Manifest) -> Cutting:
     return Cutting(described.parameters)
 
 
-def read_slices(
-    path: Path,
-    name: str,
-    described: Manifest,
-    slices: Sequence[Range],
-    cutting: Cutting | None = None,
-    room: Array | None = None,
-) -> Array:
+def read_slices(path: Path, name: str, described: Manifest, slices: Sequence[Range]) -> Array:
     """Return elements low .. high - 1 of an array for each slice, with their blocks' CRCs checked.
 
-    Slices are whole blocks; what is returned holds one after the other. ``cutting`` is
-    ``cutting_of(described)``, from who reads many times, and ``room`` (n,) little-endian float32,
-    large enough, the memory that it is read into.
+    Slices are whole blocks; what is returned holds one after the other.
     """
-    cutting, file_path = cutting or cutting_of(described), path / f"{name}.bin"
-    expected = 4 * cutting.count(name)
-    size = file_path.stat().st_size
+    cutting, done = cutting_of(described), 0
+    slices = cutting.held(name, slices)
+    data = np.empty(sum(high - low for low, high in slices), "<f4")
+    for low, high in slices:
+        with reading(path, name, described, cutting, (low, high)) as read:
+            while low < high:
+                n = min(STRETCH, high - low)
+                read(data[done : done + n])
+                low, done = low + n, done + n
+    return data.astype(np.float32, copy=False)
+
+
+@contextlib.contextmanager
+def reading(
+    path: Path, name: str, described: Manifest, cutting: Cutting, blocks: Range
+) -> Iterator[Callable[[Array], None]]:
+    """Yield a function that fills memory with the next elements of some whole blocks of an array.
+
+    The CRC of a block is checked when its last element is read. ``cutting`` is
+    ``cutting_of(described)``, and the memory is little-endian float32.
+
+    Raises
+    ------
+    ValueError, OSError
+        When the file does not hold what was written.
+    """
+    file_path = path / f"{name}.bin"
+    expected, size = 4 * cutting.count(name), file_path.stat().st_size
     if size != expected:
         raise ValueError(
             f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
     numbers, crcs = cutting.numbers(name), described.crc32[name]
-    slices = cutting.held(name, slices)
-    count = sum(high - low for low, high in slices)
-    data = np.empty(count, "<f4") if room is None else room[:count]
+    coming = cutting.blocks(*blocks)
+    start = end = at = blocks[0]
+    crc = 0
 
-    def check(read: tuple[list[Range], Array]) -> None:
-        blocks, part = read
-        for start, end in blocks:
-            held = part[start - blocks[0][0] : end - blocks[0][0]]
-            if zlib.crc32(held.data) != crcs[numbers[start]]:
+    def read(data: Array) -> None:
+        nonlocal start, end, at, crc
+        left = _bytes_of(data)
+        while left:
+            n = file.readinto(left)
+            if not n:
+                raise ValueError(f"{file_path} was cut short while it was being read")
+            left = left[n:]
+        while data.size:
+            if at == end:
+                (start, end), crc = next(coming), 0
+            crc = zlib_ng.crc32(data[: end - at].data, crc)
+            at, data = min(end, at + data.size), data[end - at :]
+            if at == end and crc != crcs[numbers[start]]:
                 raise ValueError(
                     f"{file_path} is damaged: elements {start} to {end} do not have the CRC "
                     f"they were written with; {ADVICE}"
                 )
 
     with file_path.open("rb", buffering=0) as file:
-
-        def read() -> Iterator[tuple[list[Range], Array]]:
-            """Yield some blocks at a time, once they are read, and what they hold."""
-            done = 0
-            for low, high in slices:
-                file.seek(4 * cutting.offset(name, low))
-                blocks = [*cutting.blocks(low, high)]
-                for i in range(0, len(blocks), TOGETHER):
-                    some = blocks[i : i + TOGETHER]
-                    part = data[done : done + some[-1][1] - some[0][0]]
-                    done += part.size
-                    left = _bytes_of(part)
-                    while left:
-                        n = file.readinto(left)
-                        if not n:
-                            raise ValueError(f"{file_path} was cut short while it was being read")
-                        left = left[n:]
-                    yield some, part
-
-        for _ in in_order(check, read()):
-            pass
-    return data.astype(np.float32, copy=False)
+        file.seek(4 * cutting.offset(name, at))
+        yield read
 
 
 def load_master(path: Path) -> Array:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import mmap
 import os
 import secrets
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 from accel.system import forget, fresh_memory, move, past_memory, sync_folder
 from reference.types import Array
 
-ROOM = 1 << 20  # bytes that are written at once
+ROOM = 4 << 20  # bytes that are gathered and written at once
 PAUSE = 0.05  # seconds in which what is not written past memory gathers there
 Buffer: TypeAlias = bytes | memoryview
 
@@ -79,7 +80,8 @@ class Steady:
         self._file, self._pool = file, pool
         self._past = past_memory(file.fileno(), on=True)
         self._rooms = [np.frombuffer(fresh_memory(ROOM), np.uint8) for _ in range(2)]
-        self._size, self._due = 0, 0.0
+        self._size = self._held = 0  # bytes: of all, and of those in the first room
+        self._due = 0.0
         self._going: Future[None] | None = None
 
     def tell(self) -> int:
@@ -89,28 +91,35 @@ class Steady:
     def write(self, data: Buffer) -> None:
         """Write bytes, which may change afterwards."""
         left = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.zeros(0, np.uint8)
+        self._size += left.size
         while left.size:
-            at = self._size % ROOM
-            part = left[: ROOM - at]
-            self._rooms[0][at : at + part.size] = part
-            self._size += part.size
-            left = left[part.size :]
-            if self._size % ROOM == 0:
-                self._send(ROOM)
+            n = left.size // mmap.PAGESIZE * mmap.PAGESIZE
+            if n >= ROOM and not (left.ctypes.data | self._held) % mmap.PAGESIZE:
+                self._send(self._rooms[0][: self._held])
+                self._send(left[:n])  # as it lies
+                self._wait()
+            else:
+                n = min(left.size, ROOM - self._held)
+                self._rooms[0][self._held : self._held + n] = left[:n]
+                self._held += n
+                if self._held == ROOM:
+                    self._send(self._rooms[0])
+            left = left[n:]
 
     def finish(self) -> None:
         """Have all of it on the disk."""
         self._wait()
         self._past = past_memory(self._file.fileno(), on=False)  # the rest is no whole page
-        self._send(self._size % ROOM)
+        self._send(self._rooms[0][: self._held])
         self._wait()
         os.fsync(self._file.fileno())
 
-    def _send(self, n: int) -> None:
-        """Have the first bytes of a room written, and go on in the other one."""
+    def _send(self, part: Array) -> None:
+        """Have bytes written, a room's say, and go on in the other one."""
         self._wait()
-        self._going = self._pool.submit(self._put, self._rooms[0][:n])
+        self._going = self._pool.submit(self._put, part)
         self._rooms.reverse()
+        self._held = 0
 
     def _wait(self) -> None:
         if self._going is not None:

@@ -18,13 +18,13 @@ with a CRC-32 each; a process checks a block when it first reads from it.
 llm.c's own shards and nanoGPT's headerless uint16 files can be opened too, a file at a time.
 """
 
-import zlib
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from zlib_ng import zlib_ng
 
 from dist import manifest
 from dist.manifest import Count, Crc
@@ -109,7 +109,7 @@ class Stream:
         raw = memoryview(self._raw(first, min(blocks.stop * BLOCK, self.size)))
         for block in blocks:
             at = block * BLOCK - first
-            if zlib.crc32(raw[at : at + BLOCK]) != self.crcs[block]:
+            if zlib_ng.crc32(raw[at : at + BLOCK]) != self.crcs[block]:
                 raise ValueError(
                     f"{self.path} has changed since it was packed: the bytes from "
                     f"{self.offset + block * BLOCK:,} on do not have the CRC they were written "
@@ -376,5 +376,5 @@ def _file_crc(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
         while piece := file.read(BLOCK):
-            crc = zlib.crc32(piece, crc)
+            crc = zlib_ng.crc32(piece, crc)
     return crc

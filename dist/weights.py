@@ -1,20 +1,19 @@
 """Weights without the rest of a run: read from a checkpoint, or written as one, part by part.
 
-A part is a parameter, or some rows of one that need not be held whole. The next is read while one
-is used: no more than two are held, in the memory of the largest and 256 MiB.
+A part is a parameter, or some rows of one that need not be held whole. Others are filled while one
+is written, as many as the memory of the largest and 256 MiB holds (``accel.ahead``).
 """
 
 import dataclasses
-import itertools
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from zlib_ng import zlib_ng
 
-from accel.ahead import in_order, one_ahead
+from accel.ahead import some_ahead
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile
@@ -32,8 +31,9 @@ from reference.types import Array
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
-PIECE = 16 * SUM_BLOCK  # elements that are written, and their CRCs computed, at once
-PART = 4 * PIECE  # elements of rows that are read or filled at once: they stay in the last cache
+BAND = 32  # rows: of what has blocks along columns, such as Q8_0, whole ones
+STRETCH = 4 * SUM_BLOCK  # elements of rows that are read at once: they stay in a cache
+PART = 64 * SUM_BLOCK  # elements of rows that are held at once
 
 
 class Part(NamedTuple):
@@ -87,22 +87,25 @@ class Weights:
     def read(self, name: str) -> Array:
         """Return one parameter, float32, its CRCs checked."""
         (part,) = parts(self.layout, name, whole=True)
-        return self._read(part)
+        return np.concatenate([rows for _, rows in self.rows(part)])
 
-    def _read(self, part: Part, room: Array | None = None) -> Array:
+    def rows(self, part: Part) -> Iterator[tuple[int, Array]]:
+        """Yield some rows of a part at a time, float32, after the number of the first among them.
+
+        They are multiples of 32, but for the last; of a vector, all. The CRCs of all that was
+        yielded are checked when the iteration ends.
+        """
+        n, *others = part.shape
+        step = max(1, STRETCH // BAND // math.prod(others)) * BAND if others else n
         low, high = self._cutting.around(part.start, part.end)
-        blocks = checkpoint.read_slices(
-            self.path, "master", self.manifest, [(low, high)], self._cutting, room
-        )
-        return blocks[part.start - low : part.end - low].reshape(part.shape)
-
-    def in_turn(self, wanted: Iterable[Part]) -> Iterator[Array]:
-        """Yield parts, all in the same memory; the next is read while one is used."""
-        turns = [(part, len([*same])) for part, same in itertools.groupby(wanted)]
-        sizes = [(part, part.end - part.start + 2 * SUM_BLOCK) for part, _ in turns]
-        found = one_ahead(self._read, sizes)
-        for (_, times), array in zip(turns, found, strict=True):
-            yield from itertools.repeat(array, times)
+        whole = checkpoint.reading(self.path, "master", self.manifest, self._cutting, (low, high))
+        with whole as read:
+            read(np.empty(part.start - low, "<f4"))
+            for first in range(0, n, step):
+                some = np.empty((min(step, n - first), *others), "<f4")
+                read(some.reshape(-1))
+                yield first, some.astype(np.float32, copy=False)
+            read(np.empty(high - part.end, "<f4"))
 
 
 # ---- where a run begins --------------------------------------------------------------------------
@@ -233,37 +236,23 @@ def write_weights(
     layout = decoder_layout(config)
     crcs = [0] * -(-layout.size // SUM_BLOCK)
 
-    def count(piece: tuple[int, Array]) -> None:
-        """Go on with the CRCs of the blocks that a piece of the buffer lies in."""
-        at, numbers = piece
-        while numbers.size:
-            block, size = at // SUM_BLOCK, SUM_BLOCK - at % SUM_BLOCK
-            crcs[block] = zlib.crc32(numbers[:size].data, crcs[block])
-            at, numbers = at + size, numbers[size:]
-
     def filled(part: Part, flat: Array) -> Array:
+        """Fill a part, and go on with the CRCs of the blocks that it lies in."""
         fill(part, flat.reshape(part.shape))
+        at, left = part.start, flat
+        while left.size:
+            block, size = at // SUM_BLOCK, SUM_BLOCK - at % SUM_BLOCK
+            crcs[block] = zlib_ng.crc32(left[:size].data, crcs[block])
+            at, left = at + size, left[size:]
         return flat
-
-    def written(flat: Array, at: int) -> Iterator[tuple[int, Array]]:
-        """Yield pieces of a part that end where blocks do, once they are written."""
-        low = 0
-        while low < flat.size:
-            high = low + PIECE - (at + low) % PIECE
-            file.write(flat[low:high].data)
-            yield at + low, flat[low:high]
-            low = high
 
     with new_place(path) as part:
         part.mkdir()
         with steadily(part / "master.bin") as file:
-            at = 0
             named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
             sizes = [(part, part.end - part.start) for those in named for part in those]
-            for flat in one_ahead(filled, sizes):
-                for _ in in_order(count, written(flat, at)):
-                    pass
-                at += flat.size
+            for flat in some_ahead(filled, sizes):
+                file.write(flat.data)
         if tokenizer is not None:
             tokenizer.save(part / TOKENIZER)
         manifest.write(

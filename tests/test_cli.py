@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dist import cli
+from tests.helpers import ROOT
 
 
 def test_help_lists_the_commands_and_no_command_is_wrong_usage(
@@ -45,6 +46,21 @@ def test_two_words_name_a_command_and_the_rest_are_its_arguments(
     monkeypatch.setitem(cli.COMMANDS, "bench", cli.Command("nowhere:run", ""))
     assert cli.main(["bench", "cpu", "--fast", "x"]) == 7
     assert seen == [["--fast", "x"]]
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_what_a_command_imports_is_left_out_of_the_search_for_garbage(before: str) -> None:
+    code = f"""
+import gc
+from dist import cli
+gc.{before}()
+cli.loaded("pack")
+frozen = gc.get_freeze_count()
+cli.loaded("pack")
+print(frozen > 10_000, gc.get_freeze_count() - frozen, gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == (f"True 0 {before == 'enable'}\n", "")
 
 
 @pytest.mark.parametrize(

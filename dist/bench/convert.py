@@ -52,9 +52,9 @@ SPARE = 500e6  # bytes, besides 1.2 times the largest parameter
 WORK = """
 import sys
 from dist import cli
-from dist.convert import commands
 from reference.memory import memory
 
+cli.loaded(sys.argv[1])
 before = memory()
 status = cli.main(sys.argv[1:])
 print("needed", memory() - before)

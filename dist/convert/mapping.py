@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
@@ -74,21 +76,31 @@ class Tensor(NamedTuple):
         column = self.columns.start
         return part[..., column + low : column + high]
 
-    def _turned(self, rows: Array, *parts: int) -> Array:
-        """Return rows whose heads are ``parts`` with the two exchanged: pairs, and sides of one."""
-        if not self.head:
-            return rows
-        apart = rows.reshape(-1, *parts, *rows.shape[1:])
-        return apart.swapaxes(1, 2).reshape(rows.shape)
+    def part(self, low: int, high: int) -> tuple[int, ...]:
+        """Return the shape of what rows low .. high - 1 of ours are among theirs."""
+        return (high - low, *self.shape[1:]) if self.by_rows else self.shape
 
-    def take(
-        self, part: Array, first: int, low: int, high: int, encode: Callable[[Array], Array]
-    ) -> Array:
-        """Return rows low .. high - 1 of theirs, encoded, out of rows of ours from the first on."""
-        ours = self._of(part, first, low, high)
-        theirs = encode(ours.T if self.transposed else ours).reshape(high - low, -1)
-        # ours has both sides of a pair together, theirs all first sides and then the others
-        return self._turned(theirs, self.head // 2, 2)
+    def take(self, first: int, rows: Array, out: Array, encode: Callable[[Array], Array]) -> None:
+        """Encode rows of a part of ours, from its row ``first`` on, to where they lie among theirs.
+
+        Parameters
+        ----------
+        rows : (n, ...) or (n,) float32
+            Some of a matrix, or all of a vector.
+        out : (rows of theirs, bytes of one) uint8
+            All of the part; of a vector one row.
+        """
+        ours = rows[..., self.columns]
+        if self.head:  # ours has both sides of a pair together, theirs all first sides, then others
+            pairs = ours.reshape(*ours.shape[:-1], -1, self.head // 2, 2)
+            ours = pairs.swapaxes(-1, -2).reshape(ours.shape)
+        if self.transposed:
+            theirs = encode(ours.T).view(np.uint8).reshape(len(out), -1)
+            at = out.shape[1] * first // self.shape[1]
+            out[:, at : at + theirs.shape[1]] = theirs
+        else:
+            theirs = encode(ours).view(np.uint8).reshape(-1, out.shape[1])
+            out[first : first + len(theirs)] = theirs
 
     def put(
         self,
@@ -97,12 +109,17 @@ class Tensor(NamedTuple):
         low: int,
         high: int,
         theirs: Array,
-        decode: Callable[[Array, Array], None],
-    ) -> None:
-        """Write rows low .. high - 1 of theirs, encoded, into rows of ours from the first on."""
+        decode: Callable[[Array, Array], bool],
+    ) -> bool:
+        """Write rows low .. high - 1 of theirs, encoded, into rows of ours from the first on.
+
+        What is returned is what ``decode`` tells: whether all are finite.
+        """
         ours = self._of(part, first, low, high)
-        theirs = self._turned(theirs.reshape(high - low, -1), 2, self.head // 2)
-        decode(theirs.reshape(-1), ours.T if self.transposed else ours)
+        if self.head:
+            sides = theirs.reshape(-1, 2, self.head // 2, theirs.size // (high - low))
+            theirs = sides.swapaxes(1, 2)
+        return decode(theirs.reshape(-1), ours.T if self.transposed else ours)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
 """The kinds of numbers that files of weights hold, and tensors of them in files."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.ahead import in_order
+from accel.ahead import in_order, some_ahead
 from accel.jit import jit
 from accel.q8_0 import BLOCK, columns_from_blocks, columns_to_blocks, from_blocks, to_blocks
 from accel.transpose import in_columns, in_rows, transpose
@@ -14,6 +16,8 @@ from dist.convert.mapping import Tensor
 from dist.places import Steady
 from dist.weights import Part, Weights, parts
 from reference.types import Array
+
+INFINITY = np.float32(np.inf).view(np.uint32)
 
 
 class Kind(NamedTuple):
@@ -25,8 +29,8 @@ class Kind(NamedTuple):
     numbers: int
     n_bytes: int
     encode: Callable[[Array], Array]  # float32 of any shape -> what is stored, together
-    decode: Callable[[Array, Array], None]  # (bytes,) uint8, written to float32 of any shape
-    finite: Callable[[Array], Any]  # whether all that is stored is
+    # (bytes,) uint8, written to float32 of any shape -> whether all is finite
+    decode: Callable[[Array, Array], bool]
 
     @property
     def width(self) -> float:
@@ -52,9 +56,16 @@ def _to_bf16(bits: Array, rounded: Array) -> None:
 
 def from_bf16(raw: Array) -> Array:
     """Return the float32 numbers of bfloat16."""
-    bits = raw.view("<u2").astype(np.uint32)
-    bits <<= np.uint32(16)
+    stored = raw.view("<u2")
+    bits = np.empty(stored.shape, np.uint32)
+    _from_bf16(stored, bits)
     return bits.view(np.float32)
+
+
+@jit(nogil=True)
+def _from_bf16(stored: Array, bits: Array) -> None:
+    for i in range(len(stored)):
+        bits[i] = np.uint32(stored[i]) << np.uint32(16)
 
 
 def to_half(x: Array) -> Array:
@@ -85,8 +96,8 @@ def to_q8_0(x: Array) -> Array:
     return blocks
 
 
-def from_q8_0(raw: Array, out: Array) -> None:
-    """Write the numbers that blocks stand for."""
+def from_q8_0(raw: Array, out: Array) -> bool:
+    """Write the numbers that blocks stand for, and tell whether all are finite."""
     _, d, q = _blocks(raw)
     if in_columns(out):
         shape = len(out), -1
@@ -95,6 +106,7 @@ def from_q8_0(raw: Array, out: Array) -> None:
         x = np.empty(q.shape, np.float32)
         from_blocks(d.astype(np.float32), q, x)
         out[...] = x.reshape(out.shape)
+    return bool(np.isfinite(d).all())
 
 
 def _blocks(raw: Array) -> tuple[Array, Array, Array]:
@@ -103,11 +115,22 @@ def _blocks(raw: Array) -> tuple[Array, Array, Array]:
     return blocks, blocks[:, :2].view("<f2")[:, 0], blocks[:, 2:].view(np.int8)
 
 
-def _written(values: Array, out: Array) -> None:
+def _written(values: Array, out: Array) -> bool:
+    """Write float32 numbers, and tell whether all are finite."""
     if in_columns(out):
         transpose(values.reshape(out.shape), out.T)
     else:
         out[...] = values.reshape(out.shape)
+    return bool(_largest(values.view(np.uint32)) < INFINITY)
+
+
+@jit(nogil=True)
+def _largest(bits: Array) -> Any:
+    """Return the bits of the largest |x|."""
+    most = np.uint32(0)
+    for i in range(len(bits)):
+        most = max(most, np.uint32(bits[i] & np.uint32(0x7FFF_FFFF)))
+    return most
 
 
 KINDS = {
@@ -116,25 +139,20 @@ KINDS = {
         4,
         lambda x: in_rows(x).astype("<f4", copy=False),
         lambda raw, out: _written(raw.view("<f4"), out),
-        lambda raw: np.isfinite(raw.view("<f4")).all(),
     ),
     "F16": Kind(
         1,
         2,
         to_half,
         lambda raw, out: _written(raw.view("<f2").astype(np.float32), out),
-        lambda raw: np.isfinite(raw.view("<f2")).all(),
     ),
     "BF16": Kind(
         1,
         2,
         to_bf16,
         lambda raw, out: _written(from_bf16(raw), out),
-        lambda raw: np.isfinite(from_bf16(raw)).all(),
     ),
-    "Q8_0": Kind(
-        BLOCK, 2 + BLOCK, to_q8_0, from_q8_0, lambda raw: np.isfinite(_blocks(raw)[1]).all()
-    ),
+    "Q8_0": Kind(BLOCK, 2 + BLOCK, to_q8_0, from_q8_0),
 }
 
 
@@ -151,33 +169,52 @@ def write_tensors(
 ) -> Iterator[Tensor]:
     """Write tensors of theirs, and yield each when it is written, for what comes behind it.
 
+    Parameters are read a few rows at a time, which are converted while they are in a cache, and
+    put where they lie among those of theirs.
+
     Raises
     ------
     ValueError
         When one holds a number that its kind cannot.
     """
-    wanted = [
-        (tensor, [*parts(weights.layout, tensor.ours, whole=not tensor.by_rows)])
-        for tensor in tensors
-    ]
-    found = weights.in_turn(part for _, those in wanted for part in those)
-    for tensor, those in wanted:
-        for part in those:
-            for values in _encoded(tensor, part, next(found), KINDS[kind_of(tensor)]):
-                file.write(values.data)
-        yield tensor
 
+    def fill(at: tuple[Part, list[tuple[Tensor, int, int]]], room: Array) -> list[Array]:
+        """Return what tensors side by side hold of a part, as it is stored."""
+        part, those = at
+        ends = [*itertools.accumulate((n for *_, n in those), initial=0)]
+        found = [
+            room.view(np.uint8)[low:high].reshape(rows, -1)
+            for (low, high), (_, rows, _) in zip(itertools.pairwise(ends), those, strict=True)
+        ]
 
-def _encoded(tensor: Tensor, part: Part, ours: Array, kind: Kind) -> Iterator[Array]:
-    """Yield what of a tensor of theirs lies in a part of ours, a stretch at a time."""
+        def put(some: tuple[int, Array]) -> None:
+            for (tensor, *_), out in zip(those, found, strict=True):
+                try:
+                    tensor.take(*some, out, KINDS[kind_of(tensor)].encode)
+                except ValueError as error:
+                    raise ValueError(f"{tensor.name} {error}") from None
 
-    def encoded(chunk: tuple[int, int]) -> Array:
-        try:
-            return tensor.take(ours, part.low, *chunk, kind.encode)
-        except ValueError as error:
-            raise ValueError(f"{tensor.name} {error}") from None
+        for _ in in_order(put, weights.rows(part)):
+            pass
+        return found
 
-    return in_order(encoded, tensor.chunks(part.low, part.high, kind.width))
+    wanted = []
+    for (ours, by_rows, _), same in itertools.groupby(
+        tensors, lambda t: (t.ours, t.by_rows, t.by_rows and t.name)
+    ):
+        side_by_side = [*same]
+        for part in parts(weights.layout, ours, whole=not by_rows):
+            those = []
+            for tensor in side_by_side:
+                *rows, width = tensor.part(part.low, part.high)
+                n = size_of(math.prod(rows) * width, kind_of(tensor))
+                those.append((tensor, math.prod(rows), n))
+            wanted.append(((part, those), -(-sum(n for *_, n in those) // 4)))
+    for ((part, those), _), found in zip(wanted, some_ahead(fill, wanted), strict=True):
+        for (tensor, *_), stored in zip(those, found, strict=True):
+            file.write(stored.reshape(-1).data)
+            if part.high == weights.layout.offsets[part.name][1].shape[0]:
+                yield tensor
 
 
 class Stored(NamedTuple):

@@ -57,9 +57,8 @@ def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None]
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at
             raw, kind = stored[tensor.name].raw(low, high), KINDS[stored[tensor.name].kind]
-            if not kind.finite(raw):
+            if not tensor.put(ours, part.low, low, high, raw, kind.decode):
                 raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
-            tensor.put(ours, part.low, low, high, raw, kind.decode)
 
         chunks = (
             (t, chunk)

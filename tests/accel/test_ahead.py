@@ -1,5 +1,8 @@
 """Work on other threads, wanted in order."""
 
+import mmap
+import queue
+import random
 import threading
 import time
 from typing import Any
@@ -7,33 +10,52 @@ from typing import Any
 import pytest
 
 from accel import ahead
-from accel.ahead import one_ahead
+from accel.ahead import some_ahead
 
-SIZES = [("a", 5), ("b", 7), ("c", 12), ("d", 1), ("e", 0), ("f", 12)]
+SIZES = [("a", 5), ("b", 7), ("c", 12), ("d", 1), ("e", 0), ("f", 12), ("g", 2), ("h", 3)]
 
 
-@pytest.mark.parametrize("spare", [0, 3, 12])
-def test_what_is_used_stays_while_the_next_is_filled(
-    spare: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", [1, 4, 1024])
+@pytest.mark.parametrize("spare", [0, 3, 12, 4096])
+def test_what_is_used_stays_while_others_are_filled(
+    spare: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ahead, "AHEAD", spare)
-    begun: dict[str, threading.Event] = {name: threading.Event() for name, _ in SIZES}
+    monkeypatch.setattr(ahead, "PAGE", page)
+    rng = random.Random(spare + page)
+    for sizes in (SIZES, *([(str(i), rng.randrange(20)) for i in range(30)] for _ in range(20))):
+        begun: list[str] = []
 
-    def fill(name: str, memory: Any) -> tuple[str, Any]:
-        begun[name].set()
-        memory[:] = ord(name)
-        return name, memory
+        def fill(name: str, memory: Any, begun: list[str] = begun) -> tuple[str, Any]:
+            begun.append(name)
+            memory[:] = hash(name) % 1000
+            return name, memory
 
-    seen = []
-    for name, memory in one_ahead(fill, SIZES):
-        seen.append((name, memory.size))
-        k = len(seen)
-        if k < len(SIZES):
-            following, n = SIZES[k]
-            both = memory.size + n <= 12 + spare
-            assert begun[following].wait(10 if both else 0.05) == both
-        assert (memory == ord(name)).all()
-    assert seen == SIZES and [*one_ahead(fill, [])] == []
+        seen = []
+        for name, memory in some_ahead(fill, sizes):
+            seen.append((name, memory.size))
+            time.sleep(0.001)
+            assert (memory == hash(name) % 1000).all()
+        assert seen == sizes and begun == [name for name, _ in sizes]
+    assert [*some_ahead(fill, [])] == []
+
+
+def test_as_many_are_filled_as_have_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "PAGE", 1)
+    begun: queue.Queue[str] = queue.Queue()
+    iteration = some_ahead(lambda name, memory: begun.put(name), SIZES)  # a room of 12 + 24 + 1
+    next(iteration)
+    assert [begun.get(timeout=10) for _ in range(6)] == [*"abcdef"][:6]
+    with pytest.raises(queue.Empty):
+        begun.get(timeout=0.05)
+    next(iteration)
+    assert begun.get(timeout=10) == "g"
+    iteration.close()
+
+
+def test_all_begin_where_pages_do() -> None:
+    for array in some_ahead(lambda _, memory: memory, SIZES):
+        assert array.ctypes.data % mmap.PAGESIZE == 0
 
 
 def test_a_fault_comes_in_its_turn() -> None:
@@ -44,7 +66,7 @@ def test_a_fault_comes_in_its_turn() -> None:
 
     seen = []
     with pytest.raises(ValueError, match="no c"):
-        for name in one_ahead(fill, SIZES):
+        for name in some_ahead(fill, SIZES):
             seen.append(name)
     assert seen == ["a", "b"]
 
@@ -59,7 +81,7 @@ def test_who_stops_early_waits_for_what_is_under_way() -> None:
             time.sleep(0.2)
             ended.set()
 
-    iteration = one_ahead(fill, SIZES)
+    iteration = some_ahead(fill, SIZES)
     next(iteration)
     assert under_way.wait(10)
     iteration.close()

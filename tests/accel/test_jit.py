@@ -226,6 +226,24 @@ def test_first_process_compiles_and_says_so_the_second_loads_in_silence(pack: Pa
     assert run(pack) == (["12.0 52.0", "0"], "")
 
 
+def test_stored_code_is_run_without_what_compiles_until_something_is_compiled(
+    filled: Path,
+) -> None:
+    code = (
+        REPORT
+        + """
+import sys
+compiler = "numba.np.linalg"  # of which these kernels use nothing
+print(compiler in sys.modules)
+print(kernels.doubled(np.arange(4.0)), compiler in sys.modules)
+"""
+    )
+    for compiled in (True, False):  # not a fork of who has loaded all of Numba
+        words = [sys.executable, "-c", code]
+        said = subprocess.check_output(words, env=environment(filled), text=True)
+        assert said.splitlines()[-2:] == ["False", f"104.0 {compiled}"]
+
+
 def test_import_compiles_nothing_and_creates_nothing(pack: Path) -> None:
     assert run(pack, "import pack.kernels") == ([], "")
     assert not (pack / "cache").exists()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from accel import system
+from accel.system import fresh_memory
 from dist import places
 from dist.places import ROOM, new_place, steadily
 
@@ -33,12 +35,43 @@ def test_a_file_holds_what_was_written_in_pieces_of_any_size(
         while at < size:
             n = int(rng.choice([1, 13, 4096, 1_000_003, 2 * ROOM]))
             piece = data[at : at + n].copy()
+            if at // 2 % 2:
+                piece = np.frombuffer(fresh_memory(n), np.uint8)[
+                    : len(piece)
+                ]  # where a page begins
+                piece[:] = data[at : at + n]
             file.write(piece.data)
             piece[:] = 0  # it may change afterwards
             at += len(data[at : at + n])
             assert file.tell() == at
         file.write(b"")
     assert (tmp_path / "file").read_bytes() == data.tobytes()
+
+
+def test_many_pages_are_written_as_they_lie_and_the_rest_is_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.frombuffer(fresh_memory(4 * ROOM), np.uint8)
+    kept = np.random.default_rng(0).integers(0, 256, data.size, np.uint8)
+    written: list[tuple[int, int]] = []
+    put = places.Steady._put
+
+    def seen(self: places.Steady, part: Any) -> None:
+        written.append((part.ctypes.data - data.ctypes.data, part.size))
+        time.sleep(0.05)
+        put(self, part)
+
+    monkeypatch.setattr(places.Steady, "_put", seen)
+    pieces = [(0, 4096), (4096, 2 * ROOM + 5), (2 * ROOM, ROOM), (ROOM, 3 * ROOM)]
+    with steadily(tmp_path / "file") as file:
+        for k, (at, n) in enumerate(pieces):
+            data[:] = kept ^ k
+            file.write(data[at : at + n].data)
+            data[:] = 0  # it may change afterwards
+    as_it_lies = [(at, n) for at, n in written if 0 <= at < data.size and n]
+    assert as_it_lies == [(4096, 2 * ROOM)]  # what comes behind five bytes has no place of its own
+    expected = b"".join((kept[at : at + n] ^ k).tobytes() for k, (at, n) in enumerate(pieces))
+    assert (tmp_path / "file").read_bytes() == expected
 
 
 @pytest.mark.parametrize("size", [ROOM + 5, 3 * ROOM])

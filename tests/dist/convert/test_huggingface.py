@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from dist import checkpoint, cli, weights
+from dist import cli, weights
 from dist.convert import huggingface, mapping
 from dist.convert.families import HUGGING_FACE
 from dist.weights import Weights
@@ -55,8 +55,7 @@ def test_the_size_of_pieces_changes_no_byte(
     for size in (1, 7, 700, 40_000):
         monkeypatch.setattr(mapping, "CHUNK", 4 * size if size > 1 else 128)
         monkeypatch.setattr(weights, "PART", 1_000 * size)
-        monkeypatch.setattr(checkpoint, "TOGETHER", size)
-        monkeypatch.setattr(weights, "PIECE", size * weights.SUM_BLOCK)
+        monkeypatch.setattr(weights, "STRETCH", 100 * size)
         again = out_and_back(tmp_path / str(size), config)
         assert once[0] == once[1] == again[0] == again[1]
         for name in ("model.safetensors", "config.json"):

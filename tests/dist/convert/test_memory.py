@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from accel.ahead import AHEAD
-from dist import checkpoint
+from dist import weights as weights_module
 from dist.weights import Part, Weights, parts, write_weights
 from reference.params import decoder_layout
 from tests.helpers import ROOT
@@ -59,33 +59,46 @@ def test_export_and_import_need_little_more_than_the_largest_tensor(tmp_path: Pa
         assert done.returncode == 0, done.stderr
         needed = int(done.stdout.split("needed ")[1])
         print(f"{' '.join(words)}: {needed / 1e6:.0f} MB")
-        ahead = 4 * min(max(sizes), AHEAD)  # of the 500 MB that are promised
-        assert needed <= 1.2 * 4 * max(sizes) + ahead + 64e6, (words, needed)
+        ahead = 4 * min(2 * max(sizes), AHEAD)  # of the 500 MB that are promised
+        assert needed <= 1.2 * 4 * max(sizes) + ahead + 96e6, (words, needed)
 
 
-def test_parameters_in_turn_are_read_once_each_into_the_same_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stretch", [1, 5_000])
+def test_rows_of_a_part_are_read_a_few_at_a_time(
+    stretch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    views = write_random(tmp_path / "mine", replace(LLAMA, vocab_size=1_000, d_ff=100))
+    monkeypatch.setattr(weights_module, "STRETCH", stretch)
+    weights = Weights(tmp_path / "mine")
+    for name, view in views.items():
+        np.testing.assert_array_equal(weights.read(name), view)
+        (whole,) = parts(weights.layout, name, whole=True)
+        firsts, found = zip(*weights.rows(whole), strict=True)
+        assert list(firsts) == [*np.cumsum([0, *map(len, found[:-1])])]
+        if view.ndim == 2:
+            assert all(
+                len(rows) % 32 == 0 and rows.size <= max(stretch, 32 * view.shape[1])
+                for rows in found[:-1]
+            )
+
+
+def test_a_block_is_checked_though_a_part_has_few_of_its_numbers(tmp_path: Path) -> None:
+    """Those of a norm's gain, say: what is not wanted of a block is read all the same."""
     write_random(tmp_path / "mine", LLAMA)
     weights = Weights(tmp_path / "mine")
-    names = [name for name in weights.layout.offsets for _ in range(2)]
-    expected = {name: weights.read(name) for name in names}
-    reads: list[object] = []
-    read = checkpoint.read_slices
-
-    def counted(*words: object) -> np.ndarray:
-        reads.append(words)
-        return read(*words)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(checkpoint, "read_slices", counted)
-    places = set()
-    wanted = [part for name in names for part in parts(weights.layout, name, whole=True)]
-    for name, found in zip(names, weights.in_turn(wanted), strict=True):
-        np.testing.assert_array_equal(found, expected[name])
-        while found.base is not None:
-            found = found.base
-        places.add(found.ctypes.data)
-    assert len(reads) == len(set(names)) and len(places) == 1
+    start, spec = weights.layout.offsets["layers.1.ffn_norm.gain"]
+    for at in (0, 4 * start, 4 * (weights.layout.size - 1)):
+        with (tmp_path / "mine" / "master.bin").open("r+b") as file:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            with pytest.raises(ValueError, match="do not have the CRC"):
+                weights.read("layers.1.ffn_norm.gain")
+            file.seek(at)
+            file.write(bytes([byte]))
+    assert weights.read("layers.1.ffn_norm.gain").shape == spec.shape
 
 
 # prints how many pages the system found for the last of some arrays that were made and dropped
