@@ -57,15 +57,17 @@ class Setting(NamedTuple):
     minutes: float
 
 
-def _size(D: int, L: int, heads: int, F: int, T: int, windows: int, lr: float, V: int) -> Size:
-    return Size(0.0, D, L, heads, heads, D // heads, F, T, windows, lr, V)
+def _size(
+    D: int, L: int, heads: int, F: int, T: int, windows: int, lr: float, V: int, embedding: float
+) -> Size:
+    return Size(0.0, D, L, heads, heads, D // heads, F, T, windows, lr, V, embedding)
 
 
 SETTINGS = {
     "shakespeare": Setting(
         "nanoGPT's recipe for a processor: characters, 4 layers of 128, 12 windows of 64",
         0,
-        _size(128, 4, 4, 352, 64, 12, 3e-3, 0),
+        _size(128, 4, 4, 352, 64, 12, 3e-3, 0, 1.0),
         2000,
         0.0,
     ),
@@ -79,7 +81,7 @@ SETTINGS = {
     "wide": Setting(
         "4 layers of 512, windows of 256, 10,000 ids: the shape of cs336's TinyStories",
         10_000,
-        _size(512, 4, 16, 1344, 256, 8, 1e-3, 10_000),
+        _size(512, 4, 16, 1344, 256, 8, 5e-4, 10_000, 32.0),  # dist/sweep/rates
         0,
         30.0,
     ),
