@@ -289,7 +289,9 @@ def linear_cross_entropy_forward(
             x_packed = bf16_gemm.pack(rows, B, transposed=False)
             multiply(right, x_packed, gradients[1], accumulate=start > 0)
 
-    at_hand = AT_HAND if team() <= FEW_THREADS else None  # many threads need larger products
+    at_hand = None  # many threads need larger products
+    if team() <= FEW_THREADS:
+        at_hand = max(AT_HAND // len(head) // CHUNK_ROWS, 1) * CHUNK_ROWS
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 

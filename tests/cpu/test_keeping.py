@@ -10,6 +10,7 @@ import pytest
 import accel
 from accel.bench.training import Training
 from accel.cpu import bf16, keeping, memory
+from accel.cpu import loss as losses
 from dist.plan import activation_bytes
 from reference.blocks import Recompute
 from reference.config import Config
@@ -111,6 +112,23 @@ def loss(ops: Any, rows: int, V: int, D: int) -> list[Any]:
     targets = rng.integers(0, V, rows).astype(np.int32)
     total, cache = ops.linear_cross_entropy_forward(x, head, targets, None, None)
     return [total.total, *ops.linear_cross_entropy_backward(1.0, cache)[:2]]
+
+
+@pytest.mark.parametrize("rows", [1900, 1700, 600, 480])
+def test_the_logits_at_hand_change_no_bits_in_float32(
+    arena: memory.Arena, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    V, D = 5000, 32  # chunks of 1,632 rows, and of the product for dhead some 408 to 512
+    ops, found, most = accel.load("cpu"), [], []
+    for height in (losses.DEPTH, 1 << 30):
+        monkeypatch.setattr(losses, "DEPTH", height)
+        before = arena.most = held(arena)
+        with ops.step():
+            found.append(loss(ops, rows, V, D))
+        most.append(arena.most - before)
+    for part, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(part, whole)
+    assert most[0] < 0.5 * most[1] or rows <= 600
 
 
 def test_the_logits_at_hand_change_no_bits(
