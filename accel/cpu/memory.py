@@ -14,6 +14,7 @@ Which interval: the one that fits best, in a step that is larger than those befo
 that stay, it leaves holes that nothing fits in, 5 to 15 % of a step. So what such a step asks for
 is written down, and how long each array lives, and the next step finds a place planned for each
 (``plan.py``) that leaves next to none. The large step itself gives freed pages back to the system.
+Steps of few bytes, whose time it would cost, are left as they are.
 """
 
 import bisect
@@ -41,6 +42,7 @@ ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
 HUGE = 2 << 20  # bytes: a huge page, which is given back as a whole, or becomes many small ones
+PLANNED = 64 << 20  # bytes of a step, from which on it is planned: less cannot lose much to holes
 RECORDED = 5_000  # arrays of a step, at most, whose places are planned
 GROWN = 1.02  # times as much memory as any step before: a larger step
 BYTE = np.dtype(np.uint8)
@@ -102,6 +104,7 @@ class Arena:
         self._lock = threading.Lock()
         self._plan = Plan()
         self._step: Plan | None = None  # what the present step has asked for
+        self._begun = False
         self._before: list[int] = []  # the sizes that the step before asked for
         self._numbers: dict[int, int] = {}  # start of an array of this step -> its number there
 
@@ -125,9 +128,11 @@ class Arena:
         """Begin a step, which may ask for the same as the one before."""
         with self._lock:
             self._take_back()
-            done, self._step = self._step, Plan()
+            done, first = self._step, not self._begun
+            self._begun = True
+            self._step = Plan() if first or self.most >= PLANNED else None
             self._numbers.clear()
-            if done is None:
+            if done is None or self._step is None:
                 return
             again = done.sizes == self._before and done.sizes != self._plan.sizes
             self._before = done.sizes

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel.cpu import memory
@@ -81,6 +81,12 @@ def test_each_step_finds_its_places_where_the_first_did(monkeypatch: pytest.Monk
     assert places() == first
 
 
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of any size be planned."""
+    monkeypatch.setattr(memory, "PLANNED", 0)
+
+
 # A layer keeps 6 and 10 of what it makes, and a backward that follows needs 13 at once: holes of 4
 # are left between what stays, and 13 does not fit in where 10 were.
 LAYERS = 6
@@ -138,6 +144,7 @@ def test_a_larger_step_than_before_gives_back_what_it_frees() -> None:
     assert (most - 4) * unit < process.memory_info().rss - first < (most + 6) * unit
 
 
+@pytest.mark.usefixtures("planned")
 def test_a_larger_step_is_planned_when_it_comes_and_another_one_when_it_comes_again() -> None:
     arena = memory.Arena()
 
@@ -160,6 +167,23 @@ def test_a_larger_step_is_planned_when_it_comes_and_another_one_when_it_comes_ag
     assert again[0] > again[1]
 
 
+def test_small_steps_are_not_planned_until_one_is_large() -> None:
+    arena = memory.Arena()
+
+    def step(*sizes: int) -> list[int]:
+        arena.begin()
+        return [x.ctypes.data for x in [arena.take(n) for n in sizes]]
+
+    for _ in range(3):
+        small = step(1000, 9000)
+        assert small[0] < small[1]  # as they come
+    for _ in range(3):
+        large = step(1000, memory.PLANNED)
+    assert large[0] > large[1]  # the largest first
+
+
+@pytest.mark.usefixtures("planned")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(-9, 9000), max_size=40), min_size=1, max_size=4))
 def test_arrays_that_are_alive_together_never_share_a_place(steps: list[list[int]]) -> None:
     """A number below 0 lets go of one of the arrays; some outlive their step."""
