@@ -32,8 +32,22 @@ class FreeList:
             self._free[i] = (start + size, length - size)
         return start
 
-    def give(self, start: int, size: int) -> None:
-        """Make an interval free, and join it to its neighbours."""
+    def take_at(self, start: int, size: int) -> bool:
+        """Take this interval if all of it is free; return whether it was."""
+        i = bisect.bisect(self._free, start, key=lambda free: free[0]) - 1
+        if i < 0 or sum(self._free[i]) < start + size:
+            return False
+        low, length = self._free[i]
+        parts = (low, start - low), (start + size, low + length - start - size)
+        self._free[i : i + 1] = [part for part in parts if part[1]]
+        return True
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """Return (start, length) of all that is free, in order."""
+        return list(self._free)
+
+    def give(self, start: int, size: int) -> tuple[int, int]:
+        """Make an interval free, and join it to its neighbours; return what they come to."""
         i = bisect.bisect_left(self._free, (start, size))
         if i < len(self._free) and start + size == self._free[i][0]:
             size += self._free.pop(i)[1]
@@ -42,3 +56,4 @@ class FreeList:
             start, size = before[0], before[1] + size
             i -= 1
         self._free.insert(i, (start, size))
+        return start, size

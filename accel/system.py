@@ -56,6 +56,13 @@ def fresh_memory(length: int) -> mmap.mmap:
     return memory
 
 
+def give_back(memory: mmap.mmap, start: int, length: int) -> None:
+    """Let Linux take these pages of fresh memory until they are written again."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # pages that are locked stay
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
+
+
 def keep_memory() -> None:
     """Have the C library of Linux keep what is freed, up to 32 MiB at once, for what comes next.
 

@@ -80,19 +80,21 @@ def activation_bytes(
     """Return the bytes that a forward pass keeps for its backward, by ``run.recompute``.
 
     These are the arrays that a backend keeps between embedding and head, ``item`` bytes a number,
-    or ``operand`` where only products read it: the backend cpu rounds no others in bf16. Of each
-    block: the input and output of both norms; q, k and v, after rotation only; attention's output
-    and a float32 a head; the input and output of the activation. A norm keeps one or two float32 a
-    token. With ``block``, one block at a time is whole, during its backward.
+    or ``operand`` where only products and activations read it: the backend cpu rounds no others in
+    bf16. Of each block: the input and output of both norms; q, k and v, after rotation only;
+    attention's output and a float32 a head; the input and output of the activation. A norm keeps
+    one or two float32 a token. With ``block``, one block at a time is whole, during its backward.
     """
     c = model
     operand = operand or item
     stream = 2 * (c.d_model * item + (4 if c.norm == "rmsnorm" else 8))
     norms = 2 * c.d_model * operand
-    attention = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head * item + 4 * c.n_heads
-    if c.qk_norm:  # q and k as projected, which v keeps alive, as the norm reads them; a float32
-        attention += (c.n_heads + c.n_kv_heads) * (2 * c.d_head * item + 4)
-    hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * item
+    qkv = (c.n_heads + 2 * c.n_kv_heads) * c.d_head * operand
+    attention = qkv + c.n_heads * (c.d_head * item + 4)
+    if c.qk_norm:  # q and k as the norm reads them, as projected if v keeps these alive; a float32
+        times = 2 if operand == item else 1
+        attention += (c.n_heads + c.n_kv_heads) * (times * c.d_head * item + 4)
+    hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * operand
     product = c.d_ff * operand
     block = stream + norms + attention + hidden + product
     made_again = product + (norms if c.norm_placement == "pre" else 0)

@@ -78,9 +78,10 @@ class AttentionBranchCache(NamedTuple):
 
 class FeedForwardCache(NamedTuple):
     up: Any
-    activation: Any
+    # one, which the backward takes out: the activation's cache, and (B, T, F or 2F) what it read,
+    # where its output is to be made again
+    activation: list[tuple[Any, Array | None]]
     down: Any
-    h: Array | None  # (B, T, F or 2F) what the activation read, to make its output again
 
 
 class BlockCache(NamedTuple):
@@ -378,9 +379,11 @@ def feed_forward_forward(run: Pass, name: str, x: Array) -> tuple[Array, FeedFor
     """Return the feed-forward of x (B, T, D): widen to F, activate, narrow again."""
     keep = run.keeps_activations
     h, up_cache = linear_forward(run, *_up_names(run.config, name), x, keep_x=run.keeps_norms)
+    h = run.ops.keep(h)
     product, activation_cache = activation(run.ops, run.config.ffn)[0](h)
     out, down_cache = linear_forward(run, f"{name}.w_down", f"{name}.b_down", product, keep_x=keep)
-    return out, FeedForwardCache(up_cache, activation_cache, down_cache, None if keep else h)
+    activated = [(activation_cache, None if keep else h)]
+    return out, FeedForwardCache(up_cache, activated, down_cache)
 
 
 def feed_forward_backward(
@@ -393,10 +396,12 @@ def feed_forward_backward(
 ) -> Array:
     """Write the parameter gradients, return dx."""
     forward, backward = activation(run.ops, run.config.ffn)
-    product = None if cache.h is None else forward(cache.h)[0]
+    activated, h = cache.activation.pop()
+    product = None if h is None else forward(h)[0]
     dh = linear_backward(run, grads, f"{name}.w_down", f"{name}.b_down", dout, cache.down, product)
     del product
-    dh = backward(dh, cache.activation)
+    dh = backward(dh, activated)
+    del activated, h
     return linear_backward(run, grads, *_up_names(run.config, name), dh, cache.up, again())
 
 

@@ -36,7 +36,7 @@ class Rules(NamedTuple):
     hint: str = "convert with .astype"
     masters: tuple[Any, ...] = ()  # the dtypes of the optimizer's arrays, if not all of ``floats``
     mixed: bool = False  # parameters may be float32 beside activations of another type
-    kept: tuple[Any, ...] = ()  # the dtypes of a KV cache, if not those of activations
+    kept: tuple[Any, ...] = ()  # dtypes of a KV cache, or of ``keep``, if not those of activations
     host: bool = True  # arrays are NumPy's: ids and read-only flags can be looked at
     # how to run a function on arrays of few bytes, where threads would cost more than they give
     few: Callable[[Function], Function] = lambda function: function

@@ -47,7 +47,7 @@ class Operand(NamedTuple):
     below: str = ""  # ids: the letter that bounds them
     where: str = ""  # ids: the mask beside which they count
     travels: str = ""  # letters that a NaN stays within, if not all of ``shape``; see ``Op.reach``
-    kept: bool = False  # may come from a KV cache, in the type that a backend keeps there
+    kept: bool = False  # may come from a KV cache or ``keep``, in the type that a backend has there
     mixes: bool = False  # written: an element depends on more of the others than its own place
 
     @property

@@ -52,7 +52,7 @@ class ModelCache(NamedTuple):
     run: Pass
     embed: EmbedCache
     blocks: list[BlockCache | BlockInput]
-    final_norm: Any
+    final_norm: list[Any]  # one, of pre-norm models
     loss: list[Any]  # one
 
 
@@ -129,7 +129,7 @@ def loss_backward(
     out = (grads[name], grads.get("head.bias"))
     dx = run.ops.linear_cross_entropy_backward(dloss, cache.loss.pop(), out=out)[0]
     if run.config.norm_placement == "pre":
-        dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm)
+        dx = norm_backward(run, grads, "final_norm", dx, cache.final_norm.pop())
     for layer in reversed(range(run.config.n_layers)):
         dx, _ = block_backward(run, grads, f"layers.{layer}", dx, cache.blocks.pop())
         if finished is not None:
@@ -317,10 +317,11 @@ def hidden_forward(
             blocks.append(BlockInput(forward, x) if again else block_cache)
         x = out
         del out, block_cache
-    final_cache = None
+    final_caches: list[Any] = []
     if run.config.norm_placement == "pre":
         x, final_cache = norm_forward(run, "final_norm", x)
-    return x, ModelCache(run, embed_cache, blocks, final_cache, [])
+        final_caches.append(final_cache)
+    return x, ModelCache(run, embed_cache, blocks, final_caches, [])
 
 
 def embed_forward(

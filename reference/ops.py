@@ -174,8 +174,8 @@ def _attention(
 # ---- the declarations ----------------------------------------------------------------------------
 
 
-def _x(shape: str, travels: str = "") -> Operand:
-    return Operand("x", shape, travels=travels)
+def _x(shape: str, travels: str = "", *, kept: bool = False) -> Operand:
+    return Operand("x", shape, travels=travels, kept=kept)
 
 
 def _parameter(name: str, shape: str, *, optional: bool = False) -> Operand:
@@ -286,12 +286,12 @@ OPS: dict[str, Op] = {
         Op(
             "swiglu",
             "silu(gate) · up: x holds the gate, then the up.",
-            (_x("... 2F"),),
+            (_x("... 2F", kept=True),),
             out="... F",
         ),
-        Op("gelu", "x Φ(x), exact.", (_x("..."),), out="..."),
-        Op("gelu_tanh", "GELU by its tanh approximation.", (_x("..."),), out="..."),
-        Op("relu", "max(x, 0).", (_x("..."),), out="..."),
+        Op("gelu", "x Φ(x), exact.", (_x("...", kept=True),), out="..."),
+        Op("gelu_tanh", "GELU by its tanh approximation.", (_x("...", kept=True),), out="..."),
+        Op("relu", "max(x, 0).", (_x("...", kept=True),), out="..."),
         Op(
             "dropout",
             "x / (1 - p) where kept, else 0; row b belongs to sample ``key.sample + b``.",
@@ -417,7 +417,7 @@ OPS: dict[str, Op] = {
 }
 
 # What a backend offers besides its ops: arrays in and out, weights, scope, memory.
-SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory", "recompute")
+SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory", "recompute", "keep")
 NAMES = (*(name for op in OPS.values() for name in op.names), *SERVICES)
 HOST = Rules({np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"})
 
@@ -458,6 +458,14 @@ def recompute(config: Any, tokens: int) -> str:
     return "none"
 
 
+def keep(x: Array) -> Array:
+    """Return what an activation is to read of x, and a step keeps until its backward.
+
+    x itself, or x rounded where a backend's products read rounded numbers; gradients are as x's.
+    """
+    return x
+
+
 def composed(module: str) -> Callable[..., Array]:
     """Return the ``decode_step`` of a backend without a faster way: ``model.py``'s, of its ops."""
 
@@ -481,7 +489,7 @@ def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str,
     *sources : mappings
         The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
     """
-    compose = {"decode_step": composed(module), "recompute": recompute}
+    compose = {"decode_step": composed(module), "recompute": recompute, "keep": keep}
     offered = offer(module, OPS.values(), SERVICES, rules, *sources, compose)
     return {**offered, "__all__": [*NAMES]}
 

@@ -10,6 +10,8 @@ and P of degree 9, fitted to relative error 4·10⁻⁹ (iteratively reweighted 
 0 ≤ t ≤ 14.5, beyond which float32 has no Φ(-t)). So the far tail keeps its relative accuracy, and
 the density φ(t) = exp(-t²/2)/√(2π) that the backward needs shares the exponential. float64 takes
 the library's erfc.
+
+The input may be bfloat16, as the mode bf16 keeps it: a number is widened as it is read.
 """
 
 import math
@@ -21,6 +23,7 @@ import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
+from accel.cpu.halves import as_type, wide
 from accel.cpu.kernels import COMPILED, MAP, PIECE, ROW_PIECE, address, contiguous, like
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
@@ -30,43 +33,46 @@ Array = npt.NDArray[Any]
 
 
 class ActivationCache(NamedTuple):
-    x: Array  # the input
+    x: Array  # the input, float or bfloat16
 
 
 # ---- swiglu --------------------------------------------------------------------------------------
 
 
 @jit(**MAP)
-def _swiglu_forward(one: Any, a: int, out: int, rows: int, width: int) -> None:
-    x, y = pointer(a, one), pointer(out, one)
+def _swiglu_forward(one: Any, kind: Any, a: int, out: int, rows: int, width: int) -> None:
+    x, y = pointer(a, kind), pointer(out, one)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
             gate, up, z = at(x, 2 * i * width), at(x, (2 * i + 1) * width), at(y, i * width)
             for j in range(width):
-                z[j] = gate[j] * up[j] / (one + exp(-gate[j]))
+                g = as_type(one, gate[j])
+                z[j] = g * as_type(one, up[j]) / (one + exp(-g))
 
 
 @jit(**MAP)
-def _swiglu_backward(one: Any, a: int, dout: int, out: int, rows: int, width: int) -> None:
-    x, dy, dx = pointer(a, one), pointer(dout, one), pointer(out, one)
+def _swiglu_backward(
+    one: Any, kind: Any, a: int, dout: int, out: int, rows: int, width: int
+) -> None:
+    x, dy, dx = pointer(a, kind), pointer(dout, one), pointer(out, one)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
             gate, up, d = at(x, 2 * i * width), at(x, (2 * i + 1) * width), at(dy, i * width)
             dgate, dup = at(dx, 2 * i * width), at(dx, (2 * i + 1) * width)
             for j in range(width):
-                g = gate[j]
+                g = as_type(one, gate[j])
                 sigma = one / (one + exp(-g))
                 dup[j] = d[j] * g * sigma
-                dgate[j] = d[j] * up[j] * sigma * (one + g * (one - sigma))
+                dgate[j] = d[j] * as_type(one, up[j]) * sigma * (one + g * (one - sigma))
 
 
 def swiglu_forward(x: Array) -> tuple[Array, ActivationCache]:
     """Return silu(gate) · up, shape (..., F), of x (..., 2F) whose first half is the gate."""
     x = contiguous(x)
     width = x.shape[-1] // 2
-    out = empty((*x.shape[:-1], width), x.dtype)
+    out = empty((*x.shape[:-1], width), wide(x))
     rows = out.size // max(width, 1)
-    _swiglu_forward(x.dtype.type(1), address(x), address(out), rows, width)
+    _swiglu_forward(out.dtype.type(1), like(x), address(x), address(out), rows, width)
     return out, ActivationCache(x)
 
 
@@ -75,9 +81,10 @@ def swiglu_backward(dout: Array, cache: ActivationCache) -> Array:
     x = cache.x
     width = x.shape[-1] // 2
     dout = contiguous(dout)
-    dx = empty(x.shape, x.dtype)
+    dx = empty(x.shape, dout.dtype)
     rows = dout.size // max(width, 1)
-    _swiglu_backward(x.dtype.type(1), address(x), address(dout), address(dx), rows, width)
+    one = dout.dtype.type(1)
+    _swiglu_backward(one, like(x), address(x), address(dout), address(dx), rows, width)
     return dx
 
 
@@ -130,28 +137,30 @@ def _normal_overload(x: Any) -> Callable[..., Any] | None:
 
 
 @jit(**MAP)
-def _gelu_forward(like: Any, a: int, out: int, n: int) -> None:
-    x, z = pointer(a, like), pointer(out, like)
+def _gelu_forward(like: Any, kind: Any, a: int, out: int, n: int) -> None:
+    x, z = pointer(a, kind), pointer(out, like)
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            cdf, _ = normal(x[i])
-            z[i] = x[i] * cdf
+            v = as_type(like, x[i])
+            cdf, _ = normal(v)
+            z[i] = v * cdf
 
 
 @jit(**MAP)
-def _gelu_backward(scale: Any, a: int, dout: int, out: int, n: int) -> None:
-    x, dy, z = pointer(a, scale), pointer(dout, scale), pointer(out, scale)
+def _gelu_backward(scale: Any, kind: Any, a: int, dout: int, out: int, n: int) -> None:
+    x, dy, z = pointer(a, kind), pointer(dout, scale), pointer(out, scale)
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            cdf, bell = normal(x[i])
-            z[i] = dy[i] * (cdf + x[i] * bell * scale)
+            v = as_type(scale, x[i])
+            cdf, bell = normal(v)
+            z[i] = dy[i] * (cdf + v * bell * scale)
 
 
 def gelu_forward(x: Array) -> tuple[Array, ActivationCache]:
     """Return x Φ(x), of x's shape."""
     x = contiguous(x)
-    out = empty(x.shape, x.dtype)
-    _gelu_forward(like(x), address(x), address(out), x.size)
+    out = empty(x.shape, wide(x))
+    _gelu_forward(like(out), like(x), address(x), address(out), x.size)
     return out, ActivationCache(x)
 
 
@@ -159,8 +168,9 @@ def gelu_backward(dout: Array, cache: ActivationCache) -> Array:
     """Return dx."""
     x = cache.x
     dout = contiguous(dout)
-    out = empty(x.shape, x.dtype)
-    _gelu_backward(x.dtype.type(_INV_SQRT_2PI), address(x), address(dout), address(out), x.size)
+    out = empty(x.shape, dout.dtype)
+    scale = dout.dtype.type(_INV_SQRT_2PI)
+    _gelu_backward(scale, like(x), address(x), address(dout), address(out), x.size)
     return out
 
 
@@ -174,36 +184,38 @@ TANH_2C = 2 * math.sqrt(2 / math.pi)
 
 
 @jit(**MAP)
-def _gelu_tanh_forward(one: Any, c2: Any, cubic: Any, a: int, out: int, n: int) -> None:
-    x, z = pointer(a, one), pointer(out, one)
+def _gelu_tanh_forward(one: Any, c2: Any, cubic: Any, kind: Any, a: int, out: int, n: int) -> None:
+    x, z = pointer(a, kind), pointer(out, one)
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            v = x[i]
+            v = as_type(one, x[i])
             z[i] = v / (one + exp(-c2 * v * (one + cubic * v * v)))
 
 
 @jit(**MAP)
-def _gelu_tanh_backward(one: Any, c2: Any, cubic: Any, a: int, dout: int, out: int, n: int) -> None:
-    x, dy, z = pointer(a, one), pointer(dout, one), pointer(out, one)
+def _gelu_tanh_backward(
+    one: Any, c2: Any, cubic: Any, kind: Any, a: int, dout: int, out: int, n: int
+) -> None:
+    x, dy, z = pointer(a, kind), pointer(dout, one), pointer(out, one)
     three = one + one + one
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            v = x[i]
+            v = as_type(one, x[i])
             square = cubic * v * v
             sigma = one / (one + exp(-c2 * v * (one + square)))
             slope = c2 * v * (one + three * square)
             z[i] = dy[i] * sigma * (one + (one - sigma) * slope)
 
 
-def _constants(x: Array) -> tuple[Any, Any, Any]:
-    number = x.dtype.type
-    return number(1), number(TANH_2C), number(TANH_CUBIC)
+def _constants(x: Array) -> tuple[Any, Any, Any, Any]:
+    number = wide(x).type
+    return number(1), number(TANH_2C), number(TANH_CUBIC), like(x)
 
 
 def gelu_tanh_forward(x: Array) -> tuple[Array, ActivationCache]:
     """Return ½ x (1 + tanh(√(2/π) (x + 0.044715 x³))), of x's shape."""
     x = contiguous(x)
-    out = empty(x.shape, x.dtype)
+    out = empty(x.shape, wide(x))
     _gelu_tanh_forward(*_constants(x), address(x), address(out), x.size)
     return out, ActivationCache(x)
 
@@ -212,6 +224,6 @@ def gelu_tanh_backward(dout: Array, cache: ActivationCache) -> Array:
     """Return dx."""
     x = cache.x
     dout = contiguous(dout)
-    out = empty(x.shape, x.dtype)
+    out = empty(x.shape, dout.dtype)
     _gelu_tanh_backward(*_constants(x), address(x), address(dout), address(out), x.size)
     return out

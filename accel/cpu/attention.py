@@ -32,7 +32,7 @@ from reference.visibility import Visibility
 
 
 class AttentionCache(NamedTuple):
-    """What the backward needs: linear in T and S."""
+    """What the backward needs: linear in T and S. In the mode bf16 q, k and v are ``keep``'s."""
 
     q: Array  # (B, T, Hq, d)
     k: Array  # (B, S, Hkv, d)
@@ -95,7 +95,7 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
     """Return ``attention_backward`` by the kernels of a module."""
     q, k, v, out, lse2, who, _, _ = cache
     sizes = sizes_of(q, k, v)
-    dq, dk, dv = gradients(sizes, q.dtype)
+    dq, dk, dv = gradients(sizes, out.dtype)
     if not out.size:
         for gradient in (dq, dk, dv):
             gradient.fill(0)
@@ -108,12 +108,12 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
         dv_of_runs = empty((len(runs) * sizes.batch, *dv.shape[1:]), dv.dtype)
     views = [view(x) for x in (dout, dq, dk_of_runs, dv_of_runs)]
     room = lay_out(BackwardRoom, sizes, kernels.OPERANDS)
-    own = scratch(room.end, q.dtype)
+    own = scratch(room.end, out.dtype)
     for table, wanted in backward_passes(sizes, who, runs, team()):
         kernels.backward(*attention(cache), *views, lse2, table, wanted, room, own)
     if len(runs) > 1:
         for parts, total in ((dk_of_runs, dk), (dv_of_runs, dv)):
-            width, zero = total.shape[-1], q.dtype.type(0)
+            width, zero = total.shape[-1], out.dtype.type(0)
             attention_kernels.add_runs(sizes, view(parts), runs, view(total), width, zero)
     return dq, dk, dv
 
@@ -128,7 +128,7 @@ def attention(cache: AttentionCache) -> Attention:
         view(k),
         view(v),
         view(out),
-        q.dtype.type(scale),
+        out.dtype.type(scale),
         Mask(who.causal, who.window, *arrays),
         dropout,
     )

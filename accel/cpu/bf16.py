@@ -1,9 +1,10 @@
 """The ops that compute differently in the bf16 mode: products, the loss, and what they read.
 
-Activations, gradients and master weights stay float32 in memory, and so do norms, softmax, residual
-sums and the optimizer. What a product reads is rounded to bfloat16 as it is packed into tiles: a
-weight once after each optimizer step, an activation when it is first multiplied. A linear layer
-keeps its input for the backward only in that form, at half the size.
+The residual stream, gradients and master weights stay float32 in memory, and so do norms, softmax,
+residual sums and the optimizer. What a product reads is rounded to bfloat16 as it is packed into
+tiles: a weight once after each optimizer step, an activation when it is first multiplied. A linear
+layer keeps its input for the backward only in that form, at half the size, and attention its q, k
+and v. So is rounded what SwiGLU and its like read (``keep``), as autocast does in PyTorch.
 
 The weight gradient xᵀ dy is a sum over tokens of products of bfloat16 numbers, added in float32 in
 one order that follows from the shapes.
@@ -23,6 +24,7 @@ from accel.cpu.attention import (
     AttentionCache,
     tiled_backward,
     tiled_forward,
+    view,
 )
 from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
 from accel.cpu.bf16_portable import SIDE, STEP
@@ -61,6 +63,7 @@ Array = npt.NDArray[Any]
 
 CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
 AT_HAND = 2 << 20  # logits that are float32 at a time
+MANY = 4096  # rows, beside whose three products packing a weight twice is 1 %
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -105,17 +108,25 @@ def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
     return made
 
 
-def right_operand(weight: Array, *, transposed: bool) -> Array:
-    """Return a weight, or its transpose, packed as the right operand of a product."""
+def right_operand(weight: Array, *, transposed: bool, rows: int = 0) -> Array:
+    """Return a weight, or its transpose, packed as the right operand of a product.
+
+    For a product of many rows it is packed where its other form lay, which is then made again when
+    it is needed: a step has one form of each weight, and the forward and the backward of a single
+    micro-batch pack it once each all the same.
+    """
     if not isinstance(weight, PackedWeight) or not weight.flags.c_contiguous:
         return bf16_gemm.pack(contiguous(weight), B, transposed=transposed)
     if transposed not in weight.packed:
         memory = weight.outdated.pop(transposed, None)
+        shape = panels(weight.shape[1]), panels(weight.shape[0])
+        shape = shape[::-1] if transposed else shape
+        for forms in (weight.packed, weight.outdated) if rows >= MANY else ():
+            other = forms.pop(not transposed, None)
+            if memory is None and other is not None:
+                memory = other.reshape(*shape, STEP)
         if memory is None:
-            shape = (panels(weight.shape[1]), panels(weight.shape[0]), STEP)
-            memory = lasting(shape, np.uint32)
-            if transposed:
-                memory = memory.reshape(memory.shape[1], memory.shape[0], STEP)
+            memory = lasting((*shape, STEP), np.uint32)
         weight.packed[transposed] = bf16_gemm.pack(weight, B, transposed=transposed, out=memory)
     return weight.packed[transposed]
 
@@ -184,7 +195,8 @@ def linear_forward(
     rows = as_rows(x)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     also = A if keep_x else None
-    packed = multiply_rows(rows, right_operand(weight, transposed=False), out, bias=bias, also=also)
+    operand = right_operand(weight, transposed=False, rows=len(rows))
+    packed = multiply_rows(rows, operand, out, bias=bias, also=also)
     out = out.reshape(*x.shape[:-1], weight.shape[1])
     return out, LinearCache(packed, weight, x.shape, bias is not None)
 
@@ -200,7 +212,8 @@ def linear_backward(
     rows = as_rows(dout)
     weight_out, bias_out = out
     dx = empty((len(rows), weight.shape[0]), dout.dtype)
-    gradient = multiply_rows(rows, right_operand(weight, transposed=True), dx, also=B)
+    operand = right_operand(weight, transposed=True, rows=len(rows))
+    gradient = multiply_rows(rows, operand, dx, also=B)
     assert gradient is not None
     dweight, elsewhere = receiver(weight_out, weight.shape, dout.dtype)
     multiply(packed, gradient, dweight)
@@ -211,6 +224,11 @@ def linear_backward(
         sum_rows(rows, dbias)
         dbias = delivered(dbias, elsewhere)
     return dx.reshape(x_shape), dweight, dbias
+
+
+def keep(x: Array) -> Array:
+    """Return x rounded, half as large."""
+    return to_bf16(x)
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -226,7 +244,17 @@ def attention_forward(
     """
     bf16_tiles.enable()
     k, v = to_float32(k), to_float32(v)
-    return tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
+    out, cache = tiled_forward(bf16_attention, q, k, v, who, scale=scale, dropout=dropout)
+    q = _kept(cache.q, np.float32(scale) * bf16_attention.LOG2_E_32)
+    return out, cache._replace(q=q, k=_kept(cache.k), v=_kept(cache.v))
+
+
+def _kept(x: Array, factor: Any = 1) -> Array:
+    """Return factor · x (B, T, H, d) as the backward reads it."""
+    out = empty(x.shape, BF16)
+    if out.size:
+        bf16_attention.keep(view(x), np.float32(factor), address(out), *x.shape)
+    return out
 
 
 def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
@@ -289,7 +317,9 @@ def linear_cross_entropy_forward(
             x_packed = bf16_gemm.pack(rows, B, transposed=False)
             multiply(right, x_packed, gradients[1], accumulate=start > 0)
 
-    at_hand = AT_HAND if team() <= FEW_THREADS else None  # many threads need larger products
+    at_hand = None  # many threads need larger products
+    if team() <= FEW_THREADS:
+        at_hand = max(AT_HAND // len(head) // CHUNK_ROWS, 1) * CHUNK_ROWS
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 

@@ -14,7 +14,8 @@ queries, and P and dS come out of it as tiles of the next product without being 
                dV = P dO        dK = dS Q'           dQᵀ = Kᵀ dS
 
 (P and dS stand for tiles with keys along the rows.) The factors that Q' has and dK must not have,
-and those that dQ lacks, are applied when dK and dQ are written out.
+and those that dQ lacks, are applied when dK and dQ are written out. As Q', K and V are only ever
+multiplied, the backward is given them rounded (``keep``), with the bits of rounding them there.
 
 A forward tile has up to 128 keys by 64 queries: scores of 32 KiB and probabilities of 16 KiB in the
 first-level cache, for 2 · 128·64·64 multiply-adds in half a microsecond. K and Vᵀ are packed once
@@ -73,11 +74,13 @@ from accel.cpu.bf16_tiles import (
     release,
     transpose_16,
 )
-from accel.cpu.kernels import SERIAL, SUM
+from accel.cpu.halves import as_type
+from accel.cpu.kernels import MAP, SERIAL, SUM
 from accel.cpu.simd import at, exp2, pointer, start, wide_vectors
 from accel.jit import jit
 
 KEYS = 128  # of a forward tile
+LOG2_E_32 = np.float32(LOG2_E)
 
 OPERANDS = Operands(keys=KEYS, side=SIDE, pair=2, spare=1024)
 
@@ -94,6 +97,27 @@ def _copy_scaled(source: Any, step: int, target: Any, rows: int, n: int, factor:
         x, y = at(source, t * step), at(target, t * n)
         for e in range(n):
             y[e] = x[e] * factor
+
+
+@jit(**MAP)
+def keep(x: View, factor: Any, out: int, batch: int, length: int, heads: int, width: int) -> None:
+    """Write factor · x (B, T, H, width) as bfloat16, contiguous."""
+    half = np.uint16(0)
+    for bt in prange(batch * length):
+        for h in range(heads):
+            u = row(x, bt // length, bt % length, h, factor)
+            z = at(pointer(out, half), (bt * heads + h) * width)
+            for e in range(width):
+                z[e] = as_type(half, u[e] * factor)
+
+
+@jit(**SERIAL)
+def _widen(source: Any, step: int, target: Any, rows: int, n: int) -> None:
+    """Write rows of n bfloat16, ``step`` apart, as float32 side by side."""
+    for t in range(rows):
+        x, y = at(source, t * step), at(target, t * n)
+        for e in range(n):
+            y[e] = as_type(y[e], x[e])
 
 
 @jit(**SERIAL)
@@ -286,7 +310,11 @@ def backward(
     room: BackwardRoom,
     scratch: Any,
 ) -> None:
-    """Gradients of attention; parameters as in ``attention_kernels.backward``."""
+    """Gradients of attention; parameters as in ``attention_kernels.backward``.
+
+    But q, k and v, which are bfloat16, and q is Q'.
+    """
+    half = np.uint16(0)
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE
     d_steps, dv_steps = (d + SIDE - 1) // SIDE, (dv + SIDE - 1) // SIDE
@@ -309,11 +337,12 @@ def backward(
         keys_t = at(words, room.keys_t - low // SIDE * STEP)
         for u0 in range(low, high, SIDE):
             step, nk = u0 // SIDE, min(SIDE, high - u0)
-            source, data = row(k, b, u0, g, scale), row(v, b, u0, g, scale)
-            pack_rows(source, k.position, nk, d, at(keys, step * d_steps * STEP), 0, spare)
-            pack_rows(data, v.position, nk, dv, at(values, step * dv_steps * STEP), 0, spare)
-            target = at(keys_t, step * STEP)
-            pack_columns(source, k.position, nk, d, target, steps * STEP, 0, spare)
+            source, data = at(floats, room.scaled), at(floats, room.gradient_t)  # free till later
+            _widen(row(k, b, u0, g, half), k.position, source, nk, d)
+            _widen(row(v, b, u0, g, half), v.position, data, nk, dv)
+            pack_rows(source, d, nk, d, at(keys, step * d_steps * STEP), 0, spare)
+            pack_rows(data, dv, nk, dv, at(values, step * dv_steps * STEP), 0, spare)
+            pack_columns(source, d, nk, d, at(keys_t, step * STEP), steps * STEP, 0, spare)
             if wanted & DKV:
                 fill(at(dkeys, u0 * d_pad), scale * 0, SIDE * d_pad)
                 fill(at(dvalues, u0 * dv_pad), scale * 0, SIDE * dv_pad)
@@ -386,8 +415,7 @@ def _backward_tile(
     ds_columns = at(words, room.ds_columns)
 
     upstream = row(dout, b, t0, h, scale)
-    factor = scale * type(scale)(LOG2_E)
-    _copy_scaled(row(q, b, t0, h, scale), q.position, source, n, d, factor)
+    _widen(row(q, b, t0, h, np.uint16(0)), q.position, source, n, d)
     for j in range(query_steps):
         left = min(SIDE, n - j * SIDE)
         x, y = at(source, j * SIDE * d), at(upstream, j * SIDE * dout.position)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
+from accel.cpu.halves import as_type, wide
 from accel.cpu.kernels import MAP, PIECE, address, contiguous, like, sum_rows
 from accel.cpu.memory import empty
 from accel.cpu.philox import philox
@@ -135,32 +136,33 @@ def scale_backward(dout: Array, factor: float) -> Array:
 
 
 class ReLUCache(NamedTuple):
-    x: Array  # (...)
+    x: Array  # (...), float or bfloat16
 
 
 @jit(**MAP)
-def _relu_forward(like: Any, a: int, out: int, n: int) -> None:
-    x, z = pointer(a, like), pointer(out, like)
+def _relu_forward(like: Any, kind: Any, a: int, out: int, n: int) -> None:
+    x, z = pointer(a, kind), pointer(out, like)
     zero = like
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            z[i] = zero if x[i] < zero else x[i]  # NaN is not below zero, and so stays
+            v = as_type(like, x[i])
+            z[i] = zero if v < zero else v  # NaN is not below zero, and so stays
 
 
 @jit(**MAP)
-def _relu_backward(like: Any, a: int, dout: int, out: int, n: int) -> None:
-    x, dy, z = pointer(a, like), pointer(dout, like), pointer(out, like)
+def _relu_backward(like: Any, kind: Any, a: int, dout: int, out: int, n: int) -> None:
+    x, dy, z = pointer(a, kind), pointer(dout, like), pointer(out, like)
     zero = like
     for piece in prange((n + PIECE - 1) // PIECE):
         for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            z[i] = dy[i] if x[i] > zero else zero
+            z[i] = dy[i] if as_type(like, x[i]) > zero else zero
 
 
 def relu_forward(x: Array) -> tuple[Array, ReLUCache]:
     """Return max(x, 0)."""
     x = contiguous(x)
-    out = empty(x.shape, x.dtype)
-    _relu_forward(like(x), address(x), address(out), x.size)
+    out = empty(x.shape, wide(x))
+    _relu_forward(like(out), like(x), address(x), address(out), x.size)
     return out, ReLUCache(x)
 
 
@@ -168,8 +170,8 @@ def relu_backward(dout: Array, cache: ReLUCache) -> Array:
     """Return dx."""
     x = cache.x
     dout = contiguous(dout)
-    out = empty(x.shape, x.dtype)
-    _relu_backward(like(x), address(x), address(dout), address(out), x.size)
+    out = empty(x.shape, dout.dtype)
+    _relu_backward(like(dout), like(x), address(x), address(dout), address(out), x.size)
     return out
 
 

@@ -4,7 +4,8 @@ After Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplicati
 is cut into blocks of at most DEPTH. For each block
 
 1. the right operand is packed into panels, ``block_columns`` wide, whose rows lie one behind the
-   other: 128 KiB a panel, which the second-level cache holds while many rows pass by it;
+   other: 128 KiB a panel, which the second-level cache holds while many rows pass by it; not more
+   than some megabytes of it at a time, where a head's would be as large as the head;
 2. a transposed left operand is packed too, ROWS of its columns at a time (an untransposed one is
    read in place: its rows are already in the order of the sum);
 3. tasks of about ROWS rows and some panels multiply, 6 rows by one panel at a time
@@ -47,7 +48,7 @@ FEW_ROWS = 24  # in one task, at least, where the product is too narrow to be cu
 SIX = 6  # rows of the register block
 TOGETHER = 8  # tasks: 2, 4 and 8 threads share a multiple of it evenly
 PACK_ROWS = 16  # rows that are packed by one task
-PACKED = 1 << 20  # elements of a transposed left operand that are packed at a time
+PACKED = 1 << 20  # elements of an operand that are packed at a time
 MIN_TASKS = 16  # where the product is large enough
 
 
@@ -70,6 +71,7 @@ def _product(
     left_address: int,
     depth: int,
     high: int,
+    wide: int,
     rows: int,
     row_tasks: int,
     column_tasks: int,
@@ -78,24 +80,26 @@ def _product(
     right, left = pointer(right_address, like), pointer(left_address, like)
     width = block_columns(a)
     line = vector_columns(a)  # elements of a vector, which is a cache line or a part of one
-    panels = (n + width - 1) // width
-    for k0 in range(0, k, depth):
-        kc = min(depth, k - k0)
+    across = (n + wide - 1) // wide
+    for step in range((k + depth - 1) // depth * across):
+        k0, j0 = step // across * depth, step % across * wide
+        kc, columns = min(depth, k - k0), min(wide, n - j0)
+        panels = (columns + width - 1) // width
         add = accumulate or k0 > 0
         if tb:
             for p in prange(panels):
-                w = min(width, n - p * width)
+                w = min(width, columns - p * width)
                 panel = at(right, p * width * depth)
-                pack_columns(at(b, p * width * ldb + k0), ldb, panel, width, w, kc)
+                pack_columns(at(b, (j0 + p * width) * ldb + k0), ldb, panel, width, w, kc)
         else:
             for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
                 last = min(kc, (t + 1) * PACK_ROWS)
-                size = width * depth
-                pack_rows(at(b, k0 * ldb), ldb, right, width, size, t * PACK_ROWS, last, n)
+                size, block = width * depth, at(b, k0 * ldb + j0)
+                pack_rows(block, ldb, right, width, size, t * PACK_ROWS, last, columns)
         for top in range(0, m, high):
             count = min(high, m - top)
             sixes = (count + SIX - 1) // SIX
-            if ta:
+            if ta and (j0 == 0 or high < m):  # else it is packed still
                 for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
                     last = min(kc, (t + 1) * PACK_ROWS)
                     size = rows * depth
@@ -108,23 +112,23 @@ def _product(
                 column = task % column_tasks
                 start, stop = panels * column // column_tasks, panels * (column + 1) // column_tasks
                 for p in range(start, stop):
-                    w = min(width, n - p * width)
-                    panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + p * width)
+                    w, j = min(width, columns - p * width), j0 + p * width
+                    panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + j)
                     # While one panel multiplies, the next one comes into the nearer cache.
                     following = at(panel, width * depth)
                     part = (width * kc * SIX + end - i - 1) // max(end - i, 1)
-                    for j in range(i, end, SIX):
+                    for row in range(i, end, SIX):
                         if p + 1 < panels:
-                            done = (j - i) // SIX * part
+                            done = (row - i) // SIX * part
                             prefetch(following, done, min(done + part, width * kc), line)
                         if ta:
                             row_step, column_step = 1, rows
-                            block = at(left, j // rows * rows * depth + j % rows)
+                            block = at(left, row // rows * rows * depth + row % rows)
                         else:
                             row_step, column_step = lda, 1
-                            block = at(a, (top + j) * lda + k0)
+                            block = at(a, (top + row) * lda + k0)
                         tile_gemm(
-                            min(SIX, end - j),
+                            min(SIX, end - row),
                             w,
                             kc,
                             block,
@@ -132,10 +136,15 @@ def _product(
                             column_step,
                             panel,
                             width,
-                            at(to, (j - i) * ldc),
+                            at(to, (row - i) * ldc),
                             ldc,
                             add,
                         )
+
+
+def depth_of(k: int) -> int:
+    """Return the length of the blocks that a sum over k numbers is cut into: even ones."""
+    return -(-k // -(-k // DEPTH) // 8) * 8
 
 
 def gemm(
@@ -164,10 +173,10 @@ def gemm(
         return
     size = out.itemsize
     width = block_vectors() * vector_bytes() // size
+    depth = depth_of(k)
+    # Operands are packed in passes of at most PACKED elements, or a panel, of equal extent.
     panels = -(-n // width)
-    blocks = -(-k // DEPTH)
-    depth = -(-k // blocks // 8) * 8
-    # A transposed left operand is packed in passes of at most PACKED elements, of equal height.
+    panels = -(-panels // -(-panels * width * depth // PACKED))
     passes = -(-m // (PACKED // depth)) if ta else 1
     high = -(-m // passes // SIX) * SIX
     rows = min(ROWS, high)
@@ -183,5 +192,6 @@ def gemm(
     _product(
         *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
         *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
-        *(address(right), address(left), depth, high, rows, row_tasks, column_tasks),
+        *(address(right), address(left), depth, high, panels * width),
+        *(rows, row_tasks, column_tasks),
     )

@@ -1,7 +1,8 @@
 """bfloat16 numbers as arrays of uint16: each is the upper half of a float32.
 
 So a half becomes a float32 by a shift, exactly, and a float32 a half by rounding to nearest even.
-Weights for decoding and the KV cache of the mode bf16 are kept so; what is packed for a product is
+Weights for decoding, the KV cache of the mode bf16, and what its backward reads of attention and of
+activations are kept so; what is packed for a product is
 rounded on the way instead (``bf16_tiles.py``).
 """
 
@@ -81,6 +82,11 @@ def _converted(x: Array, dtype: np.dtype[Any]) -> Array:
 def to_bf16(x: Array) -> Array:
     """Return float32 numbers rounded to nearest even, as uint16; NaN stays."""
     return _converted(np.asarray(x, FLOAT32), BF16)
+
+
+def wide(x: Array) -> np.dtype[Any]:
+    """Return the dtype that is computed in with x: float32 for halves, else its own."""
+    return FLOAT32 if x.dtype == BF16 else x.dtype
 
 
 def to_float32(x: Array) -> Array:

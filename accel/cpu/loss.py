@@ -1,6 +1,7 @@
 """Softmax, and the head and loss together; see ``reference/linear_cross_entropy.py``.
 
-The rows are taken in chunks whose logits are about 32 MB. While a chunk's logits are at hand the
+The rows are taken in chunks whose logits are about 32 MB, and where no gradient of a bias is a sum
+over all of these, in the parts that a product for dhead sums by. While logits are at hand the
 forward turns them, in place, into their own gradient for a total of weight 1, and multiplies them
 into dx and dhead; the backward only scales. That saves making the logits twice, which is a fifth of
 a small model's step, for one more array of the head's size.
@@ -15,9 +16,10 @@ from numba import prange, types
 from numba.extending import intrinsic, overload
 
 from accel.cpu.elementwise import scale_into, scaled
-from accel.cpu.gemm import gemm
+from accel.cpu.gemm import DEPTH, depth_of, gemm
 from accel.cpu.kernels import (
     COMPILED,
+    FEW_THREADS,
     SERIAL,
     SUM,
     address,
@@ -31,11 +33,12 @@ from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
+from accel.threads import team
 from reference.types import Loss
 
 Array = npt.NDArray[Any]
 
-CHUNK_ELEMENTS = 8 << 20  # logits at hand at a time
+CHUNK_ELEMENTS = 8 << 20  # logits of a chunk
 CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a product
 
 
@@ -179,16 +182,22 @@ def linear_cross_entropy_forward(
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
     head = contiguous(head)
+    at_hand = DEPTH if team() <= FEW_THREADS else None  # many threads need larger products
 
     def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
-        affine(rows, head, bias, z, transposed=True)
-        _cross_entropy(*arguments(start, z))
-        if gradients is not None:
-            dx, dhead = gradients
-            gemm(z, head, dx)
-            gemm(z, rows, dhead, ta=True, accumulate=start > 0)
+        height = len(rows) if len(rows) <= len(z) else depth_of(len(rows))
+        for first in range(0, len(rows), height):
+            part = slice(first, first + height)
+            some = rows[part]
+            logits = z[: len(some)]
+            affine(some, head, bias, logits, transposed=True)
+            _cross_entropy(*arguments(start + first, logits))
+            if gradients is not None:
+                dx, dhead = gradients
+                gemm(logits, head, dx[part])
+                gemm(logits, some, dhead, ta=True, accumulate=start + first > 0)
 
-    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward)
+    return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 
 Gradients = tuple[Array, Array] | None  # dx of a chunk's rows, and dhead
@@ -211,8 +220,8 @@ def in_chunks(
     A chunk is a multiple of ``multiple`` rows.
     ``step(rows, z, start, arguments, gradients)`` fills z with the logits of the rows of x from
     ``start`` on, runs a kernel like ``_cross_entropy`` on ``arguments(start, z)``, writes dx, and
-    writes dhead or, after the first chunk, adds to it. With ``at_hand`` z has about so many
-    elements, for a part of the rows, where there is no bias (whose gradient is a sum over z).
+    writes dhead or, after the first chunk, adds to it. With ``at_hand`` z has so many rows at most,
+    for a part of the chunk, where there is no bias (whose gradient is a sum over z).
     """
     vocabulary = len(head)
     valid = np.ones(targets.shape, np.bool_) if mask is None else mask
@@ -222,7 +231,7 @@ def in_chunks(
 
     height = chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
     if at_hand is not None and bias is None:
-        height = min(chunk, max(at_hand // vocabulary // multiple, 1) * multiple)
+        height = min(chunk, at_hand)
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
     if need_backward:

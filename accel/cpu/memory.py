@@ -5,10 +5,16 @@ it is a piece of an arena that is kept from one training step to the next: a fre
 a page fault for every 4 KiB that is first touched, which is 10 % of a step and more, and the pieces
 of a step are the same every time.
 
-The arena hands out the best-fitting free interval and takes it back when the last reference to the
-array, or to a view of it, goes; so memory is also reused *within* a step, as activations die during
-the backward pass. An array that outlives its step stays intact all the same: the contract promises
-less than is kept here.
+The arena hands out a free interval and takes it back when the last reference to the array, or to a
+view of it, goes; so memory is also reused *within* a step, as activations die during the backward
+pass. An array that outlives its step stays intact all the same: the contract promises less than is
+kept here.
+
+Which interval: the one that fits best, in a step that is larger than those before. Between arrays
+that stay, it leaves holes that nothing fits in, 5 to 15 % of a step. So what such a step asks for
+is written down, and how long each array lives, and the next step finds a place planned for each
+(``plan.py``) that leaves next to none. The large step itself gives freed pages back to the system.
+Steps of few bytes, whose time it would cost, are left as they are.
 """
 
 import bisect
@@ -25,8 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from accel.cpu.plan import Plan
 from accel.free_list import FreeList
-from accel.system import fresh_memory
+from accel.system import fresh_memory, give_back
 from reference.memory import memory as memory  # arrays lie where NumPy's do
 
 Array = npt.NDArray[Any]
@@ -34,6 +41,10 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
+HUGE = 2 << 20  # bytes: a huge page, which is given back as a whole, or becomes many small ones
+PLANNED = 64 << 20  # bytes of a step, from which on it is planned: less cannot lose much to holes
+RECORDED = 5_000  # arrays of a step, at most, whose places are planned
+GROWN = 1.02  # times as much memory as any step before: a larger step
 BYTE = np.dtype(np.uint8)
 
 
@@ -70,7 +81,7 @@ class _Chunk(NamedTuple):
 
 
 class Arena:
-    """A heap that never gives memory back to the system.
+    """A heap that takes address space from the system and keeps it.
 
     Its chunks stand one after another on a line, in the order in which they were taken, and free
     intervals of the same length are given out in the order of the line. So steps that ask for the
@@ -91,6 +102,11 @@ class Arena:
         self._free = FreeList()  # of the line
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
+        self._plan = Plan()
+        self._step: Plan | None = None  # what the present step has asked for
+        self._begun = False
+        self._before: list[int] = []  # the sizes that the step before asked for
+        self._numbers: dict[int, int] = {}  # start of an array of this step -> its number there
 
     def take(self, shape: int | Sequence[int], dtype: np.dtype[Any] = BYTE) -> Array:
         """Return an uninitialised C-contiguous array, aligned to a cache line."""
@@ -98,20 +114,72 @@ class Arena:
         nbytes = int(math.prod(dims)) * dtype.itemsize  # NumPy's integers would stay in the list
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
-            while self._returned:
-                interval = self._returned.popleft()
-                self.held -= interval[1]
-                self._free.give(*interval)
-            start = self._free.take(size)
-            if start is None:
-                self._grow(size)
-                start = self._free.take(size)
-                assert start is not None
+            self._take_back()
+            start = self._place(size)
             self.held += size
             self.most = max(self.most, self.held)
-        i = bisect.bisect(self._starts, start) - 1
+            if self._step is not None and len(self._step.sizes) < RECORDED:
+                self._numbers[start] = self._step.born(size)
+        i = self._chunk(start)
         address = self._chunks[i].address + start - self._starts[i]
         return np.asarray(_Piece(address, (start, size), self._returned, dims, dtype))
+
+    def begin(self) -> None:
+        """Begin a step, which may ask for the same as the one before."""
+        with self._lock:
+            self._take_back()
+            done, first = self._step, not self._begun
+            self._begun = True
+            self._step = Plan() if first or self.most >= PLANNED else None
+            self._numbers.clear()
+            if done is None or self._step is None:
+                return
+            again = done.sizes == self._before and done.sizes != self._plan.sizes
+            self._before = done.sizes
+            if done.most > GROWN * self._plan.most or (again and 2 * done.most > self._plan.most):
+                done.make(
+                    [(s, len(c.memory)) for s, c in zip(self._starts, self._chunks, strict=True)]
+                )
+                self._plan = done
+                for start, size in self._free.intervals():  # else what was touched stays resident
+                    self._give_back(start, start + size)
+
+    def _place(self, size: int) -> int:
+        """Take an interval: the planned one, or that which fits best."""
+        planned = None if self._step is None else self._plan.place(len(self._step.sizes), size)
+        if planned is not None and self._free.take_at(planned, size):
+            return planned
+        start = self._free.take(size)
+        if start is None:
+            self._grow(size)
+            start = self._free.take(size)
+            assert start is not None
+        return start
+
+    def _take_back(self) -> None:
+        """Make free what has been returned."""
+        while self._returned:
+            start, size = self._returned.popleft()
+            low, length = self._free.give(start, size)
+            if self._step is not None:
+                self._step.died(self._numbers.pop(start, None))
+                if self._step.most > GROWN * self._plan.most:
+                    # whole huge pages: also those that neighbours held until now
+                    end = min(low + length, start + size + HUGE)
+                    self._give_back(max(low, start - HUGE), end)
+            self.held -= size
+
+    def _chunk(self, start: int) -> int:
+        """Return the number of the chunk that a place of the line lies in."""
+        return bisect.bisect(self._starts, start) - 1
+
+    def _give_back(self, start: int, end: int) -> None:
+        """Give the huge pages that lie within a free interval back to the system."""
+        i = self._chunk(start)
+        to_line = self._starts[i] - self._chunks[i].address
+        first, last = -(-(start - to_line) // HUGE) * HUGE, (end - to_line) // HUGE * HUGE
+        if first < last:
+            give_back(self._chunks[i].memory, first - self._chunks[i].address, last - first)
 
     def _grow(self, size: int) -> None:
         length = -(-size // CHUNK) * CHUNK  # so that a somewhat larger array fits here as well
@@ -142,6 +210,8 @@ _poison = False
 def step() -> Iterator[None]:
     """Open a scope in which arrays come from the arena; scopes may be nested."""
     global _depth
+    if not _depth:
+        _arena.begin()
     _depth += 1
     try:
         yield

@@ -1,4 +1,7 @@
-"""The backend ``cpu`` in bf16: products and attention in bfloat16, all else as in ``ops``."""
+"""The backend ``cpu`` in bf16: products and attention in bfloat16, all else as in ``ops``.
+
+What an activation reads is kept in bfloat16, too.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +22,11 @@ ROUNDING = Rules(
 )
 _sources = (vars(bf16), *SOURCES)
 _rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
+_reading = [OPS[name] for name in ("swiglu", "gelu", "gelu_tanh", "relu")]
 globals().update(
-    backend(__name__, RULES, *_sources) | offer(__name__, _rounding, (), ROUNDING, *_sources)
+    backend(__name__, RULES, *_sources)
+    | offer(__name__, _rounding, (), ROUNDING, *_sources)
+    | offer(__name__, _reading, (), RULES._replace(kept=(BF16,)), *_sources)
 )
 
 if TYPE_CHECKING:

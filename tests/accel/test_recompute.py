@@ -125,7 +125,7 @@ def held(cache: ModelCache) -> int:
             while isinstance(value.base, np.ndarray):
                 value = value.base
             found[id(value)] = value.nbytes
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             for part in value:
                 look(part)
 

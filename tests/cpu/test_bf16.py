@@ -12,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel
-from accel.cpu import bf16_gemm, bf16_tiles, memory
+from accel.cpu import bf16, bf16_gemm, bf16_tiles, memory
 from accel.cpu.halves import to_bf16
 from accel.cpu.simd import start
+from accel.tolerance import round_bf16
 from reference import model
 from reference import ops as plain
 from reference.config import Config
@@ -187,6 +188,44 @@ def test_weights_are_packed_once_a_step_and_anew_after_it(ops):
     # whoever kept the former result sees the present weights, as with the master itself
     np.testing.assert_array_equal(ops.linear_forward(x, first["w"])[0], 2 * before)
     np.testing.assert_array_equal(ops.linear_forward(x, second["w"])[0], 2 * before)
+
+
+def test_a_product_of_many_rows_leaves_one_form_of_its_weight(ops):
+    rng = np.random.default_rng(0)
+    master = {"w": rng.standard_normal((40, 70), dtype=np.float32)}
+    x = rng.standard_normal((bf16.MANY, 40), dtype=np.float32)
+    places, results = set(), []
+    for step in range(3):
+        w = ops.parameters(master)["w"]
+        few = step == 1  # which makes both forms
+        for rows in (x[:50], x[50:]) if few else (x,):
+            out, cache = ops.linear_forward(rows, w)
+            dx = ops.linear_backward(out, cache)[0]
+            if not few:
+                assert set(w.packed) == {True}
+                places.add(w.packed[True].ctypes.data)
+            results.append((out, dx))
+    assert len(places) <= 2
+    for (out, dx), parts in ((results[0], results[1:3]), (results[3], results[1:3])):
+        for whole, some in ((out, [p[0] for p in parts]), (dx, [p[1] for p in parts])):
+            np.testing.assert_array_equal(whole, np.concatenate(some))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gelu", "gelu_tanh", "relu"])
+def test_activations_of_kept_numbers_are_those_of_the_rounded_ones(ops, name):
+    rng = np.random.default_rng(0)
+    forward, backward = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")
+    x = rng.standard_normal((3, 70), dtype=np.float32) * 3
+    x[1, 5] = np.nan
+    kept, rounded = ops.keep(x), round_bf16(x)
+    assert kept.nbytes == x.nbytes // 2
+    (out, cache), (want, plain) = forward(kept), forward(rounded)
+    np.testing.assert_array_equal(out, want)
+    dout = rng.standard_normal(out.shape, dtype=np.float32)
+    got = backward(dout, cache)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, backward(dout, plain))
+    assert np.isnan(out[1]).any() and not np.isnan(out[[0, 2]]).any()
 
 
 def test_a_part_of_a_prepared_weight_is_not_taken_for_the_whole(ops):

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel.cpu import memory
@@ -78,6 +79,132 @@ def test_each_step_finds_its_places_where_the_first_did(monkeypatch: pytest.Monk
     assert arena.reserved > 5 << 20  # several chunks
     assert places() == first
     assert places() == first
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of any size be planned."""
+    monkeypatch.setattr(memory, "PLANNED", 0)
+
+
+# A layer keeps 6 and 10 of what it makes, and a backward that follows needs 13 at once: holes of 4
+# are left between what stays, and 13 does not fit in where 10 were.
+LAYERS = 6
+
+
+def layers(arena: memory.Arena) -> tuple[int, int]:
+    """Take what some layers would; return the places where it began and ended."""
+    unit, kept, places = 1 << 20, [], []
+
+    def take(n: int) -> np.ndarray:
+        array = arena.take(n * unit)
+        array[::4096] = n
+        places.append((array.ctypes.data, array.ctypes.data + array.nbytes))
+        return array
+
+    for _ in range(LAYERS):
+        made = take(10)
+        kept.append(take(10))
+        del made
+        kept.append(take(6))
+        take(4)
+    while kept:
+        big = take(13)
+        kept.pop()
+        kept.pop()
+        del big
+    return min(low for low, _ in places), max(high for _, high in places)
+
+
+def test_a_step_that_comes_again_is_laid_out_without_holes() -> None:
+    arena, unit = memory.Arena(), 1 << 20
+    extents = []
+    for _ in range(4):
+        arena.begin()
+        low, high = layers(arena)
+        extents.append(high - low)
+    most = LAYERS * 16 * unit + 13 * unit
+    assert arena.most == most
+    assert extents[0] >= most + 8 * unit  # it had holes
+    assert extents[1:] == [most] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux alone")
+def test_a_larger_step_than_before_gives_back_what_it_frees() -> None:
+    arena, unit = memory.Arena(), 1 << 20
+    process = psutil.Process()
+    first = process.memory_info().rss
+    arena.begin()
+    layers(arena)
+    arena.begin()
+    assert process.memory_info().rss - first < 6 * unit  # but for edges of huge pages
+    layers(arena)
+    arena.begin()  # as large: its pages stay
+    most = LAYERS * 16 + 13
+    assert (most - 4) * unit < process.memory_info().rss - first < (most + 6) * unit
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_larger_step_is_planned_when_it_comes_and_another_one_when_it_comes_again() -> None:
+    arena = memory.Arena()
+
+    def step(*sizes: int) -> list[int]:
+        """Return where the arrays of a step lie that are all alive at its end."""
+        arena.begin()
+        return [x.ctypes.data for x in [arena.take(n) for n in sizes]]
+
+    step(1000, 9000)
+    planned = step(1000, 9000)
+    assert planned[0] > planned[1]  # the largest comes first
+    step(5000, 4000, 20_000)
+    larger = step(5000, 4000, 20_000)
+    assert larger[1] > larger[0] > larger[2]
+    step(4000, 16_000)  # one smaller step may be an exception
+    assert step(5000, 4000, 20_000) == larger
+    for _ in range(2):
+        step(4000, 16_000)
+    again = step(4000, 16_000)
+    assert again[0] > again[1]
+
+
+def test_small_steps_are_not_planned_until_one_is_large() -> None:
+    arena = memory.Arena()
+
+    def step(*sizes: int) -> list[int]:
+        arena.begin()
+        return [x.ctypes.data for x in [arena.take(n) for n in sizes]]
+
+    for _ in range(3):
+        small = step(1000, 9000)
+        assert small[0] < small[1]  # as they come
+    for _ in range(3):
+        large = step(1000, memory.PLANNED)
+    assert large[0] > large[1]  # the largest first
+
+
+@pytest.mark.usefixtures("planned")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.lists(st.integers(-9, 9000), max_size=40), min_size=1, max_size=4))
+def test_arrays_that_are_alive_together_never_share_a_place(steps: list[list[int]]) -> None:
+    """A number below 0 lets go of one of the arrays; some outlive their step."""
+    arena = memory.Arena()
+    alive: list[tuple[np.ndarray, int]] = []
+
+    def whole(array: np.ndarray, mark: int) -> bool:
+        return bool(np.all(array == mark))
+
+    for events in [each for each in steps for _ in range(3)]:
+        arena.begin()
+        for event in events:
+            if event < 0 and alive:
+                assert whole(*alive.pop(event % len(alive)))
+            elif event >= 0:
+                alive.append((arena.take(event), event % 251))
+                alive[-1][0].fill(event % 251)
+    assert all(whole(*each) for each in alive)
+    total = sum(-(-max(a.nbytes, 1) // memory.ALIGNMENT) * memory.ALIGNMENT for a, _ in alive)
+    arena.take(1)
+    assert arena.held == total + memory.ALIGNMENT
 
 
 def test_pieces_lie_apart_inside_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

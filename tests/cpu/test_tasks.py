@@ -96,14 +96,16 @@ def test_products_in_float32_keep_64_threads_at_work(
             for shape in ((k, m) if ta else (m, k), (n, k) if tb else (k, n), (m, n))
         )
         gemm.gemm(a, b, out, ta=ta, tb=tb)
-        high, _, row_tasks, column_tasks = given[-1][-4:]
-        panels = -(-n // (gemm.block_vectors() * gemm.vector_bytes() // 4))
-        needed = 0.0
-        for top in range(0, m, high):  # all threads wait for each other after a pass
+        high, wide, _, row_tasks, column_tasks = given[-1][-5:]
+        width = gemm.block_vectors() * gemm.vector_bytes() // 4
+        done = needed = 0.0
+        # all threads wait for each other after a pass
+        for top, left in itertools.product(range(0, m, high), range(0, n, wide)):
             sixes = -(-min(high, m - top) // gemm.SIX)
+            panels = -(-min(wide, n - left) // width)
             tasks = np.multiply.outer(parts(sixes, row_tasks), parts(panels, column_tasks))
-            needed += sixes / share(tasks.ravel())
-        assert -(-m // gemm.SIX) / needed >= 0.75, (m, n, k, ta, tb)
+            done, needed = done + tasks.sum(), needed + tasks.sum() / share(tasks.ravel())
+        assert done / needed >= 0.75, (m, n, k, ta, tb)
 
 
 @pytest.mark.parametrize("name", MODELS)

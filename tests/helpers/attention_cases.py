@@ -83,7 +83,7 @@ def walked(ops, who):
         bad = k.copy()
         bad[:, 64 * j : 64 * (j + 1)] = np.nan
         out, _ = ops.attention_forward(q, k, bad, **options)
-        spoilt = cache._replace(cache=cache.cache._replace(k=bad))
+        spoilt = cache._replace(cache=cache.cache._replace(k=ops.keep(bad)))
         dq, *_ = ops.attention_backward(np.ones_like(clean), spoilt)
         for i in range(tiles[0]):
             for seen, x in zip(met, (out, dq), strict=True):

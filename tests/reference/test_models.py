@@ -149,7 +149,7 @@ def check_model(
 
 def relu_signs(cache: Any) -> list[Array]:
     blocks = cache.blocks if hasattr(cache, "blocks") else [*cache.encoder, *cache.decoder]
-    return [block.ffn.branch.activation.cache > 0 for block in blocks]
+    return [block.ffn.branch.activation[0][0].cache > 0 for block in blocks]
 
 
 @pytest.mark.parametrize("name", MODELS)
