@@ -30,14 +30,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import psutil
-from zlib_ng import zlib_ng
 
 from accel import AUTO, DEFAULT, Attention, Products
 from accel.system import IN_USE, forget, move, sync_folder
 from dist import manifest
 from dist.comm import AllRanksError, Comm, together
 from dist.config import OptimKind
-from dist.manifest import Count, Crc
+from dist.manifest import Count, Crc, crc32
 from dist.monitor import Memory
 from dist.shards import TOKENIZER
 from dist.slices import ARRAYS, Cutting, Range
@@ -295,7 +294,7 @@ def _write_slices(
                 left = left[file.write(left[:PIECE]) :]
                 _settle(file.fileno())
             for start, end in cutting.blocks(low, high):
-                crcs[start] = zlib_ng.crc32(data[start - low : end - low].data)
+                crcs[start] = crc32(data[start - low : end - low].data)
     return crcs
 
 
@@ -514,7 +513,7 @@ def reading(
         while data.size:
             if at == end:
                 (start, end), crc = next(coming), 0
-            crc = zlib_ng.crc32(data[: end - at].data, crc)
+            crc = crc32(data[: end - at].data, crc)
             at, data = min(end, at + data.size), data[end - at :]
             if at == end and crc != crcs[numbers[start]]:
                 raise ValueError(

@@ -24,10 +24,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from zlib_ng import zlib_ng
 
 from dist import manifest
-from dist.manifest import Count, Crc
+from dist.manifest import Count, Crc, crc32
 from reference.types import Array
 
 MANIFEST = "manifest.json"
@@ -109,7 +108,7 @@ class Stream:
         raw = memoryview(self._raw(first, min(blocks.stop * BLOCK, self.size)))
         for block in blocks:
             at = block * BLOCK - first
-            if zlib_ng.crc32(raw[at : at + BLOCK]) != self.crcs[block]:
+            if crc32(raw[at : at + BLOCK]) != self.crcs[block]:
                 raise ValueError(
                     f"{self.path} has changed since it was packed: the bytes from "
                     f"{self.offset + block * BLOCK:,} on do not have the CRC they were written "
@@ -376,5 +375,5 @@ def _file_crc(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
         while piece := file.read(BLOCK):
-            crc = zlib_ng.crc32(piece, crc)
+            crc = crc32(piece, crc)
     return crc

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from zlib_ng import zlib_ng
 
 from accel.ahead import some_ahead
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile
 from dist.evaluate import load_tokenizer
+from dist.manifest import crc32
 from dist.monitor import Memory
 from dist.places import new_place, steadily
 from dist.shards import TOKENIZER
@@ -242,7 +242,7 @@ def write_weights(
         at, left = part.start, flat
         while left.size:
             block, size = at // SUM_BLOCK, SUM_BLOCK - at % SUM_BLOCK
-            crcs[block] = zlib_ng.crc32(left[:size].data, crcs[block])
+            crcs[block] = crc32(left[:size].data, crcs[block])
             at, left = at + size, left[size:]
         return flat
 

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from zlib_ng import zlib_ng
 
 from accel.system import sync_folder
 from dist import manifest, shards
-from dist.manifest import Count, Crc
+from dist.manifest import Count, Crc, crc32
 from reference.types import Array
 
 
@@ -66,7 +65,7 @@ class _Stream:
             piece, left = left[: shards.BLOCK - at], left[shards.BLOCK - at :]
             if not at:
                 self.crcs.append(0)
-            self.crcs[-1] = zlib_ng.crc32(piece, self.crcs[-1])
+            self.crcs[-1] = crc32(piece, self.crcs[-1])
             self._file.write(piece)
             self.size += len(piece)
 

@@ -14,6 +14,7 @@ import pytest
 from dist import checkpoint, cli, pack, shards
 from dist.config import RunFile, from_tables
 from dist.lock import locked
+from dist.manifest import crc32
 from dist.shards import Dataset, check_crcs
 from tests.helpers.damage import contents, edit, flip, words
 from tests.helpers.runs import (
@@ -284,3 +285,11 @@ def test_another_tokenizer_is_refused_wherever_one_is_read(
             beside[where].write_bytes(ours)
         for command in commands:
             assert cli.main([*command, *(["--backend", "reference"] * (where == "run"))]) == 0
+
+
+def test_crcs_are_the_same_where_zlib_ng_is_missing() -> None:
+    code = "import sys\nsys.modules['zlib_ng'] = None\nfrom dist.manifest import crc32\n"
+    code += "print(crc32(b'the quick brown fox', 7), crc32.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(crc32(b"the quick brown fox", 7)), "zlib"]
+    assert crc32.__module__ != "zlib"

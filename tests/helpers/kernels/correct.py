@@ -48,7 +48,9 @@ def _decoding(store: Store, others: dict[str, Any]) -> SimpleNamespace:
             cache.k[layer][b, at : at + k.shape[1]] = k[b]
             cache.v[layer][b, at : at + k.shape[1]] = v[b]
 
-    own = SimpleNamespace(**others, write_kv=write_kv, from_numpy=lambda x, **how: x)
+    own = SimpleNamespace(
+        **others, write_kv=write_kv, from_numpy=lambda x, **how: x, keep=lambda x: x
+    )
 
     def decode_step(
         params: Any, config: Config, token: Array, cache: KVCache, position: Any
