@@ -4,14 +4,18 @@ The model has the shape of a preset and weights drawn at random, since speed doe
 they say. llama.cpp (``pip install llama-cpp-python``, which needs cmake) reads the GGUF file of the
 same weights in the same precision, with as many threads, its own choice of kernels, and keys and
 values of as many bits as here: float32, or 16 (which are float16 there). Both write one token after
-the other behind a prompt, and read a prompt; they take turns, and medians are taken. What both are
-asked for is the logits, no sampling.
+the other behind a prompt, and read a prompt; medians are taken. What both are asked for is the
+logits, no sampling.
+
+Each side has a process of its own, since both would share one library for threads, and its
+settings. They write a few tokens in turn: some seconds later memory may be half as fast.
 """
 
+import contextlib
 import importlib.util
+import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,7 @@ import numpy as np
 from accel import COMPUTE, READING
 from accel.bench import report
 from accel.bench.report import Row
-from accel.bench.timing import rounds
+from accel.bench.timing import clocked, rounds
 from accel.threads import threads
 from dist import config
 from dist.convert import gguf
@@ -36,7 +40,9 @@ from reference.types import Array
 from tokenizer import train_from_iterator
 
 PROMPT = 512  # tokens
+TURN = 4  # tokens that one side writes before the other writes as many
 Reader = Callable[[list[int]], None]  # reads so many tokens behind what it has read
+Ask = Callable[..., float]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,39 +75,81 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(preset: str, mode: str, tokens: int, n: int) -> Iterator[Row]:
     shape = config.load(preset).model
-    prompt = min(PROMPT, shape.context_length - tokens)
+    turns = -(-tokens // TURN)
+    prompt = min(PROMPT, shape.context_length - turns * TURN)
     if prompt < 2:
         raise ValueError(f"{preset} has a context of {shape.context_length}: fewer --tokens")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        _write(path, shape)
-        sides = {"ours": _ours(path, mode, prompt + tokens)}
-        if importlib.util.find_spec("llama_cpp") is not None:
-            gguf.export(Weights(path), Path(folder) / "model.gguf", KINDS[mode])
-            sides["theirs"] = _llama(Path(folder) / "model.gguf", mode, prompt + tokens)
-        taken = list(
-            rounds({k: partial(_turn, side, prompt, tokens) for k, side in sides.items()}, n + 1)
-        )
-    for i, (what, bar) in enumerate((("write a token", 1.0), (f"read {prompt} tokens", 1.0))):
-        # the first round compiles what is not compiled yet
-        times = {k: statistics.median(turn[k][i] for turn in taken[1:]) for k in sides}
-        other = times.get("theirs")
-        what = f"{preset}, {mode}: {what}" + (" / llama.cpp" if other else "")
-        yield Row(what, times["ours"], other, bar if other else None)
-
-
-def _turn(side: Callable[[], Reader], prompt: int, tokens: int) -> tuple[float, float]:
-    """Return the seconds of a token that is written, and of a prompt that is read."""
     rng = np.random.default_rng(0)
-    before, answer = (rng.integers(0, 256, n).tolist() for n in (prompt, tokens))
-    read = side()
-    began = time.perf_counter()
-    read(before)
-    read_prompt = time.perf_counter()
-    for token in answer:
-        read([token])
-    ended = time.perf_counter()
-    return (ended - read_prompt) / tokens, read_prompt - began
+    before, answer = (rng.integers(0, 256, n).tolist() for n in (prompt, TURN))
+    reading: list[dict[str, float]] = []
+    writing: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path, length = Path(folder) / "model", prompt + turns * TURN
+        _write(path, shape)
+        sides = {"ours": stack.enter_context(_process(_ours, path, mode, length))}
+        if importlib.util.find_spec("llama_cpp") is not None:
+            file = Path(folder) / "model.gguf"
+            gguf.export(Weights(path), file, KINDS[mode])
+            sides["theirs"] = stack.enter_context(_process(_llama, file, mode, length))
+        whole = {k: partial(ask, [before], anew=True) for k, ask in sides.items()}
+        one_by_one = {k: partial(ask, [[token] for token in answer]) for k, ask in sides.items()}
+        for turn, read in enumerate(rounds(whole, n + 1)):
+            written = list(rounds(one_by_one, turns))
+            if turn:  # the first compiles what is not compiled yet
+                reading.append(read)
+                writing += [{k: seconds / TURN for k, seconds in one.items()} for one in written]
+    for what, taken in (("write a token", writing), (f"read {prompt} tokens", reading)):
+        what = f"{preset}, {mode}: {what}"
+        ours, *other = (statistics.median(one[k] for one in taken) for k in sides)
+        if not other:
+            yield Row(what, ours)
+            continue
+        ratios = sorted(one["ours"] / one["theirs"] for one in taken)
+        quarter = len(ratios) // 4
+        note = f"half of the turns {ratios[quarter]:.2f} – {ratios[-1 - quarter]:.2f}"
+        yield Row(f"{what} / llama.cpp", ours, other[0], 1.0, note=note)
+
+
+@contextlib.contextmanager
+def _process(make: Callable[..., Callable[[], Reader]], *arguments: Any) -> Iterator[Ask]:
+    """Start a process for one side; yield what has it read pieces of ids and returns the seconds.
+
+    With ``anew=True`` they are the first of a text, else they go on with the last one.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_answer, args=(there, make, *arguments), daemon=True)
+    process.start()
+    there.close()
+
+    def ask(pieces: list[list[int]], *, anew: bool = False) -> float:
+        try:
+            here.send((pieces, anew))
+            return float(here.recv())
+        except (EOFError, OSError):
+            raise ValueError("the process of one side has ended, as it says above") from None
+
+    try:
+        yield ask
+    finally:
+        here.close()
+        process.join()
+
+
+def _answer(there: Any, make: Callable[..., Callable[[], Reader]], *arguments: Any) -> None:
+    begin = make(*arguments)
+    read = begin()
+    with contextlib.suppress(EOFError):
+        while True:
+            pieces, anew = there.recv()
+            if anew:
+                read = begin()
+            there.send(clocked(partial(_read_all, read, pieces)))
+
+
+def _read_all(read: Reader, pieces: list[list[int]]) -> None:
+    for ids in pieces:
+        read(ids)
 
 
 def _write(path: Path, shape: Config) -> None:
