@@ -5,7 +5,8 @@ function being compiled and at nothing else: after a change of a helper, a const
 in another file, it still serves the old machine code. Here all compiled code of
 a folder of sources lives in one cache folder whose **name** is a hash of
 
-- the text of every ``*.py`` file in the folder of the kernel, of this file and ``cache_files.py``;
+- the text of every ``*.py`` file in the folder of the kernel, of this file, ``linking.py`` and
+  ``cache_files.py``;
 - the versions of Python, NumPy, Numba and llvmlite, and the settings of Numba that change code;
 - the name and the features of the processor, and ``$MYLLM_BF16`` (``cpu/bf16_tiles.py``).
 
@@ -30,8 +31,6 @@ another one). A kernel stays locked while those that it calls are, so no two wai
 """
 
 import contextlib
-import functools
-import gc
 import hashlib
 import os
 import platform
@@ -46,7 +45,6 @@ from typing import Any, TypeVar, overload
 
 import llvmlite
 import numba
-from llvmlite.binding import ffi, newpassmanagers, parse_bitcode
 from numba.core import codegen, config, sigutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
 from numba.core.compiler_lock import global_compiler_lock
@@ -55,7 +53,7 @@ from numba.core.runtime import rtsys
 from numba.core.types.misc import unliteral
 from numba.np import numpy_support
 
-from accel import cache_files, launcher, system
+from accel import cache_files, launcher, linking, system
 from accel.cache_files import (
     CheckedFiles,
     Damaged,
@@ -66,6 +64,7 @@ from accel.cache_files import (
     say,
     temporary_root,
 )
+from accel.linking import Compiling, generated_by, is_part, nothing_else, parts
 from accel.threads import ready_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -146,7 +145,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
                 return super().compile(sig)
             before, self._cache.part = self._cache.part, _active is not None
             args, _ = sigutils.normalize_signature(sig)
-            if not self._cache.part and args in self.overloads and _is_part(self.overloads[args]):
+            if not self._cache.part and args in self.overloads and is_part(self.overloads[args]):
                 del self.overloads[args]  # Python calls it now
             try:
                 with self._store.compiling(self.py_func):
@@ -163,7 +162,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 
     def add_overload(self, compiled: Any) -> None:
         """Take a version in; Python, which looks by arguments' types, does not find a part."""
-        if _is_part(compiled):
+        if is_part(compiled):
             self.overloads[tuple(compiled.signature.args)] = compiled
         else:
             super().add_overload(compiled)
@@ -178,8 +177,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         options, part = self._compiler.targetoptions, self._cache.part
         self._compiler.targetoptions = {**options, "no_cpython_wrapper": part}
         try:
-            compiling = _Compiling(self.py_func.__qualname__, part, self.apart)
-            with _codegen(self.targetctx, compiling), _nothing_else():
+            compiling = Compiling(self.py_func.__qualname__, part, self.apart)
+            with generated_by(self.targetctx, compiling), nothing_else():
                 compiled = self._compile_here(args, return_type)
         finally:
             self._compiler.targetoptions = options
@@ -206,123 +205,6 @@ class InTurn(Kernel):
             self._uses_pool = _parallel(self)
         with self._turn if self._uses_pool else contextlib.nullcontext():
             return super().__call__(*args, **options)
-
-
-def _is_part(compiled: Any) -> bool:
-    """Whether a version can be called by other kernels only."""
-    return getattr(compiled.library.codegen, "part", False)
-
-
-class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
-    """Code that is made into machine code only if it is a kernel that Python calls.
-
-    Numba makes three more of every ``prange``: its body and two wrappers, each with a copy of all
-    that it calls. All end up in the kernel's own, and are optimised there. So do the kernels that
-    a kernel calls, its parts: they are kept as LLVM's code. Those that are optimised apart are
-    linked to the whole when it has been optimised.
-    """
-
-    def __init__(self, codegen: Any, name: str, apart: bool = False):
-        super().__init__(codegen, name)
-        self.apart = apart or (codegen.apart and name == codegen.kernel)
-        self.late: dict[Any, None] = {}  # libraries to link to the whole, in order
-
-    def add_ir_module(self, ir_module: Any) -> None:
-        if ir_module.name != "wrapper" or self.name == self.codegen.kernel:  # else nobody calls it
-            super().add_ir_module(ir_module)
-
-    def finalize(self) -> None:
-        apart = [library for library in self._linking_libraries if getattr(library, "apart", False)]
-        for library in self._linking_libraries:
-            self.late |= getattr(library, "late", {})  # which Numba's own have not
-        for library in apart:
-            self.late[library] = None
-            self._reload_init |= library._reload_init
-            self._linking_libraries.remove(library)
-        super().finalize()
-
-    def _optimize_functions(self, module: Any) -> None:
-        module.data_layout = self.codegen._data_layout  # optimised below, all of it together
-
-    def _optimize_final_module(self) -> None:
-        # the body of a prange, too: optimised in its kernel alone, LayerNorm's sums have other bits
-        if self.name == self.codegen.kernel or self.name.startswith("__numba_parfor_gufunc"):
-            unused = newpassmanagers.ModulePassManager()  # most of what was linked to it
-            unused.add_global_dead_code_eliminate_pass()
-            unused.run(self._final_module, self.codegen._pass_builder())
-            super()._optimize_final_module()
-        if self.name == self.codegen.kernel:
-            for library in self.late:
-                self._final_module.link_in(library._get_module_for_linking(), preserve=True)
-            self.late = {}
-
-    def _finalize_final_module(self) -> None:
-        if self.name == self.codegen.kernel and not self.codegen.part:
-            super()._finalize_final_module()
-        else:
-            self._finalize_dynamic_globals()
-            self._finalized = True
-
-    def serialize_using_object_code(self) -> Any:
-        if not self.codegen.part:
-            return super().serialize_using_object_code()
-        return self.name, self.apart, self._get_module_for_linking().as_bitcode()
-
-    @classmethod
-    def _unserialize(cls, codegen: Any, state: Any) -> Any:
-        name, apart, code = state
-        self = codegen.create_library(name, apart=apart)
-        self._final_module = self._shared_module = parse_bitcode(code)
-        self._finalized = True
-        return self
-
-
-class _Compiling(codegen.JITCPUCodegen):  # type: ignore[misc]
-    """What makes the code of one kernel, or loads a part."""
-
-    _library_class = _Library
-
-    def __init__(self, kernel: str = "", part: bool = True, apart: bool = False):
-        super().__init__("myllm.compiled")
-        self.kernel, self.part, self.apart = kernel, part, apart
-
-    def set_env(self, env_name: str, env: Any) -> None:
-        if self._engine.is_symbol_defined(env_name):  # of the kernel itself
-            super().set_env(env_name, env)
-
-
-@functools.cache
-def _parts() -> _Compiling:
-    return _Compiling()
-
-
-@contextlib.contextmanager
-def _codegen(target_context: Any, other: Any) -> Iterator[None]:
-    """Have Numba compile or load with another code generator, whose engine holds the result."""
-    common = target_context._internal_codegen
-    target_context._internal_codegen = other
-    try:
-        yield
-    finally:
-        target_context._internal_codegen = common
-
-
-@contextlib.contextmanager
-def _nothing_else() -> Iterator[None]:
-    """Leave out what a compilation of Numba's spends a tenth of its time on.
-
-    That is the search for garbage, among what is nearly all in use, and two events at each call of
-    LLVM, for timers.
-    """
-    collecting = gc.isenabled()
-    told, ffi.lib._lock._cblist = ffi.lib._lock._cblist, []
-    gc.disable()
-    try:
-        yield
-    finally:
-        ffi.lib._lock._cblist = told
-        if collecting:
-            gc.enable()
 
 
 def _parallel(kernel: Kernel) -> bool:
@@ -373,7 +255,7 @@ class Store:
 
     def digest(self) -> str:
         """Hash what the machine code of these sources depends on."""
-        parts = [
+        known = [
             sys.implementation.cache_tag or "",
             platform.python_version(),
             numba.__version__,
@@ -384,8 +266,9 @@ class Store:
             str(cpu_target.target_context.codegen().magic_tuple()),
             os.environ.get("MYLLM_BF16", ""),
         ]
-        hashed = hashlib.sha256("\n".join(parts).encode())
-        for path in [*self._files(), Path(__file__), Path(cache_files.__file__)]:
+        hashed = hashlib.sha256("\n".join(known).encode())
+        ours = (Path(file) for file in (__file__, cache_files.__file__, linking.__file__))
+        for path in [*self._files(), *ours]:
             text = path.read_bytes()
             hashed.update(f"\0{path.name}\0{len(text)}\0".encode() + text)
         return hashed.hexdigest()[:16]
@@ -592,8 +475,8 @@ class _LazyCache(_Cache):  # type: ignore[misc]
         # the callee that was loaded, which may have been optimised for another caller.
         files = self._files()
         try:
-            loading = _parts() if self.part else codegen.JITCPUCodegen("myllm.stored")
-            with _codegen(target_context, loading):
+            loading = parts() if self.part else codegen.JITCPUCodegen("myllm.stored")
+            with generated_by(target_context, loading):
                 return files.load_overload(sig, target_context)
         except OSError:
             return None  # no such folder, or not ours to read: taking the lock tells which, and why

@@ -174,15 +174,15 @@ def both(x):
 """
     code = f"""
 import pathlib
-from accel import jit
-optimise, seen = jit._Library._optimize_final_module, []
+from accel import linking
+optimise, seen = linking.Library._optimize_final_module, []
 def note(library):
     functions = library._final_module.functions
     with_code = any("chosen" in f.name and not f.is_declaration for f in functions)
     if library.name in ("chosen", "both") or "parfor" in library.name:
         seen.append(f"{{library.name[:6]}}:{{with_code}}")
     optimise(library)
-jit._Library._optimize_final_module = note
+linking.Library._optimize_final_module = note
 from pack.large import both
 print(both(1.0), len(list(pathlib.Path({str(pack)!r}).rglob("*chosen*.nbc"))), *seen)
 """
