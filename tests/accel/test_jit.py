@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -257,6 +258,21 @@ def test_an_edited_neighbour_recompiles_constant_and_intrinsic(filled: Path) -> 
     assert run(filled)[0] == ["22.0 92.0", "2"]
     helpers.write_text(HELPERS)
     assert run(filled)[0] == ["12.0 52.0", "0"]  # the first folder still serves the first text
+
+
+@pytest.mark.parametrize("ours", [jit, jit.cache_files, jit.linking])
+def test_the_name_of_the_cache_depends_on_what_compiles_and_keeps(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = jit.Store(tmp_path)
+    before, path = store.digest(), Path(str(ours.__file__))
+    edited = tmp_path / "edited" / path.name
+    edited.parent.mkdir()
+    edited.write_bytes(path.read_bytes())
+    monkeypatch.setattr(ours, "__file__", str(edited))
+    assert store.digest() == before
+    edited.write_bytes(path.read_bytes() + b"# another\n")
+    assert store.digest() != before
 
 
 def test_another_processor_recompiles(filled: Path) -> None:
