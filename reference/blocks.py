@@ -60,8 +60,7 @@ class Pass(NamedTuple):
 class ResidualCache(NamedTuple):
     norm: Any
     branch: Any
-    dropout: Any
-    add: Any
+    dropout: Any  # None where nothing was dropped
     x: Array | None  # (B, T, D) what the norm read, to make its output again
 
 
@@ -118,11 +117,9 @@ def norm_backward(
     return run.ops.rmsnorm_backward(dout, cache, out=grads[f"{name}.gain"], plus=plus)[0]
 
 
-def linear_forward(
-    run: Pass, weight: str, bias: str, x: Array, *, keep_x: bool = True
-) -> tuple[Array, Any]:
-    """Return x W, + b when the model has that bias."""
-    return run.ops.linear_forward(x, run.params[weight], run.params.get(bias), keep_x=keep_x)
+def linear_forward(run: Pass, weight: str, bias: str, x: Array, **how: Any) -> tuple[Array, Any]:
+    """Return x W, + b when the model has that bias; ``how``: the op's ``keep_x`` and ``plus``."""
+    return run.ops.linear_forward(x, run.params[weight], run.params.get(bias), **how)
 
 
 def linear_backward(
@@ -173,22 +170,25 @@ def residual_forward(
     name: str,
     x: Array,
     site: int,
-    branch: Callable[[Array], tuple[Array, Any]],
+    branch: Callable[..., tuple[Array, Any]],
 ) -> tuple[Array, ResidualCache]:
     """Return x with a branch joined in.
 
     pre-norm (GPT-2, Llama): x + dropout(branch(norm(x))), post-norm (Vaswani et al. 2017, section
-    5.4): norm(x + dropout(branch(x))).
+    5.4): norm(x + dropout(branch(x))). The branch's last product adds x itself, as its ``plus``,
+    unless dropout stands between them.
     """
-    ops, pre = run.ops, run.config.norm_placement == "pre"
+    ops, pre, p = run.ops, run.config.norm_placement == "pre", run.config.dropout_residual
     h, norm_cache = norm_forward(run, name, x) if pre else (x, None)
-    h, branch_cache = branch(h)
-    h, dropout_cache = dropout_forward(run, h, run.config.dropout_residual, site)
-    out, add_cache = ops.add_forward(x, h)
+    drops, dropout_cache = run.dropout is not None and p > 0, None
+    out, branch_cache = branch(h, plus=None if drops else x)
+    if drops:
+        h, dropout_cache = dropout_forward(run, out, p, site)
+        out = ops.add_forward(x, h)[0]
     if not pre:
         out, norm_cache = norm_forward(run, name, out)
     read = None if run.keeps_norms else x
-    return out, ResidualCache(norm_cache, branch_cache, dropout_cache, add_cache, read)
+    return out, ResidualCache(norm_cache, branch_cache, dropout_cache, read)
 
 
 def residual_backward(
@@ -201,7 +201,8 @@ def residual_backward(
 ) -> Array:
     """Write the parameter gradients, return dx: through the residual plus through the branch.
 
-    The branch is also given a function that makes its input again, None when that was kept.
+    A sum passes its gradient on to both sides, so the residual's is dout. The branch is also given
+    a function that makes its input again, None when that was kept.
     """
 
     def again() -> Array | None:
@@ -210,12 +211,11 @@ def residual_backward(
     ops, pre = run.ops, run.config.norm_placement == "pre"
     if not pre:
         dout = norm_backward(run, grads, name, dout, cache.norm)
-    dx, dh = ops.add_backward(dout, cache.add)
-    dh = ops.dropout_backward(dh, cache.dropout)
+    dh = dout if cache.dropout is None else ops.dropout_backward(dout, cache.dropout)
     dh = branch_backward(dh, cache.branch, again)
     if pre:
-        return norm_backward(run, grads, name, dh, cache.norm, plus=dx)
-    return ops.add_forward(dx, dh)[0]
+        return norm_backward(run, grads, name, dh, cache.norm, plus=dout)
+    return ops.add_forward(dout, dh)[0]
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -232,8 +232,9 @@ def self_attention_forward(
     documents: Array | None = None,
     start: int | Array = 0,
     remember: Remember | None = None,
+    plus: Array | None = None,
 ) -> tuple[Array, AttentionBranchCache]:
-    """Return self-attention of x (B, T, D), the first token at position ``start``.
+    """Return self-attention of x (B, T, D), the first token at position ``start``, with ``plus``.
 
     With QK-norm queries and keys pass through RMSNorm, head by head, before they are turned (Henry
     et al. 2020, with a gain for each coordinate as in Qwen3): scores stay bounded whatever the
@@ -261,7 +262,7 @@ def self_attention_forward(
     if remember is not None:
         k, v, seen = remember(block, k, v)
     site = block_site(block, ATTENTION_PROBABILITIES)
-    out, caches = _attend_forward(run, name, site, q, k, v, run.alibi, **seen)
+    out, caches = _attend_forward(run, name, site, plus, q, k, v, run.alibi, **seen)
     return out, AttentionBranchCache((input_cache,), rope_cache, split_cache, head_caches, *caches)
 
 
@@ -306,9 +307,16 @@ def normed_heads_backward(
 
 
 def cross_attention_forward(
-    run: Pass, name: str, x: Array, memory: Array, block: int, *, key_mask: Array | None = None
+    run: Pass,
+    name: str,
+    x: Array,
+    memory: Array,
+    block: int,
+    *,
+    key_mask: Array | None = None,
+    plus: Array | None = None,
 ) -> tuple[Array, AttentionBranchCache]:
-    """Return attention of x (B, T, D) over memory (B, S, D), an encoder's output.
+    """Return attention of x (B, T, D) over memory (B, S, D), an encoder's output, with ``plus``.
 
     Positions play no part here, as memory already carries its own, nor does QK-norm.
     """
@@ -320,7 +328,7 @@ def cross_attention_forward(
     kv = kv.reshape(*memory.shape[:2], 2 * kv_heads, d)
     (k, v), split_cache = ops.split_heads_forward(kv, heads=(kv_heads, kv_heads))
     site = block_site(block, CROSS_PROBABILITIES)
-    out, caches = _attend_forward(run, name, site, q, k, v, None, key_mask, causal=False)
+    out, caches = _attend_forward(run, name, site, plus, q, k, v, None, key_mask, causal=False)
     return out, AttentionBranchCache((q_cache, kv_cache), None, split_cache, (), *caches)
 
 
@@ -344,15 +352,16 @@ def cross_attention_backward(
 
 
 def _attend_forward(
-    run: Pass, name: str, site: int, *heads: Any, **seen: Any
+    run: Pass, name: str, site: int, plus: Array | None, *heads: Any, **seen: Any
 ) -> tuple[Array, tuple[Any, Any, Array, Any]]:
     """Return attention of q, k and v, its heads merged and projected, and what the caches hold."""
+    wo, bo = f"{name}.wo", f"{name}.bo"
     if run.dropout is not None and run.config.dropout_attention:
         seen["dropout_p"] = run.config.dropout_attention
         seen["dropout_key"] = run.dropout._replace(site=site)
     out, attention_cache = run.ops.attention_forward(*heads, **seen)
     merged, merge_cache = run.ops.merge_heads_forward(out)
-    out, output_cache = linear_forward(run, f"{name}.wo", f"{name}.bo", merged, keep_x=False)
+    out, output_cache = linear_forward(run, wo, bo, merged, keep_x=False, plus=plus)
     return out, (attention_cache, merge_cache, merged, output_cache)
 
 
@@ -375,13 +384,15 @@ def _up_names(config: Config, name: str) -> tuple[str, str]:
     return f"{name}.w_up", f"{name}.b_up"
 
 
-def feed_forward_forward(run: Pass, name: str, x: Array) -> tuple[Array, FeedForwardCache]:
-    """Return the feed-forward of x (B, T, D): widen to F, activate, narrow again."""
-    keep = run.keeps_activations
+def feed_forward_forward(
+    run: Pass, name: str, x: Array, *, plus: Array | None = None
+) -> tuple[Array, FeedForwardCache]:
+    """Return the feed-forward of x (B, T, D), with ``plus``: widen to F, activate, narrow again."""
+    keep, down = run.keeps_activations, (f"{name}.w_down", f"{name}.b_down")
     h, up_cache = linear_forward(run, *_up_names(run.config, name), x, keep_x=run.keeps_norms)
     h = run.ops.keep(h)
     product, activation_cache = activation(run.ops, run.config.ffn)[0](h)
-    out, down_cache = linear_forward(run, f"{name}.w_down", f"{name}.b_down", product, keep_x=keep)
+    out, down_cache = linear_forward(run, *down, product, keep_x=keep, plus=plus)
     activated = [(activation_cache, None if keep else h)]
     return out, FeedForwardCache(up_cache, activated, down_cache)
 

@@ -4,7 +4,8 @@ Three layers, from the inside out::
 
     mathematics   reference/<op>.py: forward and backward, the derivation and nothing else
     needs         of fast backends: gradients written where ``out=`` says, an input that is not
-                  kept, a loss without a backward. ``plain`` adds them to the mathematics
+                  kept, a loss without a backward, a sum in the same pass. ``plain`` adds them to
+                  the mathematics
     boundary      ``offer`` wraps the functions of any backend: it checks every argument, and hands
                   numbers on as Python's own, since NumPy's float64 would widen float32 arrays
 
@@ -67,6 +68,7 @@ NEEDS = {
     "keep_x": True,  # False leaves x out of the cache: the backward must be given it again
     "need_backward": True,  # False promises that no backward follows
     "out": None,  # receives the result, and may be x itself
+    "plus": None,  # is added to the result
 }
 
 
@@ -252,18 +254,20 @@ class Boundary:
             shape = pattern.sizes(saved.dims)
             self.check_like(op, "x", x, shape, saved.out[1], "the forward's x")
 
-    def check_plus(self, plus: Any, saved: Saved) -> None:
-        """Raise unless ``plus`` can be added to the gradient of the first array."""
-        pattern = self.operands[0][1]
-        shape = None if pattern is None else pattern.sizes(saved.dims)
-        what = f"the gradient of {self.op.operands[0].name}"
-        self.check_like(self.op.backward_name, "plus", plus, shape, saved.out[1], what)
+    def check_plus(self, plus: Any, dims: Dims, dtype: Any) -> None:
+        """Raise unless ``plus`` can be added to the output, or to the first gradient."""
+        op, first = self.op, self.op.operands[0]
+        name, shape, what = op.backward_name, first.shape, f"the gradient of {first.name}"
+        if op.adds == "forward":
+            name, shape, what = op.forward_name, op.out, "the output"
+        self.check_like(name, "plus", plus, Pattern(shape).sizes(dims), dtype, what)
 
     # ---- the public functions --------------------------------------------------------------------
 
     def forward(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
         """Return the public forward, or only function, around an implementation."""
-        op, check, needs = self.op, self.op.check, self.op.needs
+        op, check = self.op, self.op.check
+        needs = (*op.needs, *["plus"] * (op.adds == "forward"))
         count, end = len(op.operands), len(op.operands) + len(op.options)
         run = (implementation, self.rules.few(implementation))
 
@@ -278,6 +282,8 @@ class Boundary:
                 options = options | told
                 if told.pop("out", None) is not None:
                     self.check_receiver(options["out"], arrays[0])
+                if told.pop("plus", None) is not None:
+                    self.check_plus(options["plus"], dims, arrays[0].dtype)
             if check is not None:
                 replaced = check(op.name, dims, *arrays, **options)
                 if replaced is not None:
@@ -288,7 +294,7 @@ class Boundary:
             return out, Saved(cache, _described(out), dims, dtypes, few, told)
 
         operands = [(o.name, None if o.optional else REQUIRED) for o in op.operands]
-        keywords = [(o.name, o.default) for o in op.options] + [(n, NEEDS[n]) for n in op.needs]
+        keywords = [(o.name, o.default) for o in op.options] + [(n, NEEDS[n]) for n in needs]
         return _function(op.forward_name, op.says, operands, keywords, call)
 
     def backward(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,7 +303,7 @@ class Boundary:
         keywords: list[tuple[str, Any]] = [("x", None)] if "keep_x" in op.needs else []
         keywords += [("out", None)] if op.parameters else []
         keywords += [("accumulate", False)] if op.accumulates else []
-        keywords += [("plus", None)] if op.adds else []
+        keywords += [("plus", None)] if op.adds == "backward" else []
 
         names = [name for name, _ in keywords]
         run = (implementation, self.rules.few(implementation))
@@ -323,7 +329,7 @@ class Boundary:
             if "x" in asked:
                 self.check_given_again(asked["x"], saved)
             if asked.get("plus") is not None:
-                self.check_plus(asked["plus"], saved)
+                self.check_plus(asked["plus"], saved.dims, saved.out[1])
             if "out" in asked:
                 asked["out"] = self.receivers(asked["out"], saved)
             return run[saved.few](dout, saved.cache, **asked)
@@ -373,7 +379,9 @@ def plain(op: Op, module: ModuleType) -> dict[str, Callable[..., Any]]:
 
     def forward(*arrays: Any, **options: Any) -> Any:
         needs = {name: options.pop(name) for name in op.needs}
+        plus = options.pop("plus", None)
         out, cache = module.forward(*arrays, **options)
+        out = out if plus is None else out + plus
         if not needs.get("keep_x", True):
             cache = cache._replace(x=None)
         if needs.get("out") is not None:

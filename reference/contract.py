@@ -78,7 +78,8 @@ class Op(NamedTuple):
     home: str = ""  # the module of reference/ that it is defined in, if not its own
     needs: tuple[str, ...] = ()  # of fast backends: keep_x, need_backward, out (of the forward)
     accumulates: bool = False  # its backward can add onto ``out``
-    adds: bool = False  # its backward can add ``plus`` to the first gradient, in the same pass
+    # which of its functions can add ``plus`` in the same pass: to the output, or the first gradient
+    adds: Literal["", "forward", "backward"] = ""
     wide: bool = False  # the result is float64 whatever goes in
 
     @property

@@ -15,9 +15,11 @@ The rules that all ops obey::
   another, and so may k and v that come from it.
 * Differentiable ops never write into their arguments. ``out=`` of a backward is where parameter
   gradients go: views of the flat gradient, overwritten (``embedding_backward`` adds instead when
-  ``accumulate`` is set). ``plus=`` of a norm's backward is the gradient that x receives otherwise,
-  as along a residual stream: what is returned is the sum. ``accumulate``, ``adamw``, ``muon`` and
-  ``write_kv`` write into what they are given.
+  ``accumulate`` is set). ``accumulate``, ``adamw``, ``muon`` and ``write_kv`` write into what they
+  are given.
+* ``plus=`` is what comes along the residual stream, to be added in the same pass: of a linear
+  layer the stream itself, whose gradient is dout; of a norm's backward the gradient that x receives
+  otherwise. What is returned is the sum.
 * Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
   are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
@@ -220,10 +222,11 @@ OPS: dict[str, Op] = {
         ),
         Op(
             "linear",
-            "x W + b.",
+            "x W + b; its forward adds ``plus``.",
             (_x("... I"), _parameter("weight", "I O"), _parameter("bias", "O", optional=True)),
             out="... O",
             needs=("keep_x",),
+            adds="forward",
         ),
         Op(
             "split_heads",
@@ -239,7 +242,7 @@ OPS: dict[str, Op] = {
             (_x("... D", travels="..."), _parameter("gain", "D")),
             (number("eps", at_least=0),),
             "... D",
-            adds=True,
+            adds="backward",
         ),
         Op(
             "layernorm",
@@ -247,7 +250,7 @@ OPS: dict[str, Op] = {
             (_x("... D", travels="..."), _parameter("gain", "D"), _parameter("bias", "D")),
             (number("eps", at_least=0),),
             "... D",
-            adds=True,
+            adds="backward",
         ),
         Op(
             "rope",

@@ -84,7 +84,7 @@ def calls(ops: Ops, cases: Iterable[OpCase]) -> Iterator[tuple[str, Function, fl
             _, cache = forward()
             backward = partial(getattr(ops, f"{case.op}_backward"), case.dout, cache)
             yield what.replace(" ", " backward ", 1), backward, fro
-            if OPS[case.op].adds:
+            if OPS[case.op].adds == "backward":
                 plus = np.ones_like(case.arrays[0])
                 both = partial(backward, plus=plus)
                 yield what.replace(" ", " backward, plus ", 1), both, fro + plus.nbytes

@@ -298,7 +298,7 @@ class Bench:
                     getattr(self.ops, f"{case.op}_backward"), case.dout, forward()[1]
                 )
                 yield self.row(f"{case.what} backward", backward, case.moved[1], case.operations[1])
-                if OPS[case.op].adds:
+                if OPS[case.op].adds == "backward":
                     x = case.arrays[0]
                     adding = partial(backward, plus=self.random(*x.shape))
                     moved = case.moved[1] + x.nbytes

@@ -11,7 +11,8 @@ launch of a training step, and each product. A launch takes as long as the slowe
 Attention's blocks walk over tiles. A round of the loop is played instruction by instruction
 (``multiprocessor.py``), for the warps that share a multiprocessor; where that takes longer than any
 unit is busy, it is bound by "waits". Blocks are then dealt out as the hardware does. Products of
-cuBLAS take the speed that somebody measured of the best shapes.
+cuBLAS take the speed that somebody measured of the best shapes; what one adds as it writes, which
+takes an algorithm of cublasLt's, is read beside that, hidden behind nothing.
 
 Left out: starts of kernels, what power does to the clock, how many bytes of memory a kernel has
 under way, and ways that are run less often. GPUS.md says how much longer two GPUs took, and
@@ -262,8 +263,9 @@ def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:
     """Return what one launch or product is predicted to take."""
     if not isinstance(asked, Launch):
         m, n, k = asked.m, asked.n, asked.k
-        work = 2.0 * m * n * k
-        return Prediction(work / gpu.product, "tensor", 2.0 * (m * k + k * n + m * n), work)
+        work, added = 2.0 * m * n * k, 2.0 * m * n * asked.apart
+        moved = 2.0 * (m * k + k * n + m * n) + added
+        return Prediction(work / gpu.product + added / gpu.memory, "tensor", moved, work)
     arguments = tuple(sorted(asked.defines.items()))
     a_round, cycles, outside, bound = _loop(asked.source, asked.kernel, arguments, gpu)
     moved = asked.moved

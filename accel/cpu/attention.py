@@ -121,7 +121,7 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
 def attention(cache: AttentionCache) -> Attention:
     """Return what the drivers of both directions read; addresses hold while the cache does."""
     q, k, v, out, _, who, scale, dropout = cache
-    arrays = (0 if x is None else address(x) for x in (who.alibi, who.key_mask, who.documents))
+    arrays = (address(x) for x in (who.alibi, who.key_mask, who.documents))
     return Attention(
         sizes_of(q, k, v),
         view(q),

@@ -187,16 +187,15 @@ class LinearCache(NamedTuple):
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool, plus: Array | None
 ) -> tuple[Array, LinearCache]:
-    """Return x W + b, shape (..., O)."""
-    if bias is not None:
-        bias = contiguous(bias)
+    """Return x W + b + plus, shape (..., O)."""
+    plus = None if plus is None else as_rows(plus)
     rows = as_rows(x)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     also = A if keep_x else None
     operand = right_operand(weight, transposed=False, rows=len(rows))
-    packed = multiply_rows(rows, operand, out, bias=bias, also=also)
+    packed = multiply_rows(rows, operand, out, bias=bias, plus=plus, also=also)
     out = out.reshape(*x.shape[:-1], weight.shape[1])
     return out, LinearCache(packed, weight, x.shape, bias is not None)
 
@@ -269,7 +268,6 @@ def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
-    bias = None if bias is None else contiguous(bias)
     multiply_rows(rows, right_operand(head, transposed=True), out, bias=bias)
     return out.reshape(*x.shape[:-1], len(head))
 
@@ -292,7 +290,6 @@ def linear_cross_entropy_forward(
     dhead is a sum over the rows of a chunk, so one of its operands is packed for all of them; the
     logits themselves, and the operand of dx, are at hand for some rows at a time.
     """
-    bias = None if bias is None else contiguous(bias)
 
     def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
         down, across = panels(len(rows)), panels(len(head))

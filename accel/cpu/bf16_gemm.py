@@ -34,8 +34,9 @@ from accel.cpu.bf16_tiles import (
     pack_rows,
     release,
 )
-from accel.cpu.kernels import FEW_THREADS, MAP, SERIAL, address, cut_evenly
+from accel.cpu.kernels import FEW_THREADS, MAP, SERIAL, add_tile, address, contiguous, cut_evenly
 from accel.cpu.memory import empty
+from accel.cpu.packing import prefetch
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import team
@@ -154,9 +155,10 @@ def multiply_rows(
     out: Array,
     *,
     bias: Array | None = None,
+    plus: Array | None = None,
     also: int | None = None,
 ) -> Array | None:
-    """Write x B + bias into ``out``, x being packed on the way.
+    """Write x B + bias + plus into ``out``, x being packed on the way.
 
     Parameters
     ----------
@@ -164,6 +166,7 @@ def multiply_rows(
     b : packed (K, N)
     out : (M, N) float32
     bias : (N,) float32, optional
+    plus : (M, N) float32, contiguous, optional; it comes last
     also : optional
         ``A`` or ``B``: also pack xᵀ as A, or x as B, for a product along M.
 
@@ -179,8 +182,11 @@ def multiply_rows(
         packed = empty((panels(depth), panels(rows), STEP), np.uint32)
     if not out.size:
         return packed
+    bias = None if bias is None else contiguous(bias)
     if depth == 0:  # a sum over nothing
-        out[...] = 0 if bias is None else bias
+        out[...] = 0
+        for more in (bias, plus):
+            out += 0 if more is None else more
         return packed
     enable()
     row_panels, column_panels = _group(panels(rows), b.shape[0])
@@ -188,9 +194,8 @@ def multiply_rows(
     scratch = empty((team(), own), np.uint32)
     _multiply_rows(
         address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
-        out.strides[0] // 4, 0 if bias is None else address(bias),
-        0 if packed is None else address(packed), A if also is None else also,
-        row_panels, column_panels, address(scratch), own,
+        out.strides[0] // 4, address(bias), address(plus), address(packed),
+        A if also is None else also, row_panels, column_panels, address(scratch), own,
     )  # fmt: skip
     return packed
 
@@ -238,8 +243,9 @@ def _multiply(
             steps,
             c_row,
             accumulate,
-            pointer(0, np.float32(0)),
-            False,
+            0,
+            0,
+            0,
             pointer(spare.ctypes.data, np.float32(0)),
         )
         release()
@@ -256,6 +262,7 @@ def _multiply_rows(
     depth: int,
     c_row: int,
     bias: int,
+    plus: int,
     also: int,
     also_side: int,
     row_panels: int,
@@ -292,8 +299,9 @@ def _multiply_rows(
             steps,
             c_row,
             False,
-            at(pointer(bias, np.float32(0)), j0 * SIDE),
-            bias != 0,
+            bias and bias + 4 * j0 * SIDE,
+            plus and plus + 4 * SIDE * (i0 * columns + j0),
+            columns,
             spare,
         )
         release()
@@ -309,42 +317,45 @@ def _panels(
     steps: int,
     c_row: int,
     accumulate: bool,
-    bias: Any,
-    has_bias: bool,
+    bias: int,
+    plus: int,
+    plus_row: int,
     spare: Any,
 ) -> None:
     """Multiply the panels of one task; see the head of this file for the order."""
+    shift, streams = pointer(bias, np.float32(0)), pointer(plus, np.float32(0))
     per_pass = min(steps, K_STEPS)
     together = max(1, CACHED // (per_pass * STEP * 4)) * SIDE
     for first in range(0, columns, together):
         for k in range(0, steps, per_pass):
             depth = min(per_pass, steps - k)
             add = accumulate or k > 0
-            last = has_bias and k + depth == steps
+            last = k + depth == steps
             for i in range(0, rows, SIDE):
                 x = at(a, (i // SIDE * steps + k) * STEP)
                 for j in range(first, min(columns, first + together), SIDE):
                     y = at(b, (j // SIDE * steps + k) * STEP)
                     z = at(c, i * c_row + j)
                     height, width = min(SIDE, rows - i), min(SIDE, columns - j)
-                    if height == SIDE and width == SIDE and not last:
+                    stream = at(streams, i * plus_row + j)
+                    if last and plus:
+                        for r in range(height):
+                            prefetch(at(stream, r * plus_row), 0, width, 16)
+                    if height == SIDE and width == SIDE:
                         block(x, y, z, c_row, depth, add)
                     else:
                         block(x, y, spare, SIDE, depth, False)
-                        _finish(z, c_row, height, width, add, at(bias, j), last, spare)
+                        _finish(z, c_row, height, width, add, spare)
+                    if last and bias:
+                        add_tile(z, c_row, at(shift, j), 0, height, width)
+                    if last and plus:
+                        add_tile(z, c_row, stream, plus_row, height, width)
 
 
 @jit(**SERIAL)
-def _finish(
-    c: Any, c_row: int, rows: int, columns: int, add: bool, bias: Any, has_bias: bool, made: Any
-) -> None:
-    """Write the part of a block that exists, with what is added to it."""
+def _finish(c: Any, c_row: int, rows: int, columns: int, add: bool, made: Any) -> None:
+    """Write the part of a block that exists, or add it."""
     for r in range(rows):
         x, y = at(c, r * c_row), at(made, r * SIDE)
         for j in range(columns):
-            total = y[j]
-            if add:
-                total += x[j]
-            if has_bias:
-                total += bias[j]
-            x[j] = total
+            x[j] = y[j] + x[j] if add else y[j]

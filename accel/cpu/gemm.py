@@ -13,6 +13,8 @@ is cut into blocks of at most DEPTH. For each block
    tasks their number is a multiple of TOGETHER: all threads wait for the one that has most. More
    than eight threads get a cut of their own (``kernels.cut_evenly``).
 
+A bias, and what else is to be added, join a tile when its sum is complete, in the nearest cache.
+
 Every element of the product is the sum over k in ascending order, block by block, in fused
 multiply-adds; where a task begins and ends does not matter. So the bits depend on the shape
 alone. A BLAS with threads does not promise as much, and two thread pools in one process (its own
@@ -25,7 +27,7 @@ from typing import Any
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu.kernels import FEW_THREADS, MAP, address, cut_evenly, like
+from accel.cpu.kernels import FEW_THREADS, MAP, add_tile, address, contiguous, cut_evenly, like
 from accel.cpu.memory import empty
 from accel.cpu.packing import pack_columns, pack_rows, prefetch
 from accel.cpu.simd import (
@@ -67,6 +69,8 @@ def _product(
     accumulate: bool,
     c_address: int,
     ldc: int,
+    bias_address: int,
+    plus_address: int,
     right_address: int,
     left_address: int,
     depth: int,
@@ -78,6 +82,7 @@ def _product(
 ) -> None:
     a, b, c = pointer(a_address, like), pointer(b_address, like), pointer(c_address, like)
     right, left = pointer(right_address, like), pointer(left_address, like)
+    bias, plus = pointer(bias_address, like), pointer(plus_address, like)
     width = block_columns(a)
     line = vector_columns(a)  # elements of a vector, which is a cache line or a part of one
     across = (n + wide - 1) // wide
@@ -85,7 +90,7 @@ def _product(
         k0, j0 = step // across * depth, step % across * wide
         kc, columns = min(depth, k - k0), min(wide, n - j0)
         panels = (columns + width - 1) // width
-        add = accumulate or k0 > 0
+        add, last = accumulate or k0 > 0, k0 + kc == k
         if tb:
             for p in prange(panels):
                 w = min(width, columns - p * width)
@@ -121,6 +126,11 @@ def _product(
                         if p + 1 < panels:
                             done = (row - i) // SIX * part
                             prefetch(following, done, min(done + part, width * kc), line)
+                        height, made = min(SIX, end - row), at(to, (row - i) * ldc)
+                        stream = at(plus, (top + row) * n + j)
+                        if last and plus_address:
+                            for r in range(height):
+                                prefetch(at(stream, r * n), 0, w, line)
                         if ta:
                             row_step, column_step = 1, rows
                             block = at(left, row // rows * rows * depth + row % rows)
@@ -128,7 +138,7 @@ def _product(
                             row_step, column_step = lda, 1
                             block = at(a, (top + row) * lda + k0)
                         tile_gemm(
-                            min(SIX, end - row),
+                            height,
                             w,
                             kc,
                             block,
@@ -136,10 +146,14 @@ def _product(
                             column_step,
                             panel,
                             width,
-                            at(to, (row - i) * ldc),
+                            made,
                             ldc,
                             add,
                         )
+                        if last and bias_address:
+                            add_tile(made, ldc, at(bias, j), 0, height, w)
+                        if last and plus_address:
+                            add_tile(made, ldc, stream, n, height, w)
 
 
 def depth_of(k: int) -> int:
@@ -155,6 +169,8 @@ def gemm(
     ta: bool = False,
     tb: bool = False,
     accumulate: bool = False,
+    bias: Array | None = None,
+    plus: Array | None = None,
 ) -> None:
     """Write op(a) op(b) into ``out``, or add it there; op transposes where ``ta`` or ``tb`` is set.
 
@@ -164,13 +180,20 @@ def gemm(
         op(a) is (m, k), op(b) is (k, n), out is (m, n).
     accumulate : bool
         Add to ``out``; else it is overwritten, and may hold anything.
+    bias : (n,), optional
+        Added to each row of the sum.
+    plus : (m, n), contiguous, optional
+        Added after that.
     """
     m, n = out.shape
     k = a.shape[0] if ta else a.shape[1]
-    if k == 0 and not accumulate:
-        out.fill(0)
+    if k == 0:  # a sum over nothing
+        out[...] = out if accumulate else 0
+        for more in (bias, plus):
+            out += 0 if more is None else more
     if m == 0 or n == 0 or k == 0:
         return
+    bias = None if bias is None else contiguous(bias)
     size = out.itemsize
     width = block_vectors() * vector_bytes() // size
     depth = depth_of(k)
@@ -192,6 +215,6 @@ def gemm(
     _product(
         *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
         *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
-        *(address(right), address(left), depth, high, panels * width),
-        *(rows, row_tasks, column_tasks),
+        *(address(bias), address(plus), address(right), address(left), depth, high),
+        *(panels * width, rows, row_tasks, column_tasks),
     )

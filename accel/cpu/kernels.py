@@ -100,8 +100,10 @@ def as_rows(x: Array) -> Array:
     return contiguous(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def address(x: Array) -> int:
-    """Return where the first element lies."""
+def address(x: Array | None) -> int:
+    """Return where the first element lies; 0, which is null, where there is no array."""
+    if x is None:
+        return 0
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(x.data))  # 0.25 µs
     except (TypeError, ValueError):  # read-only, or without elements: 0.9 µs
@@ -133,6 +135,15 @@ def delivered(filled: Array, out: Array | None) -> Array:
 def store(p: Any, i: int, value: Any) -> None:
     """p[i] = value, where a ``prange`` would drop it."""
     p[i] = value
+
+
+@jit(**EACH)
+def add_tile(c: Any, c_row: int, other: Any, other_row: int, rows: int, columns: int) -> None:
+    """Add a tile whose rows are ``other_row`` apart, 0 where it is one row, to that at c."""
+    for i in range(rows):
+        x, y = at(c, i * c_row), at(other, i * other_row)
+        for j in range(columns):
+            x[j] += y[j]
 
 
 @jit(**SUM)

@@ -1,8 +1,8 @@
 """The linear layer, the head, and heads; the mathematics is in ``reference/linear.py``.
 
-Products are ``gemm.gemm``; a bias is written first and the product added onto it. Splitting and
-merging heads only changes how the same memory is seen; nothing is copied but where a gradient
-arrives in parts that do not lie side by side.
+Products are ``gemm.gemm``, which adds a bias and a residual stream as well. Splitting and merging
+heads only changes how the same memory is seen; nothing is copied but where a gradient arrives in
+parts that do not lie side by side.
 """
 
 import math
@@ -26,12 +26,12 @@ class LinearCache(NamedTuple):
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool, plus: Array | None
 ) -> tuple[Array, LinearCache]:
-    """Return x W + b, shape (..., O)."""
+    """Return x W + b + plus, shape (..., O)."""
     rows, weight = as_rows(x), contiguous(weight)
     out = empty((len(rows), weight.shape[1]), x.dtype)
-    affine(rows, weight, bias, out)
+    gemm(rows, weight, out, bias=bias, plus=None if plus is None else as_rows(plus))
     cache = LinearCache(rows if keep_x else None, weight, x.shape, bias is not None)
     return out.reshape(*x.shape[:-1], weight.shape[1]), cache
 
@@ -59,20 +59,11 @@ def linear_backward(
     return dx.reshape(x_shape), dweight, dbias
 
 
-def affine(
-    x: Array, weight: Array, bias: Array | None, out: Array, *, transposed: bool = False
-) -> None:
-    """Write x W + b, or x Wᵀ + b where ``transposed``, into ``out``; two-dimensional all."""
-    if bias is not None:
-        np.copyto(out, bias)
-    gemm(x, weight, out, tb=transposed, accumulate=bias is not None)
-
-
 def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
-    affine(rows, contiguous(head), bias, out, transposed=True)
+    gemm(rows, contiguous(head), out, tb=True, bias=bias)
     return out.reshape(*x.shape[:-1], len(head))
 
 

@@ -29,7 +29,6 @@ from accel.cpu.kernels import (
     receiver,
     sum_rows,
 )
-from accel.cpu.linear import affine
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
 from accel.jit import jit
@@ -190,7 +189,7 @@ def linear_cross_entropy_forward(
             part = slice(first, first + height)
             some = rows[part]
             logits = z[: len(some)]
-            affine(some, head, bias, logits, transposed=True)
+            gemm(some, head, logits, tb=True, bias=bias)
             _cross_entropy(*arguments(start + first, logits))
             if gradients is not None:
                 dx, dhead = gradients

@@ -124,7 +124,7 @@ def rmsnorm_backward(
     _rmsnorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(rstd)),
         *(address(dout), address(dx), address(partial), rows, width),
-        0 if plus is None else address(plus),
+        address(plus),
     )
     dgain, elsewhere = receiver(out[0], gain.shape, x.dtype)
     sum_partials(partial, dgain)
@@ -255,7 +255,7 @@ def layernorm_backward(
     _layernorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(stats)),
         *(address(dout), address(dx), address(partial[0]), address(partial[1]), rows, width),
-        0 if plus is None else address(plus),
+        address(plus),
     )
     dgain, gain_elsewhere = receiver(out[0], gain.shape, x.dtype)
     dbias, bias_elsewhere = receiver(out[1], gain.shape, x.dtype)

@@ -188,7 +188,7 @@ class CublasLt:
 
 
 class ByAlgorithm:
-    """A product by one algorithm; called as ``Device.gemm_ex`` is.
+    """A product by one algorithm, which reads C apart as it adds it; called as ``gemm_ex`` is.
 
     Raises
     ------
@@ -205,12 +205,12 @@ class ByAlgorithm:
         self._workspace = int(found.workspace)
         self._one, self._beta = c_float(1), c_float(product.beta)
 
-    def __call__(self, product: Product, a: Array, b: Array, c: Array) -> None:
-        """C ← op(A) op(B) + beta·C."""
+    def __call__(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
+        """D ← op(A) op(B) + beta·C."""
         device = current()
-        at, bt, ct = (device.address(x) for x in (a, b, c))
-        if (at | bt | ct) % ALIGNMENT:
-            return device.gemm_ex(product, a, b, c)
+        at, bt, ct, dt = (device.address(x) for x in (a, b, c, d))
+        if (at | bt | ct | dt) % ALIGNMENT:
+            return device.gemm_ex(product, a, b, c, d)
         done, a_lies, b_lies, c_lies, _ = self._described
         self._library.call(
             "cublasLtMatmul",
@@ -219,7 +219,7 @@ class ByAlgorithm:
             byref(self._one),
             *(at, a_lies, bt, b_lies),
             byref(self._beta),
-            *(ct, c_lies, ct, c_lies),
+            *(ct, c_lies, dt, c_lies),
             byref(self._algorithm),
             self._library.room(self._workspace),
             self._workspace,

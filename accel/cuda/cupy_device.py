@@ -206,8 +206,10 @@ class CuPyDevice:
         values = tuple(np.uint64(0) if a is None else a for a in arguments)
         function(grid, (threads, 1, 1), values, shared_mem=shared)
 
-    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
-        """C ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
+        """D ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
+        if product.apart:
+            d.data.copy_from_device_async(c.data, c.nbytes)  # type: ignore[attr-defined]
         handle = self._cupy.cuda.device.get_cublas_handle()
         # CuPy's own handle, which whoever else uses CuPy here may have set otherwise
         self._cublas.setPointerMode(handle, POINTER_MODE_HOST)
@@ -229,7 +231,7 @@ class CuPyDevice:
             kind,
             product.ldb,
             self._numbers[product.beta].ctypes.data,
-            self.address(c),
+            self.address(d),
             CUDA_R_16BF if product.narrow else CUDA_R_32F,
             product.ldc,
             COMPUTE_32F if bf16 else COMPUTE_32F_PEDANTIC,

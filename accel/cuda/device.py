@@ -29,10 +29,10 @@ THREADS = 256  # of a block, where a launcher does not say otherwise
 
 
 class Product(NamedTuple):
-    """C ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
+    """D ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
 
-    op(A) is m × k, op(B) k × n. A and B share a type, C has it too or is float32. Sums are in
-    float32.
+    op(A) is m × k, op(B) k × n. A and B share a type, C and D have it too or are float32. C is D
+    itself, unless it lies ``apart``. Sums are in float32, and rounded once.
     """
 
     transpose_a: bool
@@ -41,7 +41,8 @@ class Product(NamedTuple):
     n: int
     k: int
     beta: float
-    narrow: bool  # C is bf16
+    narrow: bool  # C and D are bf16
+    apart: bool = False
 
     @property
     def lda(self) -> int:
@@ -55,11 +56,11 @@ class Product(NamedTuple):
 
     @property
     def ldc(self) -> int:
-        """The distance between columns of C."""
+        """The distance between columns of C, and of D."""
         return self.m
 
 
-Multiply = Callable[[Product, Array, Array, Array], None]  # the product, A, B and C
+Multiply = Callable[[Product, Array, Array, Array, Array], None]  # the product, A, B, C and D
 
 
 class Device(Protocol):
@@ -120,8 +121,8 @@ class Device(Protocol):
         parameter's own width; ``shared`` is the block's dynamic shared memory in bytes.
         """
 
-    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
-        """C ← op(A) op(B) + beta·C by an algorithm that cuBLAS picks."""
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
+        """D ← op(A) op(B) + beta·C by an algorithm that cuBLAS picks, after a copy of C apart."""
 
     def cublaslt(self) -> "CublasLt":
         """Return the library that lets its caller pick.

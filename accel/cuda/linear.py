@@ -32,10 +32,11 @@ def matmul(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
-    beta: float = 0.0,
+    plus: Array | None = None,
 ) -> Array:
-    """Write op(a) op(b) + beta·out into ``out`` (M, N) and return it; all are row-major.
+    """Write op(a) op(b) + plus into ``out`` (M, N) and return it; all are row-major.
 
+    ``plus`` may be ``out`` itself, and is None where nothing is to be added.
     cuBLAS reads memory by columns, so it sees aᵀ, bᵀ and outᵀ, and outᵀ = op(b)ᵀ op(a)ᵀ: the
     operands change places, and each is transposed for cuBLAS exactly when it is for us, since
     op(x)ᵀ read by columns is op(x) read by rows. A leading dimension is our row length. A product
@@ -46,14 +47,19 @@ def matmul(
     assert (b.shape == (N, K)) if transpose_b else (b.shape == (K, N))
     assert (a.shape == (K, M)) if transpose_a else (a.shape == (M, K))
     assert is_contiguous(a) and is_contiguous(b) and is_contiguous(out)
+    c = out if plus is None else plus
+    assert c.shape == out.shape and c.dtype == out.dtype and is_contiguous(c)
     if not M * N * K:
-        if not beta and out.size:
+        if plus is None and out.size:
             current().clear(out)
+        elif c is not out:
+            copy(out, c)
         return out
-    device, narrow = current(), out.dtype == BF16
-    product = Product(transpose_b, transpose_a, N, M, K, beta, narrow)
+    device, sizes, narrow = current(), (N, M, K), out.dtype == BF16
+    beta = float(plus is not None)
+    product = Product(transpose_b, transpose_a, *sizes, beta, narrow, apart=c is not out)
     chosen = device.products.get(product) if a.dtype == BF16 else None
-    (chosen or device.gemm_ex)(product, b, a, out)
+    (chosen or device.gemm_ex)(product, b, a, c, out)
     return out
 
 
@@ -66,12 +72,12 @@ def rows_of(x: Array) -> Array:
 
 
 def linear_forward(
-    x: Array, weight: Array, bias: Array | None, *, keep_x: bool
+    x: Array, weight: Array, bias: Array | None, *, keep_x: bool, plus: Array | None
 ) -> tuple[Array, LinearCache]:
-    """Return x W + b, shape (..., O)."""
+    """Return x W + plus + b, shape (..., O); the bias is added to what is in memory by then."""
     weight = to_dtype(weight, x.dtype)
-    rows = rows_of(x)
-    out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype))
+    rows, plus = rows_of(x), None if plus is None else rows_of(plus)
+    out = matmul(rows, weight, empty((rows.shape[0], weight.shape[1]), x.dtype), plus=plus)
     if bias is not None:
         add_bias(out, bias)
     cache = LinearCache(x if keep_x else None, weight, bias is not None)

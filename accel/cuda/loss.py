@@ -70,7 +70,7 @@ def linear_cross_entropy_forward(
         launch("loss", "cross_entropy", part.stop - first, THREADS, SCRATCH, **given, **how)
         if dx is not None and dhead is not None:  # z holds dlogits now
             matmul(z, head, dx[part])
-            matmul(z, rows[part], dhead, transpose_a=True, beta=1.0)
+            matmul(z, rows[part], dhead, transpose_a=True, plus=dhead)
         if dbias is not None:
             column_sums(z, dbias, accumulate=True)
     total = float(np.sum(current().download(losses), dtype=np.float64))

@@ -43,7 +43,7 @@ SECONDS, SAMPLE = 4.0, 0.01  # of timing all products, about; of a sample of one
 DRAWN = 99_991  # numbers of a matrix before they repeat: a prime, so that no two rows are alike
 EXACT = 1 << 22  # what a sum of whole numbers may come to: float32 has all of them up to 2^24
 VERSION = re.compile(r"cuBLAS (\d+\.\d+\.\d+)")
-LINE = re.compile(r"([NT])([NT]) (\d+)x(\d+)x(\d+) (bf16|float32)( onto)?: ([0-9a-f]{128})")
+LINE = re.compile(r"([NT])([NT]) (\d+)x(\d+)x(\d+) (bf16|float32)( onto| plus)?: ([0-9a-f]{128})")
 
 
 class Timed(NamedTuple):
@@ -64,10 +64,10 @@ class Choice(NamedTuple):
 
 
 def name(product: Product) -> str:
-    """Return how a product is written down: op(A), op(B), m x n x k, the type of C, beta."""
+    """Return how a product is written down; it is onto D, or plus a C that lies apart."""
     p = product
     ab, out = f"{'NT'[p.transpose_a]}{'NT'[p.transpose_b]}", "bf16" if p.narrow else "float32"
-    return f"{ab} {p.m}x{p.n}x{p.k} {out}{' onto' if p.beta else ''}"
+    return f"{ab} {p.m}x{p.n}x{p.k} {out}{' plus' if p.apart else ' onto' if p.beta else ''}"
 
 
 def take(products: Products) -> None:
@@ -102,9 +102,9 @@ def take(products: Products) -> None:
             f"or {instead}"
         )
     for one in chosen:
-        a, b, m, n, k, out, onto, algorithm = one.groups()
-        sizes = int(m), int(n), int(k)
-        product = Product(a == "T", b == "T", *sizes, float(onto is not None), out == "bf16")
+        a, b, m, n, k, out, c, algorithm = one.groups()
+        sizes, beta = (int(m), int(n), int(k)), float(c is not None)
+        product = Product(a == "T", b == "T", *sizes, beta, out == "bf16", c == " plus")
         try:
             ways[product] = ByAlgorithm(library, product, bytes.fromhex(algorithm))
         except CublasLtError as error:
@@ -251,8 +251,10 @@ def _result(product: Product, way: Multiply, given: tuple[Array, Array, Array]) 
     """Return what a way makes of A, B and C, which stay as they are."""
     a, b, c = given
     out = empty(c.shape, c.dtype)
-    copy(out, c)
-    way(product, a, b, out)
+    if not product.apart:
+        copy(out, c)
+        c = out
+    way(product, a, b, c, out)
     return out
 
 
@@ -267,7 +269,8 @@ def _alike(a: Array, b: Array) -> bool:
 
 def _measure(product: Product, ways: Mapping[str, Multiply], seconds: float) -> dict[str, float]:
     a, b, c = _drawn(product, whole=False)
+    d = empty(c.shape, c.dtype) if product.apart else c
     calls: dict[str, Callable[[], object]] = {
-        name: partial(way, product, a, b, c) for name, way in ways.items()
+        name: partial(way, product, a, b, c, d) for name, way in ways.items()
     }
     return paths.in_turn(calls, seconds, SAMPLE)

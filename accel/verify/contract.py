@@ -423,9 +423,9 @@ def accumulated_onto(case: Case) -> Array:
     return _sines(case.arrays[case.spec.parameters[0]].shape)
 
 
-def plus_of(case: Case) -> Array:
-    """Return the ``plus`` that a backward is given: numbers that an activation can hold."""
-    return round_to(_sines(case.arrays[case.spec.gradients[0]].shape), case.dtype)
+def plus_of(dtype: str, shape: tuple[int, ...]) -> Array:
+    """Return the ``plus`` that is added to a result: numbers that an activation can hold."""
+    return round_to(_sines(shape), dtype)
 
 
 def _sines(shape: tuple[int, ...]) -> Array:

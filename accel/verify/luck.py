@@ -88,27 +88,31 @@ def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
 
 
 def given_more(run: Run, views: dict[str, Any], want: Expected) -> None:
-    """Where it offers it, have the backward add ``plus`` to its first gradient."""
+    """Where it offers it, have it add ``plus`` to its output, or to its first gradient."""
     case, subject, spec = run.case, run.subject, run.spec
-    taken = subject.signature(spec.backward_name) or () if subject.has_backward(spec) else ()
-    if not spec.adds or "plus" not in taken or "dout" not in run.placed:
+    forward, has_dout = spec.adds == "forward", "dout" in run.placed
+    taken = subject.signature(spec.forward_name if forward else spec.backward_name) or ()
+    if not spec.adds or "plus" not in taken or not (forward or has_dout):
         return
-    plus = plus_of(case)
+    name = "out" if forward else f"d{spec.gradients[0]}"
+    plus = plus_of(case.dtype, want.exact[name].shape)
     placed = subject.place(plus, case.layouts.get("dout", "plain"), activation=True)
-    run.placed["plus"] = placed
-    out, cache, cached = run.call_forward(views, case, want.exact)
+    run.placed["plus"], given = placed, {"plus": placed.view}
+    due, note = want.shifted(name, plus), f" of a second {spec.adds}, which is given plus,"
+    poison(want)
+    asked = case.but(**given) if forward else case
+    out, cache, cached = run.call_forward(views, asked, want.exact)
+    if forward:
+        judge(run, {"out": np.array(subject.to_numpy(out))}, due, note=note)
+    if not has_dout:
+        return
     state = cache if cached else inputs_tuple(subject, case, views, out)
     function, dout = getattr(subject.module, spec.backward_name), run.placed["dout"].view
     poison(want)
-    result = subject.call(spec.backward_name, function, dout, state, plus=placed.view)
+    how = {} if forward else given
+    result = subject.call(spec.backward_name, function, dout, state, **how)
     gradients = named_gradients(run, result, gradient_names(case))
-    got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
-    judge(
-        run,
-        dict(got),
-        want.shifted(f"d{spec.gradients[0]}", plus),
-        note=" of a second backward, which is given plus,",
-    )
+    judge(run, {n: np.array(subject.to_numpy(g)) for n, g in gradients.items()}, due, note=note)
 
 
 def refill(run: Run, views: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import accel
-from accel.cpu import loss
+from accel.cpu import loss, memory
 from reference import ops as plain
 from reference.types import DropoutKey
 
@@ -111,6 +111,30 @@ def test_what_a_norm_s_backward_adds_has_the_bits_of_add(
     for alone, beside, written in zip(others, same, out, strict=True):
         np.testing.assert_array_equal(alone, beside)
         np.testing.assert_array_equal(alone, written)
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype"), [("float32", "f4"), ("float32", "f8"), ("bf16", "f4")]
+)
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"),
+    [(1, 1, 1), (65, 17, 33), (200, 1100, 130), (300, 500, 2200), (3, 0, 5), (0, 4, 5)],
+)
+def test_what_a_linear_layer_adds_has_the_bits_of_add(
+    compute: str, dtype: str, rows: int, depth: int, columns: int
+) -> None:
+    """Tiles and their edges, several passes along the sum, and what lies in strides."""
+    ops, rng = accel.load("cpu", compute=compute), np.random.default_rng(0)
+    shapes = (rows, depth), (depth, columns), (columns,), (rows, 2 * columns)
+    x, weight, bias, wide = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    out, _ = ops.linear_forward(x, weight)
+    whole, _ = ops.linear_forward(x, weight, bias)
+    np.testing.assert_array_equal(whole, ops.add_forward(out, bias)[0], strict=True)
+    for plus in (wide[:, ::2], wide[:, :columns].copy()):
+        for given, alone in ((None, out), (bias, whole)):
+            with memory.poisoned():
+                both, _ = ops.linear_forward(x, weight, given, plus=plus)
+            np.testing.assert_array_equal(both, ops.add_forward(alone, plus)[0], strict=True)
 
 
 def test_dropout_draws_by_the_place_in_the_sample(ops: Any) -> None:

@@ -55,9 +55,9 @@ device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
 device.address = lambda array: array.at
 bf16, f32 = ([Address(n << 40 | n, t) for n in (1, 2, 3)] for t in (np.uint16, np.float32))
 a, b, c = bf16
-device.gemm_ex(Product(False, True, 2**31 - 1, 12, 13, 1.0, True), a, b, c)
+device.gemm_ex(Product(False, True, 2**31 - 1, 12, 13, 1.0, True), a, b, c, c)
 a, b, c = f32
-device.gemm_ex(Product(True, False, 21, 22, 23, 0.0, False), a, b, c)
+device.gemm_ex(Product(True, False, 21, 22, 23, 0.0, False), a, b, c, c)
 
 assert _why_not_nccl() == "" and _nccl_module().get_version() == 23456
 here = SimpleNamespace(

@@ -168,11 +168,32 @@ def test_cublas_is_forbidden_to_add_up_in_bf16() -> None:
     device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
     device.address = lambda array: array.ctypes.data
     a, out = np.zeros((4, 4), np.uint16), np.zeros((4, 4), np.uint16)
-    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, out)
+    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, out, out)
     names = [name for name, *_ in cublas.calls]
     assert names == ["setPointerMode", "setMathMode", "gemmEx"]
     assert cublas.calls[1][1:] == (77, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
     assert cublas.calls[2][-2:] == (68, -1)  # CUBLAS_COMPUTE_32F
+
+
+def test_cublas_adds_onto_a_copy_of_what_lies_apart() -> None:
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    handles = SimpleNamespace(get_cublas_handle=lambda: 77)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=handles))
+    device._cublas = calls = Recorded()
+    device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
+    device.address = lambda array: array.at
+
+    def lying(at: int) -> Any:
+        copied = lambda source, nbytes: calls.copied(at, source, nbytes)  # noqa: E731
+        data = SimpleNamespace(at=at, copy_from_device_async=copied)
+        return SimpleNamespace(at=at, dtype=np.dtype(np.uint16), nbytes=32, data=data)
+
+    a, b, c, d = (lying(at) for at in (1, 2, 3, 4))
+    device.gemm_ex(Product(False, False, 4, 4, 4, 1.0, True, True), a, b, c, d)
+    copied, *_, product = calls.calls
+    assert copied == ("copied", 4, c.data, 32) and product[0] == "gemmEx"
+    assert product[8] == 1 and product[11] == 2 and product[15] == 4
+    assert product[14] == device._numbers[1.0].ctypes.data
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")

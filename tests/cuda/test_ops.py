@@ -250,17 +250,18 @@ def test_row_major_products_map_to_cublas(transpose_a: bool, transpose_b: bool) 
     b = rng.standard_normal((N, K) if transpose_b else (K, N)).astype(np.float32)
     c = rng.standard_normal((M, N)).astype(np.float32)
     expected = (a.T if transpose_a else a) @ (b.T if transpose_b else b)
-    for beta in (0.0, 1.0):
-        out = ops.from_numpy(c) if beta else devices.empty((M, N), np.float32)
-        x, y = ops.from_numpy(a), ops.from_numpy(b)
-        matmul(x, y, out, transpose_a=transpose_a, transpose_b=transpose_b, beta=beta)
-        np.testing.assert_allclose(out, expected + beta * c, rtol=1e-5, atol=1e-5)
-    empty = matmul(
-        ops.from_numpy(a[:0].reshape(0, K)),
-        devices.zeros((K, N), np.float32),
-        devices.zeros((0, N), np.float32),
-    )
-    assert empty.shape == (0, N)
+    x, y, z = ops.from_numpy(a), ops.from_numpy(b), ops.from_numpy(c)
+    for plus, onto in ((None, False), (z, False), (None, True)):
+        out = ops.from_numpy(c) if onto else devices.empty((M, N), np.float32)
+        how = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+        matmul(x, y, out, plus=out if onto else plus, **how)
+        added = 0 if plus is None and not onto else c
+        np.testing.assert_allclose(out, expected + added, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(z, c)
+    for rows, inner, plus in ((0, K, None), (M, 0, None), (M, 0, z)):
+        nothing = devices.empty((rows, inner), np.float32), devices.empty((inner, N), np.float32)
+        got = matmul(*nothing, devices.empty((rows, N), np.float32), plus=plus)
+        np.testing.assert_array_equal(got, np.zeros((rows, N)) if plus is None else c)
 
 
 def test_scale_may_write_where_it_reads() -> None:

@@ -11,6 +11,7 @@ from accel.bench import predict, published
 from accel.bench.gpus import MODELS
 from accel.bench.multiprocessor import played
 from accel.bench.predict import Launch, busy, dealt
+from accel.cuda.device import Product
 from accel.cuda.machine_code import count, hot_loop, loops, read_listing, way
 from tests.cuda_shim import require
 
@@ -209,6 +210,13 @@ def test_warpgroups_take_turns_where_a_register_names_the_barrier() -> None:
     assert alone == pytest.approx(2 * (200 + 29), abs=8)
     with pytest.raises(ValueError, match="not all arrive"):
         loop_of(mine, *four[:-2])
+
+
+def test_what_a_product_adds_is_read_beside_it() -> None:
+    gpu, product = MODELS["H200"], Product(False, False, 1792, 32768, 4864, 1.0, True)
+    onto, apart = (predict.predict(p, gpu) for p in (product, product._replace(apart=True)))
+    assert apart.moved == onto.moved + 2 * 1792 * 32768
+    assert apart.seconds == onto.seconds + 2 * 1792 * 32768 / 4.8e12
 
 
 def test_a_grid_s_blocks_are_handed_out_in_order() -> None:

@@ -60,6 +60,7 @@ SHAPES = [
     for b in (False, True)
     for beta, narrow in ((0.0, True), (0.0, False), (1.0, False), (1.0, True))
 ]
+SHAPES += [p._replace(apart=True) for p in SHAPES if p.beta]
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +153,7 @@ def test_the_real_library_takes_what_it_is_told() -> None:
         assert again is lie[-1]
         for attribute, wanted in ((0, 68), (1, 0), (2, 0), (3, product[0]), (4, product[1])):
             assert read("cublasLtMatmulDescGetAttribute", done, attribute, ctypes.c_int32) == wanted
-        a, b, m, n, k, _, narrow = product
+        a, b, m, n, k, _, narrow, _ = product
         stored = [(14, *((k, m) if a else (m, k))), (14, *((n, k) if b else (k, n)))]
         stored.append((14 if narrow else 0, m, n))
         for at, (kind, rows, columns) in zip(lie, stored, strict=True):
@@ -203,17 +204,20 @@ def test_the_library_by_its_name_is_the_one_that_cupy_s_cublas_has_loaded() -> N
 
 
 def operands(product: Product, at: int = 0) -> list[Any]:
-    """Return A, B and C on the device in use, of drawn numbers, so many elements off alignment."""
+    """Return A, B, C and D on the device in use, of drawn numbers, so many elements off alignment.
+
+    Where C does not lie apart, D is C.
+    """
     rng, out = np.random.default_rng(1), []
     for size, narrow in ((product.m * product.k, True), (product.k * product.n, True),
-                         (product.m * product.n, product.narrow)):  # fmt: skip
+                         *[(product.m * product.n, product.narrow)] * 2):  # fmt: skip
         values = rng.standard_normal(size + at).astype(np.float32)
         on_device = devices.current().upload(to_bf16(values) if narrow else values)
         out.append(on_device[at:])
-    return out
+    return out if product.apart else [*out[:3], out[2]]
 
 
-def exact(product: Product, a: Any, b: Any, c: Any) -> Any:
+def exact(product: Product, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Return the product in float64, (m, n), of what the columns of cuBLAS hold."""
     p = product
     wide = [from_bf16(x).astype(np.float64) if x.dtype == BF16 else np.array(x, np.float64)
@@ -230,11 +234,14 @@ def test_a_product_by_an_algorithm_is_the_product(product: Product, number: int)
     device = device_of(s1=1.0, s2=1.0)
     given = operands(product)
     wanted = exact(product, *given)
-    own = [x.copy() for x in given]
+    own = operands(product)
     device.gemm_ex(product, *own)
     ByAlgorithm(device.cublaslt(), product, algorithm(number))(product, *given)
+    if product.apart:
+        np.testing.assert_array_equal(given[2], operands(product)[2])
+        np.testing.assert_array_equal(own[2], given[2])
     tolerance = 2.0**-8 if product.narrow else 1e-6
-    for got in (given[2], own[2]):
+    for got in (given[3], own[3]):
         got = from_bf16(got) if product.narrow else got
         np.testing.assert_allclose(
             got.reshape(product.n, product.m).T, wanted, tolerance, 40 * 1e-6
@@ -243,16 +250,16 @@ def test_a_product_by_an_algorithm_is_the_product(product: Product, number: int)
 
 
 def test_arrays_that_lie_askew_go_to_cublas() -> None:
-    product = SHAPES[0]
+    product = SHAPES[-1]
     device = device_of(s1=1.0)
     way = ByAlgorithm(device.cublaslt(), product, algorithm(SUMS_BACKWARD))
-    for moved in range(3):
+    for moved in range(4):
         given = operands(product)
         given[moved] = operands(product, at=4)[moved]  # by 8 bytes
         way(product, *given)
-    assert device.now == 3 * OWN
+    assert device.now == 4 * OWN
     way(product, *operands(product, at=8))
-    assert device.now == 3 * OWN + 1.0
+    assert device.now == 4 * OWN + 1.0
 
 
 def test_only_algorithms_that_add_up_in_float32_are_asked_for(
@@ -294,11 +301,13 @@ def test_what_is_wrong_or_is_not_the_same_twice_is_left_out(
     [
         lambda p: p._replace(transpose_a=not p.transpose_a),
         lambda p: p._replace(transpose_b=not p.transpose_b),
-        lambda p: p._replace(beta=1 - p.beta),
+        lambda p: p._replace(beta=1 - p.beta, apart=False),
     ],
     ids=["A transposed", "B transposed", "beta"],
 )
-@pytest.mark.parametrize("product", [p._replace(n=24, k=24) for p in SHAPES[:4]], ids=products.name)
+@pytest.mark.parametrize(
+    "product", [p._replace(n=24, k=24) for p in (*SHAPES[:4], SHAPES[-1])], ids=products.name
+)
 def test_a_product_that_is_another_is_not_alike(product: Product, change: Any) -> None:
     device_of()
     given = products._drawn(product, whole=True)
@@ -464,6 +473,10 @@ def test_what_was_chosen_is_taken_only_as_it_was_written() -> None:
     line = f"{products.name(SHAPES[1])}: {algorithm(SUMS_BACKWARD).hex()}"
     products.take(("cuBLAS 13.1.0", line))
     assert set(device.products) == {SHAPES[1]}
+    for product in SHAPES:
+        products.take(("cuBLAS 13.1.0", f"{products.name(product)}: {line.split()[-1]}"))
+        assert set(device.products) == {product}
+    products.take(("cuBLAS 13.1.0", line))
     for wrong in ("fast", (), ("cuBLAS 13", line), (line,), ("cuBLAS 13.1.0", line[:-1])):
         with pytest.raises(ValueError, match=r"run.products must be 'auto', 'default', or what a"):
             products.take(wrong)

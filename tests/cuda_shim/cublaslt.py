@@ -82,9 +82,9 @@ class WithCublasLt(ShimDevice):
     def cublaslt(self) -> CublasLt:
         return self._lt
 
-    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
         self._own += OWN
-        super().gemm_ex(product, a, b, c)
+        super().gemm_ex(product, a, b, c, d)
 
     @property
     def now(self) -> float:

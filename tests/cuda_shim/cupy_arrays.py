@@ -93,6 +93,7 @@ class CuPyArrays(ShimDevice):
         given = [a if a is None or isinstance(a, np.generic) else host(a) for a in arguments]
         super().launch(source, kernel, grid, threads, given, shared=shared, defines=defines)
 
-    def gemm_ex(self, product: Product, a: Any, b: Any, c: Any) -> None:
+    def gemm_ex(self, product: Product, a: Any, b: Any, c: Any, d: Any) -> None:
         assert all(type(size) is int for size in product[2:5])
-        super().gemm_ex(product, host(a), host(b), host(c))
+        to = host(d)
+        super().gemm_ex(product, host(a), host(b), to if c is d else host(c), to)

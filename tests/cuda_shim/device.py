@@ -246,19 +246,22 @@ class ShimDevice:
 
     # ---- dense products --------------------------------------------------------------------------
 
-    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array) -> None:
-        """C ← op(A) op(B) + beta·C on column-major matrices, as cuBLAS reads its arguments."""
+    def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
+        """D ← op(A) op(B) + beta·C on column-major matrices, as cuBLAS reads its arguments."""
         self.launches.append("gemm")
-        assert a.dtype == b.dtype and c.dtype == (np.uint16 if product.narrow else np.float32)
+        assert product.apart or c is d
+        if product.apart:
+            np.copyto(d, c)
+        assert a.dtype == b.dtype and d.dtype == (np.uint16 if product.narrow else np.float32)
         assert a.dtype == np.uint16 or not product.narrow
-        transpose_a, transpose_b, m, n, k, beta, _ = product
+        transpose_a, transpose_b, m, n, k, beta, *_ = product
         left = _columns(a, product.lda, *((k, m) if transpose_a else (m, k)))
         right = _columns(b, product.ldb, *((n, k) if transpose_b else (k, n)))
         result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
         if beta:
-            result = result + np.float32(beta) * _columns(c, product.ldc, m, n)
+            result = result + np.float32(beta) * _columns(d, product.ldc, m, n)
         target = np.lib.stride_tricks.as_strided(
-            c, (m, n), (c.itemsize, product.ldc * c.itemsize), writeable=True
+            d, (m, n), (d.itemsize, product.ldc * d.itemsize), writeable=True
         )
         target[...] = to_bf16(result) if product.narrow else result
 

@@ -112,6 +112,7 @@ PRODUCTS = [
     Product(False, True, 9728, 1792, 4096, 0.0, False),
     Product(False, True, 1792, 8192, 4096, 1.0, False),
     Product(True, False, 1000, 72, 136, 0.0, True),
+    Product(False, False, 1792, 4096, 4864, 1.0, True, True),
 ]
 
 

@@ -133,6 +133,14 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         (lambda: ops.linear_forward(F, zeros(4, 6)), "is it transposed"),
         (lambda: ops.linear_forward(F, zeros(6, 4), zeros(5)), r"bias must have shape \(4,\)"),
         (
+            lambda: ops.linear_forward(F, zeros(6, 4), plus=F),
+            r"linear_forward: plus must have shape \(2, 3, 4\) to match the output",
+        ),
+        (
+            lambda: ops.linear_forward(F, zeros(6, 6), plus=F.astype(other)),
+            r"plus must be .*, the dtype of the output",
+        ),
+        (
             lambda: ops.logits(F, zeros(6, 4)),
             r"head must be \(V, D\) with D = 6 to match x \(2, 3, 6\)",
         ),

@@ -161,9 +161,18 @@ def cotangent(out: Any, seed: int = 5) -> Any:
     return np.random.default_rng(seed).standard_normal(out.shape).astype(np.float32)
 
 
-def plus(op: str, arrays: tuple[Any, ...]) -> Array:
-    """Return what a backward is to add to its first gradient, in numbers that bf16 has."""
-    return plus_of(VerifyCase(op, "bf16", {OPS[op].gradients[0]: arrays[0]}, {}, None, {}))
+def with_plus(
+    ops: Any, op: str, given: Any, options: dict[str, Any], dout: Any, cache: Any, put: Any
+) -> Any:
+    """Return what the function that can add something gives with that, in numbers of bf16."""
+    adds = OPS[op].adds
+    if adds == "forward":
+        plus = put(plus_of("bf16", dout.shape))
+        return getattr(ops, f"{op}_forward")(*given, **options, plus=plus)[0]
+    if adds == "backward":
+        plus = put(plus_of("bf16", given[0].shape))
+        return getattr(ops, f"{op}_backward")(dout, cache, plus=plus)
+    return ()
 
 
 def run_reference(
@@ -173,7 +182,7 @@ def run_reference(
     wide = tuple(_cast(array, dtype) for array in arrays)
     out, cache = getattr(reference, f"{op}_forward")(*wide, **options)
     dout, backward = _cast(cotangent(out), dtype), getattr(reference, f"{op}_backward")
-    more = backward(dout, cache, plus=_cast(plus(op, arrays), dtype)) if OPS[op].adds else ()
+    more = with_plus(reference, op, wide, options, dout, cache, lambda plus: _cast(plus, dtype))
     return flat((out, backward(dout, cache), more))
 
 
@@ -182,7 +191,7 @@ def run_backend(
 ) -> list[Array]:
     """Return the same results of a backend, as NumPy arrays.
 
-    A backward that can add something to its first gradient is called once more, with that.
+    What can add something to its result is called once more, with that.
     """
 
     def put(value: Any) -> Any:
@@ -196,9 +205,9 @@ def run_backend(
     if op == "attention" and len(arrays) > 3 and arrays[3] is not None:
         given[3] = ops.from_numpy(arrays[3])  # slopes stay float32
     out, cache = getattr(ops, f"{op}_forward")(*given, **options)
-    dout, backward = put(cotangent(out)), getattr(ops, f"{op}_backward")
-    gradients = backward(dout, cache)
-    more = backward(dout, cache, plus=put(plus(op, arrays))) if OPS[op].adds else ()
+    dout = put(cotangent(out))
+    gradients = getattr(ops, f"{op}_backward")(dout, cache)
+    more = with_plus(ops, op, given, options, dout, cache, put)
     return flat((out, gradients, more), ops.to_numpy)
 
 
@@ -247,9 +256,10 @@ def by_the_rule(
     got = got or run_backend(ops, op, arrays, options, activation=activation)
     due = [(name, want, name) for name in want.exact]
     if OPS[op].adds:
-        first, *_ = gradients = [name for name in want.exact if name.startswith("d")]
-        more = want.shifted(first, plus(op, arrays))
-        due += [(f"{name} with plus", more, name) for name in gradients]
+        backward = OPS[op].adds == "backward"
+        first, *_ = adding = [name for name in want.exact if name.startswith("d") == backward]
+        more = want.shifted(first, plus_of("bf16", want.exact[first].shape))
+        due += [(f"{name} with plus", more, name) for name in adding]
     return {
         what: compare(
             value,

@@ -129,18 +129,24 @@ def test_out_receives_the_parameter_gradients(op: str, backend: str, dtype: Any)
 
 @EACH
 @pytest.mark.parametrize("op", [op.name for op in OPS.values() if op.adds])
-def test_plus_is_added_to_the_first_gradient(op: str, backend: str, dtype: Any) -> None:
+def test_plus_is_added_to_the_output_or_the_first_gradient(
+    op: str, backend: str, dtype: Any
+) -> None:
     """With the bits of ``add``: on a processor each sum is rounded as if it were made alone."""
     ops = load(backend)
-    backward = getattr(ops, f"{op}_backward")
+    forward, backward = (getattr(ops, f"{op}_{way}") for way in ("forward", "backward"))
     arrays, options = cases(dtype)[op]
-    out, cache = getattr(ops, f"{op}_forward")(*arrays, **options)
+    out, cache = forward(*arrays, **options)
     dout, plus = cotangent(out), cotangent(out)[..., ::-1]
     plus.flags.writeable = False
-    dx, *others = backward(dout, cache)
-    sum_of, *same = backward(dout, cache, plus=plus)
-    np.testing.assert_array_equal(sum_of, ops.add_forward(dx, plus)[0], strict=True)
-    for a, b in zip(others, same, strict=True):
+    alone, added = backward(dout, cache), {"plus": plus}
+    if OPS[op].adds == "forward":
+        both, cache = forward(*arrays, **options, plus=plus)
+        alone, added = (out, *alone), {}
+    with_it = backward(dout, cache, **added)
+    with_it = with_it if added else (both, *with_it)
+    np.testing.assert_array_equal(with_it[0], ops.add_forward(alone[0], plus)[0], strict=True)
+    for a, b in zip(alone[1:], with_it[1:], strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -179,6 +179,18 @@ def test_plus_makes_the_gradient_of_a_residual_sum(
     check_vjp(forward, backward, arrays, seed=seed)
 
 
+@given(data=st.data(), seed=SEEDS)
+def test_what_a_linear_layer_adds_has_dout_for_its_gradient(data: st.DataObject, seed: int) -> None:
+    arrays, _ = data.draw(st.composite(linear)(seed))
+    shape = *arrays["x"].shape[:-1], arrays["weight"].shape[1]
+    arrays["plus"] = normal(seed + 3, *shape)
+
+    def backward(dout: Array, cache: Any) -> Any:
+        return *filter(lambda d: d is not None, ops.linear_backward(dout, cache)), dout
+
+    check_vjp(ops.linear_forward, backward, arrays, seed=seed)
+
+
 @given(SIZES, SIZES, SEEDS)
 def test_cross_entropy_and_softmax(T: int, V: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

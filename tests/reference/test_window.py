@@ -198,8 +198,7 @@ def test_a_model_without_them_calls_what_it_always_called() -> None:
     model.logits(own, parameters(config), config, np.zeros((1, 3), np.int32))
     assert [name.removesuffix("_forward") for name in calls] == [
         *("embedding", "dropout", "rmsnorm", "linear", "rope", "split_heads", "attention"),
-        *("merge_heads", "linear", "dropout", "add", "rmsnorm", "linear", "swiglu", "linear"),
-        *("dropout", "add", "rmsnorm"),
+        *("merge_heads", "linear", "rmsnorm", "linear", "swiglu", "linear", "rmsnorm"),
     ]
 
 

@@ -12,7 +12,7 @@ from reference import ops
 from reference.types import Array
 
 WEIGHT = 1.5
-UNMISSED = ("keep_x", "x")
+UNMISSED = ("keep_x", "x", "plus")
 CUTS = "... I O"
 
 

@@ -108,11 +108,17 @@ def _simple(store: Store) -> SimpleNamespace:
         return out
 
     def linear_forward(
-        x: Array, weight: Array, bias: Array | None = None, *, keep_x: bool = True
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        keep_x: bool = True,
+        plus: Array | None = None,
     ) -> Any:
         terms = x[..., :, None] * weight
         y = in_order(terms, -2)
-        return store(y if bias is None else y + bias), (x if keep_x else None, weight, bias)
+        y = store(y if bias is None else y + bias)
+        return y if plus is None else store(plus + y), (x if keep_x else None, weight, bias)
 
     def linear_backward(dout: Array, cache: Any, *, x: Array | None = None, out: Any = None) -> Any:
         kept, weight, bias = cache

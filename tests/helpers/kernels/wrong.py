@@ -247,6 +247,36 @@ def _plus_written_into() -> Any:
     return _of("layernorm", layernorm_backward=layernorm_backward)
 
 
+def _stream_forgotten() -> Any:
+    def linear_forward(x: Array, weight: Array, bias: Any = None, *, plus: Any = None) -> Any:
+        return ops.linear_forward(x, weight, bias)
+
+    return _of("linear", linear_forward=linear_forward)
+
+
+def _stream_written_into() -> Any:
+    def linear_forward(x: Array, weight: Array, bias: Any = None, *, plus: Any = None) -> Any:
+        out, cache = ops.linear_forward(x, weight, bias)
+        if plus is not None:
+            plus += out
+            out = plus.copy()
+        return out, cache
+
+    return _of("linear", linear_forward=linear_forward)
+
+
+def _stream_in_the_gradient() -> Any:
+    def linear_forward(x: Array, weight: Array, bias: Any = None, *, plus: Any = None) -> Any:
+        out, cache = ops.linear_forward(x, weight, bias, plus=plus)
+        return out, (cache, plus is not None)
+
+    def linear_backward(dout: Array, cache: Any) -> Any:
+        dx, *others = ops.linear_backward(dout, cache[0])
+        return dx + cache[1], *others
+
+    return _of("linear", linear_forward=linear_forward, linear_backward=linear_backward)
+
+
 def _tied_gradient_forgotten() -> Any:
     def embedding_backward(dout: Any, cache: Any, *, out: Any = None, accumulate: Any = 0) -> Any:
         return ops.embedding_backward(dout, cache, out=out)
@@ -266,6 +296,9 @@ WRITTEN = [
     Written("out= forgotten", "rmsnorm", "dgain", _out_forgotten()),
     Written("plus forgotten", "rmsnorm", "dx", _plus_forgotten()),
     Written("plus written into", "layernorm", "plus", _plus_written_into()),
+    Written("residual stream forgotten", "linear", "out", _stream_forgotten()),
+    Written("residual stream written into", "linear", "plus", _stream_written_into()),
+    Written("residual stream in dx", "linear", "dx", _stream_in_the_gradient()),
     Written("tied gradient forgotten", "embedding", "dtable", _tied_gradient_forgotten()),
     Written("tanh form's constant", "gelu_tanh", "out", _approximate_constant()),
     Written("stale cache", "rmsnorm", "dx", _stale_cache()),
