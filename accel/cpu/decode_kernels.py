@@ -4,15 +4,16 @@ One token does two floating-point operations for each weight it reads, so readin
 from end to end, is all the time there is to spend: 4 bytes a weight in float32, 2 where they are
 stored as bfloat16, 1.0625 as blocks of eight bits; and the KV cache, 4 bytes a number or 2.
 
-* A product with a weight (in, out) is cut by rows of the weight into tasks of about MATVEC_TASK
-  elements. Each task reads its rows once, for all rows of the batch, and leaves a partial sum; the
-  partial sums are added in order. The head (V, D) is a dot product a row, and so is a product with
-  a weight in bfloat16, which is kept as (out, in): a row of it is half as long in memory, and read
-  as (in, out), where each row adds to all sums, it took up to 1.8 times the time of the reading.
-  Matrices of eight bits have kernels of their own (``q8_kernels.py``).
-* Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one key/value
-  head of one row, with all query heads of the group; the blocks are joined by their maxima and
-  sums, as tiles are in ``reference/study/tiled_attention.py``, whose m, l and shrink they are.
+* A product with a weight (in, out) is cut by rows of the weight into tasks of MATVEC_TASK elements
+  and TASK_ROWS rows at least. Each task reads its rows once, for all rows of the batch, and leaves
+  a partial sum; the partial sums are added in order. The head (V, D) is a dot product a row, and so
+  is a product with a weight in bfloat16, which is kept as (out, in): a row of it is half as long in
+  memory, and read as (in, out), where each row adds to all sums, it took up to 1.8 times the time
+  of the reading. Matrices of eight bits have kernels of their own (``q8_kernels.py``).
+* Attention reads the cache in blocks of KEY_BLOCK keys. A task takes one block of one row, with all
+  heads, so that it reads from end to end: four keys at a time, and the next four are asked for.
+  The blocks are joined by their maxima and sums, as tiles are in
+  ``reference/study/tiled_attention.py``, whose m, l and shrink they are.
 
 What a kernel is told of a model stands in records, by name. Where a record holds an address, 0 says
 that the model has no such array.
@@ -28,15 +29,17 @@ from numba.extending import overload
 from accel.cpu import q8_kernels
 from accel.cpu.activations import normal
 from accel.cpu.halves import as_type
-from accel.cpu.kernels import COMPILED, EACH, SERIAL, SUM, store
-from accel.cpu.simd import at, exp, pointer
+from accel.cpu.kernels import COMPILED, EACH, SERIAL, SUM
+from accel.cpu.packing import prefetch
+from accel.cpu.simd import at, exp, pad_columns, pointer
 from accel.jit import jit
 from reference.config import FeedForward
 
-MATVEC_TASK = 32_768  # elements of a weight that one task reads, about
+MATVEC_TASK = 32_768  # elements of a weight that one task reads, at least
 MAX_TASKS = 64  # of one product
+TASK_ROWS = 48  # of a weight that one task reads; its partial sum is written and read like two
 SUM_COLUMNS = 256  # of a product, whose partial sums one task adds
-KEY_BLOCK = 512  # keys of one task
+KEY_BLOCK = 32  # keys of one task
 DOT_ROWS = 64  # rows of a weight whose dot products are one task
 
 
@@ -84,7 +87,7 @@ def _matvec(
     """Write x W + b: x (B, n_in), weight (n_in, n_out), partial with room for tasks·B·n_out."""
     weight, bias = pointer(weight_address, weight_like), pointer(bias_address, one)
     tasks = 1
-    while tasks < MAX_TASKS and 2 * tasks * MATVEC_TASK <= n_in * n_out:
+    while 2 * tasks <= min(MAX_TASKS, n_in // TASK_ROWS, n_in * n_out // MATVEC_TASK):
         tasks *= 2
     rows = ((n_in + tasks - 1) // tasks + 3) // 4 * 4
     for task in prange(tasks):
@@ -240,6 +243,90 @@ def _turn_and_store(
             values[j] = as_type(kept_like, new_values[j])
 
 
+@jit(**SERIAL)
+def _attend_block(
+    one: Any,
+    kept_like: Any,
+    scale: Any,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    slopes_address: int,
+    distance: int,
+    scores: Any,
+    results: Any,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    count: int,
+    stride: int,
+) -> None:
+    """Attend from all heads to ``count`` keys, the first of them ``distance`` tokens back.
+
+    A head's result is its largest score, its sum of exponentials, and the sum of values that they
+    weigh; the results of two heads lie ``stride`` apart.
+    """
+    zero, group, step = one - one, heads // kv_heads, kv_heads * d
+    slopes, line = pointer(slopes_address, one), pad_columns(kept_like)
+    for h in range(heads):
+        result = at(results, h * stride)
+        for j in range(d + 2):
+            result[j] = zero
+        result[0] = -np.inf
+    whole = max(count, 0) // 4 * 4
+    for t in range(0, whole, 4):
+        for h in range(heads):
+            q, s = at(queries, h * d), at(scores, h * KEY_BLOCK + t)
+            k0 = at(keys, t * step + h // group * d)
+            k1, k2, k3 = at(k0, step), at(k0, 2 * step), at(k0, 3 * step)
+            if h % group == 0:
+                for ahead in range(4, 8):
+                    prefetch(at(k0, ahead * step), 0, d, line)
+            s0, s1, s2, s3 = zero, zero, zero, zero
+            for j in range(d):
+                s0 += q[j] * as_type(one, k0[j])
+                s1 += q[j] * as_type(one, k1[j])
+                s2 += q[j] * as_type(one, k2[j])
+                s3 += q[j] * as_type(one, k3[j])
+            s[0], s[1], s[2], s[3] = s0, s1, s2, s3
+    for t in range(whole, count):
+        for h in range(heads):
+            q, k, dot = at(queries, h * d), at(keys, t * step + h // group * d), zero
+            for j in range(d):
+                dot += q[j] * as_type(one, k[j])
+            scores[h * KEY_BLOCK + t] = dot
+    for h in range(heads if count > 0 else 0):
+        s, result = at(scores, h * KEY_BLOCK), at(results, h * stride)
+        slope = slopes[h] if slopes_address else zero
+        m, l = result[0], zero
+        for t in range(count):
+            s[t] = s[t] * scale - slope * (distance - t)
+            m = max(m, s[t])
+        for t in range(count):
+            s[t] = exp(s[t] - m)
+            l += s[t]
+        result[0], result[1] = m, l
+    for t in range(0, whole, 4):
+        for h in range(heads):
+            p, o = at(scores, h * KEY_BLOCK + t), at(results, h * stride + 2)
+            p0, p1, p2, p3 = p[0], p[1], p[2], p[3]
+            v0 = at(values, t * step + h // group * d)
+            v1, v2, v3 = at(v0, step), at(v0, 2 * step), at(v0, 3 * step)
+            if h % group == 0:
+                for ahead in range(4, 8):
+                    prefetch(at(v0, ahead * step), 0, d, line)
+            for j in range(d):
+                o[j] += (p0 * as_type(one, v0[j]) + p1 * as_type(one, v1[j])) + (
+                    p2 * as_type(one, v2[j]) + p3 * as_type(one, v3[j])
+                )
+    for t in range(whole, count):
+        for h in range(heads):
+            p0, o = scores[h * KEY_BLOCK + t], at(results, h * stride + 2)
+            v = at(values, t * step + h // group * d)
+            for j in range(d):
+                o[j] += p0 * as_type(one, v[j])
+
+
 @jit(**SUM)
 def _attend(
     one: Any,
@@ -263,58 +350,38 @@ def _attend(
 ) -> None:
     """Write attention of one query of each row over the tokens it sees: out (B, Hq·d).
 
-    ``scores`` has room for B·Hq·blocks·KEY_BLOCK elements, ``partial`` for B·Hq·blocks·(d + 2):
-    a block's largest score, its sum of exponentials, and the sum of values they weigh. ``length``
-    is that of the longest row.
+    ``scores`` has room for B·Hq·blocks·KEY_BLOCK elements, ``partial`` for B·Hq·blocks·(d + 2).
+    ``length`` is that of the longest row.
     """
     zero = one - one
     k_cache = pointer(keys_address, kept_like)
     v_cache = pointer(values_address, kept_like)
-    slopes = pointer(slopes_address, one)
-    group = heads // kv_heads
     blocks = (min(length, slots) + KEY_BLOCK - 1) // KEY_BLOCK
-    for task in prange(batch * kv_heads * blocks):
-        b, g, block = task // (kv_heads * blocks), task // blocks % kv_heads, task % blocks
+    for task in prange(batch * blocks):
+        b, block = task // blocks, task % blocks
         position = np.int64(positions[b])
-        first = block * KEY_BLOCK
         # a ring has gone round once its slots are full; a longer cache shows its last window
         full: Any = min(position + 1, slots)
-        count = min(full - first, KEY_BLOCK)
-        unseen = max(full - window - first, 0) if window else 0
-        for i in range(group):
-            h = g * group + i
-            q = at(qkv, (b * (heads + 2 * kv_heads) + h) * d)
-            s = at(scores, (task * group + i) * KEY_BLOCK)
-            result = at(partial, ((b * heads + h) * blocks + block) * (d + 2))
-            for j in range(d + 2):
-                result[j] = zero
-            store(result, 0, -np.inf)
-            if count <= unseen:
-                continue
-            slope = slopes[h] if slopes_address else zero
-            m = result[0]
-            for t in range(unseen, count):
-                k = at(k_cache, ((b * slots + first + t) * kv_heads + g) * d)
-                dot = zero
-                for j in range(d):
-                    dot += q[j] * as_type(one, k[j])
-                s[t] = dot
-            for t in range(unseen, count):  # apart, so that the sums are cut into vectors
-                s[t] = s[t] * scale - slope * (position - first - t)
-                m = max(m, s[t])
-            l = zero
-            for t in range(unseen, count):
-                s[t] = exp(s[t] - m)
-                l += s[t]
-            o = at(result, 2)
-            for t in range(unseen, count):
-                v = at(v_cache, ((b * slots + first + t) * kv_heads + g) * d)
-                p = s[t]
-                for j in range(d):
-                    o[j] += p * as_type(one, v[j])
-            store(result, 0, m)
-            store(result, 1, l)
-    for row in range(batch * heads):
+        low = max(block * KEY_BLOCK, full - window if window else 0)
+        start = (b * slots + low) * kv_heads * d
+        _attend_block(
+            one,
+            kept_like,
+            scale,
+            at(qkv, b * (heads + 2 * kv_heads) * d),
+            at(k_cache, start),
+            at(v_cache, start),
+            slopes_address,
+            position - low,
+            at(scores, task * heads * KEY_BLOCK),
+            at(partial, (b * heads * blocks + block) * (d + 2)),
+            heads,
+            kv_heads,
+            d,
+            min((block + 1) * KEY_BLOCK, full) - low,
+            blocks * (d + 2),
+        )
+    for row in prange(batch * heads):
         z = at(out, row * d)
         m = partial[row * blocks * (d + 2)]
         for block in range(1, blocks):

@@ -1,12 +1,14 @@
 """Whole models on the cpu backend: loss, every gradient, training and generation."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 import accel
+from accel.cpu import bf16, decode, memory, q8
 from accel.threads import available_cores, set_threads
 from accel.tolerance import UNIT_ROUNDOFF
 from reference import boundary
@@ -101,8 +103,8 @@ def test_decode_step_equals_the_reference_at_rows_of_their_own(name: str, dtype:
     "fields",
     [
         {},
-        {"window": 700},  # a ring of two blocks of keys, gone round at position 1023
-        {"window": 600, "position": "alibi"},  # all are kept, and the first block is not seen
+        {"window": 700},  # a ring of blocks of keys, gone round at position 1023
+        {"window": 600, "position": "alibi"},  # all are kept, and the first blocks are not seen
     ],
 )
 def test_decode_step_joins_blocks_of_keys(fields: dict[str, Any]) -> None:
@@ -116,10 +118,90 @@ def test_decode_step_joins_blocks_of_keys(fields: dict[str, Any]) -> None:
         other[...] = rng.standard_normal(other.shape)
         mine[...] = other
     token = np.array([3, 4], np.int32)
-    for position in ([510, 1099], [511, 512], [1023, 1024]):
+    for position in ([30, 1099], [31, 32], [510, 511], [1023, 1024]):
         got = ops.decode_step(params, config, token, ours, np.array(position))
         expected = reference.decode_step(params, config, token, theirs, np.array(position))
         assert difference(got, expected) < 1e-12
+
+
+@pytest.mark.parametrize("compute", ["float32", "bf16", "q8_0"])
+def test_decode_step_reads_the_weights_that_it_is_given_now(
+    compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was gathered for one token serves the next as long as the arrays are the same."""
+    config = toy(MYLLM_1B)
+    ops = accel.load("cpu", compute=compute)
+    layout, flat = decoder_layout(config), weights(config, np.float32)
+    made = [ops.parameters(layout.views(flat * np.float32(by))) for by in (1, 1.5)]
+
+    def logits(params: dict[str, Array]) -> Array:
+        cache = ops.kv_cache(params, config, 1, 4)
+        return ops.decode_step(params, config, np.array([3], np.int32), cache, 0)
+
+    params = dict(made[0])
+    before = logits(params)
+    np.testing.assert_array_equal(logits(params), before)
+    for name in ("layers.1.ffn.w_down", "layers.0.ffn_norm.gain"):
+        params[name] = made[1][name]
+        mixed = logits(params)
+        assert not np.array_equal(mixed, before)
+        monkeypatch.setattr(decode, "_latest", None)
+        before = logits(params)
+        np.testing.assert_array_equal(mixed, before)
+    gain = params["final_norm.gain"]
+    gain *= 2  # in place
+    assert difference(logits(params), 2 * before) < 1e-6
+    params["final_norm.gain"] = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"final_norm\.gain must have shape"):
+        logits(params)
+    del params["final_norm.gain"]
+    with pytest.raises(ValueError, match=r"missing final_norm\.gain"):
+        logits(params)
+
+
+def test_decode_step_keeps_no_weights_but_reads_those_that_are_not_contiguous() -> None:
+    config = toy(MYLLM_1B)
+    ops = accel.load("cpu")
+    params = decoder_layout(config).views(weights(config, np.float32))
+    name = "layers.0.attention.wo"
+    params[name] = np.asfortranarray(params[name])
+    cache = ops.kv_cache(params, config, 1, 4)
+    token = np.array([3], np.int32)
+    before = ops.decode_step(params, config, token, cache, 0)
+    params[name] *= 2
+    assert not np.array_equal(ops.decode_step(params, config, token, cache, 0), before)
+    params[name] = np.ascontiguousarray(params[name])
+    ops.decode_step(params, config, token, cache, 0)
+    gone = weakref.ref(params.pop(name))
+    assert gone() is None
+
+
+@pytest.mark.parametrize(("compute", "module"), [("bf16", bf16), ("q8_0", q8)])
+def test_decode_step_reads_forms_that_it_makes_anew_for_each_token(
+    compute: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that did not come from ``ops.parameters`` have no forms that stay."""
+    config = toy(MYLLM_1B)
+    ops = accel.load("cpu", compute=compute)
+    made: list[Array] = []  # else the next forms may lie where the former did
+
+    def lasting(*arguments: Any) -> Array:
+        made.append(memory.lasting(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(module, "lasting", lasting)
+    params = decoder_layout(config).views(weights(config, np.float32))
+
+    def logits(params: dict[str, Array]) -> Array:
+        cache = ops.kv_cache(params, config, 1, 4)
+        return ops.decode_step(params, config, np.array([3], np.int32), cache, 0)
+
+    before = logits(params)
+    params["layers.0.attention.wo"] *= 1.5
+    after = logits(params)
+    assert not np.array_equal(after, before)
+    copies = {name: array.copy() for name, array in params.items()}
+    np.testing.assert_array_equal(after, logits(copies))
 
 
 @pytest.mark.parametrize("fields", [{}, {"window": (5, 0), "qk_norm": True}])
