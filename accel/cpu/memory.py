@@ -13,7 +13,8 @@ kept here.
 Which interval: the one that fits best, in a step that is larger than those before. Between arrays
 that stay, it leaves holes that nothing fits in, 5 to 15 % of a step. So what such a step asks for
 is written down, and how long each array lives, and the next step finds a place planned for each
-(``plan.py``) that leaves next to none. The large step itself gives freed pages back to the system.
+(``plan.py``) that leaves next to none. The large step itself gives freed pages back to the system,
+from where it has become large if those before were small.
 Steps of few bytes, whose time it would cost, are left as they are.
 """
 
@@ -45,6 +46,7 @@ HUGE = 2 << 20  # bytes: a huge page, which is given back as a whole, or becomes
 PLANNED = 64 << 20  # bytes of a step, from which on it is planned: less cannot lose much to holes
 RECORDED = 5_000  # arrays of a step, at most, whose places are planned
 GROWN = 1.02  # times as much memory as any step before: a larger step
+RETURNED = 4  # times its memory that such a step gives back at most: a long loop would pay for ever
 BYTE = np.dtype(np.uint8)
 
 
@@ -104,7 +106,9 @@ class Arena:
         self._lock = threading.Lock()
         self._plan = Plan()
         self._step: Plan | None = None  # what the present step has asked for
+        self._given_back = 0  # bytes of this step's arrays
         self._begun = False
+        self._late = False  # the present step was small at first: that part is not written down
         self._before: list[int] = []  # the sizes that the step before asked for
         self._numbers: dict[int, int] = {}  # start of an array of this step -> its number there
 
@@ -118,6 +122,8 @@ class Arena:
             start = self._place(size)
             self.held += size
             self.most = max(self.most, self.held)
+            if self._step is None and self._begun and self.most >= PLANNED:
+                self._step, self._late = Plan(), True
             if self._step is not None and len(self._step.sizes) < RECORDED:
                 self._numbers[start] = self._step.born(size)
         i = self._chunk(start)
@@ -128,10 +134,11 @@ class Arena:
         """Begin a step, which may ask for the same as the one before."""
         with self._lock:
             self._take_back()
-            done, first = self._step, not self._begun
-            self._begun = True
+            done, first = None if self._late else self._step, not self._begun
+            self._begun, self._late = True, False
             self._step = Plan() if first or self.most >= PLANNED else None
             self._numbers.clear()
+            self._given_back = 0
             if done is None or self._step is None:
                 return
             again = done.sizes == self._before and done.sizes != self._plan.sizes
@@ -163,7 +170,9 @@ class Arena:
             low, length = self._free.give(start, size)
             if self._step is not None:
                 self._step.died(self._numbers.pop(start, None))
-                if self._step.most > GROWN * self._plan.most:
+                larger = self._step.most > GROWN * self._plan.most
+                if larger and self._given_back < RETURNED * self._step.most:
+                    self._given_back += size
                     # whole huge pages: also those that neighbours held until now
                     end = min(low + length, start + size + HUGE)
                     self._give_back(max(low, start - HUGE), end)

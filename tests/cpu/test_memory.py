@@ -144,6 +144,35 @@ def test_a_larger_step_than_before_gives_back_what_it_frees() -> None:
     assert (most - 4) * unit < process.memory_info().rss - first < (most + 6) * unit
 
 
+def test_a_long_first_step_ends_up_with_pages_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, given = memory.Arena(), [0]
+    monkeypatch.setattr(memory, "give_back", lambda *_: given.append(given.pop() + 1))
+    arena.begin()
+    counts = []
+    for _ in range(20):
+        arena.take(32 << 20)  # gone at once, as in a loop of one op
+        counts.append(given[0])
+    assert 1 <= counts[-1] == counts[10] <= memory.RETURNED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux alone")
+def test_a_large_step_behind_a_small_one_gives_back_what_it_frees() -> None:
+    arena, unit = memory.Arena(), 1 << 20
+    process = psutil.Process()
+    arena.begin()
+    arena.take(unit)
+    arena.begin()
+    first = process.memory_info().rss
+    layers(arena)
+    places = []
+    for _ in range(2):
+        arena.begin()
+        assert process.memory_info().rss - first < 70 * unit  # what came before it was large
+        places.append(layers(arena))
+    low, high = places[-1]
+    assert high - low == LAYERS * 16 * unit + 13 * unit  # planned by a step that was seen whole
+
+
 @pytest.mark.usefixtures("planned")
 def test_a_larger_step_is_planned_when_it_comes_and_another_one_when_it_comes_again() -> None:
     arena = memory.Arena()
