@@ -8,7 +8,8 @@ r"""The tokenizer file: one small file, no pickle, the same bytes on every machi
     SHA-256 of all bytes above              32 bytes
 
 Tokens are not stored: bytes are, by their ids, and merges, of which each makes the next token. Only
-tokens that no merge makes, and ids out of order, both of imported vocabularies, take more room.
+tokens that no merge makes, or none before a merge that joins them (as in Llama 3's), and ids out of
+order, all of imported vocabularies, take more room.
 """
 
 import hashlib
@@ -42,10 +43,10 @@ class _Header(msgspec.Struct, kw_only=True):
 class _Sections(NamedTuple):
     """The arrays that a file holds."""
 
-    byte_ids: Array  # (256,)
+    byte_ids: Array  # (256,); n_vocab of a byte without a token
     merges: Array  # (2M,) pairs of ids
     results: Array  # (M,) what each makes; empty where that is in order
-    extra_ids: Array  # of the tokens that no merge makes
+    extra_ids: Array  # of the tokens that no merge makes, or too late for another merge
     extra_lengths: Array
     extra_bytes: Array
     class_starts: Array
@@ -54,15 +55,21 @@ class _Sections(NamedTuple):
 
 def to_bytes(vocabulary: Vocabulary) -> bytes:
     """Return the file of a vocabulary."""
-    wide = "<u2" if vocabulary.n_vocab <= 1 << 16 else "<u4"
+    byte_ids, n_vocab = vocabulary.byte_ids, vocabulary.n_vocab
+    wide = "<u2" if n_vocab + (byte_ids.min() < 0) <= 1 << 16 else "<u4"
     merges = np.zeros((0, 2), np.int32) if vocabulary.merges is None else vocabulary.merges
     results = np.zeros(0, np.int32) if vocabulary.merges is None else vocabulary.results
-    made = set(vocabulary.byte_ids.tolist()) | set(results.tolist())
-    extra = {i: token for i, token in vocabulary.tokens.items() if i not in made}
-    if np.array_equal(results, vocabulary.byte_ids.max() + 1 + np.arange(results.size)):
+    # by which merge a token is there: bytes before all, what no merge makes never
+    there = np.full(n_vocab, results.size)
+    there[results[::-1]] = np.arange(results.size)[::-1]
+    there[byte_ids[byte_ids >= 0]] = -1
+    late = merges[there[merges] >= np.arange(results.size)[:, None]]
+    wanted = {*late.tolist(), *np.flatnonzero(there == results.size).tolist()}
+    extra = {i: token for i, token in vocabulary.tokens.items() if i in wanted}
+    if np.array_equal(results, byte_ids.max() + 1 + np.arange(results.size)):
         results = results[:0]  # in order, as the loader assumes where there are none
     sections = _Sections(
-        vocabulary.byte_ids.astype(wide),
+        np.where(byte_ids < 0, n_vocab, byte_ids).astype(wide),
         merges.reshape(-1).astype(wide),
         results.astype(wide),
         np.array(list(extra), wide),
@@ -73,7 +80,7 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
     )
     header = {
         "has_merges": vocabulary.merges is not None,
-        "n_vocab": vocabulary.n_vocab,
+        "n_vocab": n_vocab,
         "pattern": vocabulary.pattern,
         "sections": [
             [name, f"<u{array.itemsize}", array.size] for name, array in sections._asdict().items()
@@ -144,7 +151,7 @@ def _vocabulary_of(header: _Header, data: bytes, nfc: bool) -> Vocabulary:
     byte_ids = sections.byte_ids.tolist()
     if len(byte_ids) != 256:
         raise ValueError(f"{len(byte_ids)} ids of bytes, not 256")
-    tokens = {i: bytes([byte]) for byte, i in enumerate(byte_ids)}
+    tokens = {i: bytes([byte]) for byte, i in enumerate(byte_ids) if i != header.n_vocab}
     extra = sections.extra_bytes.tobytes()
     stops = np.cumsum(sections.extra_lengths, dtype=np.int64).tolist()
     if [0, *stops][-1] != len(extra) or len(stops) != sections.extra_ids.size:
@@ -156,7 +163,7 @@ def _vocabulary_of(header: _Header, data: bytes, nfc: bool) -> Vocabulary:
     merges = sections.merges.reshape(-1, 2).astype(np.int32)
     results = sections.results.tolist()
     if not results:
-        first = max(byte_ids) + 1
+        first = 1 + max((i for i in byte_ids if i != header.n_vocab), default=-1)
         results = list(range(first, first + len(merges)))
     if len(results) != len(merges):
         raise ValueError(f"{len(merges)} merges make {len(results)} tokens")

@@ -231,6 +231,7 @@ class _Model(msgspec.Struct):
     continuing_subword_prefix: str | None = None
     end_of_word_suffix: str | None = None
     ignore_merges: bool = False
+    unk_token: str | None = None
 
 
 class _ModelType(msgspec.Struct):
@@ -312,7 +313,13 @@ def _vocabulary_of(content: _Huggingface) -> Vocabulary:
     if len(specials) < len(content.added_tokens):
         raise ValueError("two added tokens have the same content")
     pattern = _pattern_of(content.pre_tokenizer)
-    return unspelled(model.vocab, model.merges, specials, pattern, model.ignore_merges, nfc)
+    found = unspelled(model.vocab, model.merges, specials, pattern, model.ignore_merges, nfc)
+    if found.lacking and model.unk_token:
+        raise ValueError(
+            f"it has no token for byte 0x{found.lacking[0]:02x} and takes {model.unk_token!r} for "
+            "it, which is not known here"
+        )
+    return found
 
 
 def _makes_nfc(normalizer: _Normalizer | None) -> bool:
@@ -371,6 +378,8 @@ def to_tiktoken(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
         If the order of ids is not the order of merges.
     """
     vocabulary = tokenizer.vocabulary
+    if vocabulary.lacking:
+        raise ValueError(f"no token for byte 0x{vocabulary.lacking[0]:02x}, as tiktoken must have")
     if vocabulary.merges is not None:
         single = int(vocabulary.byte_ids.max())
         if (np.diff(vocabulary.results, prepend=single) <= 0).any():

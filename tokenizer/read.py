@@ -8,9 +8,11 @@ A row that has no text in the field, or a line that is no UTF-8, is **bad**: an 
 file and line, unless the caller has a place to report it to and goes on without the line.
 """
 
+import codecs
 import glob
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -190,9 +192,7 @@ def expand(paths: Sequence[str]) -> Inputs:
         if path == "-":
             found = ["-"]
         elif Path(path).is_dir():
-            below = sorted(Path(path).rglob("*"))
-            hidden = [p for p in below if any(q.startswith(".") for q in p.relative_to(path).parts)]
-            found = [str(p) for p in below if p.is_file() and p not in set(hidden)]
+            found = [str(p) for p in sorted(_below(path)) if p.is_file()]
         elif Path(path).exists():
             found = [path]
         else:
@@ -202,6 +202,8 @@ def expand(paths: Sequence[str]) -> Inputs:
             what = (
                 "is an archive: unpack it, and give the folder"
                 if is_archive(path)
+                else "is UTF-16: save it as UTF-8"
+                if _is_utf16(path)
                 else "is no text"
             )
             raise ValueError(f"{path!r} {what}")
@@ -215,14 +217,31 @@ def expand(paths: Sequence[str]) -> Inputs:
     return Inputs(files, passed_over)
 
 
+def _below(folder: str) -> Iterator[Path]:
+    """Yield what lies in a folder and those below, but what is hidden."""
+
+    def fail(error: OSError) -> None:  # else a folder that cannot be read would be left out
+        raise error
+
+    for where, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(where, name) for name in names if not name.startswith("."))
+
+
 def is_text(name: str) -> bool:
-    """Tell whether a file can be text: rows, something packed, or no NUL where it begins."""
+    """Tell whether a file can be text: rows, something packed, or no NUL or PDF where it begins."""
     if is_archive(name):
         return False
     if is_rows(name) or name.endswith((".gz", ".zst")):
         return True
     with open(name, "rb") as file:
-        return b"\0" not in file.read(_LOOK)
+        head = file.read(_LOOK)
+    return b"\0" not in head and not head.startswith(b"%PDF-")
+
+
+def _is_utf16(name: str) -> bool:
+    with open(name, "rb") as file:
+        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def is_archive(name: str) -> bool:

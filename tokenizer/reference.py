@@ -186,11 +186,11 @@ def encode_word(
     word : bytes
         A piece, as ``split`` gives it.
     byte_ids : sequence
-        The 256 ids of single bytes.
+        The 256 ids of single bytes; one without a token, -1, is left out.
     ranks : mapping
         Pair of ids -> its rank, and the id it becomes.
     """
-    return encode_symbols([byte_ids[byte] for byte in word], ranks)
+    return encode_symbols([byte_ids[byte] for byte in word if byte_ids[byte] >= 0], ranks)
 
 
 def encode_symbols(symbols: list[int], ranks: Mapping[Pair, tuple[int, int]]) -> list[int]:

@@ -92,12 +92,19 @@ class Tokenizer:
     @property
     def loss(self) -> str:
         """What of a text does not come back, as a sentence; empty: all of it does."""
-        if not self.vocabulary.nfc:
-            return ""
-        return (
-            "this tokenizer is not lossless: it brings text to Unicode's form NFC, so that of two "
-            "spellings of one character (é, or e and an accent) the composed one comes back"
-        )
+        losses = []
+        if self.vocabulary.nfc:
+            losses.append(
+                "it brings text to Unicode's form NFC, so that of two spellings of one character "
+                "(é, or e and an accent) the composed one comes back"
+            )
+        if lacking := self.vocabulary.lacking:
+            shown = lacking[:32].hex(" ") + " …" * (len(lacking) > 32)
+            losses.append(
+                f"it has no token for {len(lacking)} of the 256 bytes (0x{shown}), which are left "
+                "out"
+            )
+        return f"this tokenizer is not lossless: {'; '.join(losses)}" if losses else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one id; of a special token, its name."""

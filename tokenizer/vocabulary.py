@@ -46,8 +46,9 @@ class Vocabulary:
     Parameters
     ----------
     tokens : mapping
-        Id -> bytes, special tokens left out. Every single byte has a token, no two are equal, none
-        has more than ``MAX_TOKEN_BYTES``, and all have ``MAX_BYTES`` at most.
+        Id -> bytes, special tokens left out. No two are equal, none has more than
+        ``MAX_TOKEN_BYTES``, and all have ``MAX_BYTES`` at most. Bytes without a token (SmolLM's
+        vocabulary lacks those that its corpus did) are left out of a text.
     merges : Array or None
         (M, 2) int32 pairs of ids in the order learned, each making the token of their bytes
         together. None: every pair whose bytes together are a token may merge, the lowest id first
@@ -109,11 +110,10 @@ class Vocabulary:
         for i, token in self.tokens.items():
             total += len(token)
             check_size(i, len(token), total)
-        for byte in range(256):
-            if bytes([byte]) not in self.ids:
-                raise ValueError(f"no token for byte 0x{byte:02x}: such a vocabulary loses text")
         if self.merges is not None:
             _ = self.results
+        elif self.lacking:
+            raise ValueError(f"no token for byte 0x{self.lacking[0]:02x}, as tiktoken must have")
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -122,8 +122,13 @@ class Vocabulary:
 
     @cached_property
     def byte_ids(self) -> Array:
-        """(256,) int32: the id of every single byte."""
-        return np.array([self.ids[bytes([byte])] for byte in range(256)], np.int32)
+        """(256,) int32: the id of every single byte; -1 of one without a token."""
+        return np.array([self.ids.get(bytes([byte]), -1) for byte in range(256)], np.int32)
+
+    @property
+    def lacking(self) -> bytes:
+        """The bytes without a token."""
+        return np.flatnonzero(self.byte_ids < 0).astype(np.uint8).tobytes()
 
     @cached_property
     def results(self) -> Array:

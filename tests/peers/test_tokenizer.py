@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -115,6 +116,37 @@ def test_a_vocabulary_trained_by_hugging_face_is_imported_with_its_ids(
     for text in corpus():
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, allowed_special="all") == expected
+
+
+def test_bytes_that_the_corpus_lacked_are_left_out_as_hugging_face_does(tmp_path: Path) -> None:
+    """Its trainer gives tokens to the bytes that it sees alone, unless told: SmolLM's has 235."""
+    from tokenizers import models, pre_tokenizers, trainers
+
+    theirs = tokenizers.Tokenizer(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=["<s>"], show_progress=False)
+    theirs.train_from_iterator(["".join(map(chr, range(32, 127))) * 3, *corpus()[:9]], trainer)
+    theirs.save(str(tmp_path / "theirs.json"))
+    ours = from_huggingface(tmp_path / "theirs.json")
+    assert b"\x04" in ours.vocabulary.lacking and ours.loss
+    beside = [f"{a}\x04{b}" for a in ("!", "the", " \n") for b in ("!", "m", "\n ", "\x06" * 40)]
+    for text in (*HARD, *SPELLINGS, *beside, *("".join(beside) + "!\x04" * n for n in (5, 90))):
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, allowed_special="all") == expected, ascii(text)
+
+
+def test_each_pair_that_makes_a_token_may_be_a_merge(tmp_path: Path) -> None:
+    """As transformers makes Llama 3's list from ranks: merges come before those of their parts."""
+    vocabulary = small().vocabulary
+    left, right, _, _ = dataclasses.replace(vocabulary, merges=None).ranked_pairs()
+    pairs = np.stack([left, right], axis=1)[::-1]  # the last tokens first
+    every = dataclasses.replace(vocabulary, merges=pairs, whole_pieces=True)
+    Tokenizer(every).save(tmp_path / "t.tok")
+    ours = Tokenizer.load(tmp_path / "t.tok")
+    face = as_huggingface(ours, tmp_path)
+    for text in (*HARD, *corpus()[::9]):
+        ids = ours.encode(text, allowed_special="all")
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
 
 
 def test_text_is_made_nfc_as_hugging_face_makes_it(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """The command, as a person at a terminal uses it."""
 
+import errno
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +204,24 @@ def test_folders_and_globs_give_files_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no file"):
         Source([str(tmp_path / "empty")])
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "b/c.txt", ".d/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if path.endswith(("b", ".d")):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refusing)
+    with pytest.raises(PermissionError, match="b'"):  # what is hidden is not looked into
+        Source([str(tmp_path)])
 
 
 @pytest.mark.parametrize("pattern", ["gpt4", "gpt2"])

@@ -49,7 +49,7 @@ class Tables(NamedTuple):
     Kernels take it from Python as a plain tuple, whose type Numba recognises faster.
     """
 
-    byte_ids: Array  # (256,) int32: the id of every byte
+    byte_ids: Array  # (256,) int32: the id of every byte; -1: it has none, and is left out
     pairs: Array  # (2·P,) uint64: pair of ids + 1, and rank << 32 | new id
     pair_shift: Int
     slots: Array  # (SLOT·S,) uint64: tokens of up to 15 bytes
@@ -105,9 +105,10 @@ def merge_scan(
     """
     pairs = tables.pairs
     shift = tables.pair_shift
-    n = stop - start
-    for k in range(n):
-        symbols[k] = tables.byte_ids[buf[start + k]]
+    n = np.int64(0)
+    for k in range(start, stop):
+        symbols[n] = tables.byte_ids[buf[k]]
+        n += symbols[n] >= 0
     for k in range(n - 1):
         ranks[k] = rank_of(pairs, shift, symbols[k], symbols[k + 1])
     while n > 1:
@@ -135,15 +136,17 @@ def merge_heap(buf: Array, start: Int, stop: Int, tables: Tables) -> Array:
     """Merge a long piece in O(n log n): linked symbols, and a heap of ``rank << 32 | position``."""
     pairs = tables.pairs
     shift = tables.pair_shift
-    n = stop - start
-    symbols = np.empty(n, np.int32)
+    n = np.int64(0)
+    symbols = np.empty(stop - start + 1, np.int32)
+    for k in range(start, stop):
+        symbols[n] = tables.byte_ids[buf[k]]
+        n += symbols[n] >= 0
     before = np.empty(n, np.int32)
     after = np.empty(n, np.int32)
     merges = np.empty(n, np.uint64)  # rank and new id of the pair that begins here, as it is now
     heap = np.empty(3 * n + 1, np.uint64)
     size = np.int64(0)
     for k in range(n):
-        symbols[k] = tables.byte_ids[buf[start + k]]
         before[k] = k - 1
         after[k] = k + 1
     for k in range(n):
