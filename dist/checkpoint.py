@@ -104,6 +104,13 @@ def step_of(path: Path) -> int | None:
     return int(path.name.removeprefix("step-"))
 
 
+def name_of(path: Path) -> str:
+    """Return what the model in a checkpoint is called: after its run, where it is of one."""
+    path = path.resolve()
+    run = path.parent.parent.name if step_of(path) is not None else ""
+    return run or path.name
+
+
 def steps(folder: Path) -> list[int]:
     """Return the steps of the whole checkpoints in a folder, the oldest first."""
     found = (step_of(path) for path in folder.glob("step-*"))
@@ -406,13 +413,16 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).exists():
         return path
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, path / "checkpoints") if path.is_dir() else ():
         for pointer in ("best", "latest"):
             found = pointed(folder, pointer)
             if found is not None:
                 return found
     name = f"{path}" if f"{path}".isprintable() else repr(f"{path}")
-    raise FileNotFoundError(f"{name} is no checkpoint and no folder of a run that has one")
+    files = (".gguf", ".bin", ".safetensors")
+    theirs = path.suffix in files or (path / "config.json").is_file()
+    hint = "; `myllm import` makes one of a model of others" if theirs else ""
+    raise FileNotFoundError(f"{name} is no checkpoint and no folder of a run that has one{hint}")
 
 
 def read_manifest(path: Path) -> Manifest:

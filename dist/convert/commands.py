@@ -32,17 +32,18 @@ def export(argv: Sequence[str]) -> int:
     args.add_argument("--dtype", choices=KINDS, default="float32", help="float32 (default)")
     given = args.parse_args(argv)
     out, kind = Path(given.out), KINDS[given.dtype]
-    if kind == "Q8_0" and out.suffix != ".gguf":
+    suffix = out.suffix.lower()
+    if kind == "Q8_0" and suffix != ".gguf":
         raise ValueError("--dtype q8_0 is for GGUF: name the output FILE.gguf")
-    if out.suffix in (".safetensors", ".json"):
+    if suffix in (".safetensors", ".json"):
         raise ValueError(f"{out}: such files lie in a folder with others; name the folder")
     keep_memory()
     weights = Weights(given.checkpoint)
     started = time.perf_counter()
     notes: list[str] = []
-    if out.suffix == ".gguf":
+    if suffix == ".gguf":
         family, notes = gguf.export(weights, out, kind)
-    elif out.suffix == ".bin":
+    elif suffix == ".bin":
         family = llmc.export(weights, out, kind)
     else:
         family = huggingface.export(weights, out, kind)
@@ -78,15 +79,16 @@ def import_(argv: Sequence[str]) -> int:
     args.add_argument("--without-tokenizer", action="store_true", help="import the weights alone")
     given = args.parse_args(argv)
     source, out = Path(given.source), Path(given.out)
+    suffix = source.suffix.lower()
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}")
-    if source.is_file() and source.suffix not in READERS:
+    if source.is_file() and suffix not in READERS:
         raise ValueError(
             f"{source} is no FILE.gguf or FILE.bin; of Hugging Face's, give the folder"
         )
     keep_memory()
     started = time.perf_counter()
-    reader = huggingface.read if source.is_dir() else READERS[source.suffix]
+    reader = huggingface.read if source.is_dir() else READERS[suffix]
     found = reader(source, with_tokenizer=not given.without_tokenizer)
     fill, whole = parameters(found, source)
     write_weights(out, found.config, fill, found.tokenizer, whole)

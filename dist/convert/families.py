@@ -197,7 +197,8 @@ MISTRAL = Family(
     always=_without("window"),
     keys=(
         *_LLAMA_KEYS,
-        Key("window", lambda c: c.get("sliding_window") or 0, _write_mistral_window),
+        # of none, transformers takes 4096; null means none
+        Key("window", lambda c: c.get("sliding_window", 4096) or 0, _write_mistral_window),
     ),
     rows=_LLAMA_ROWS,
     demands={**_LLAMA_DEMANDS, "attention_bias": False},

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from accel.q8_0 import BLOCK
+from dist import checkpoint
 from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Family, Tensor, choose, named, shown
@@ -62,7 +63,7 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
     keys = {
         "general.architecture": family.name,
         "general.type": "model",
-        "general.name": weights.path.resolve().name,
+        "general.name": checkpoint.name_of(weights.path),
         "general.file_type": TYPES[kind][1],
         **({"general.quantization_version": 2} if kind == "Q8_0" else {}),
         **{name: value for name, value in family.describe(config).items() if "." in name},
@@ -128,7 +129,7 @@ def _string(text: str) -> bytes:
 def _value(value: Any) -> bytes:
     """Return the type and the bytes of a value."""
     if isinstance(value, list):
-        kind, _ = _typed(value[0])
+        kind, _ = _typed(value[0] if value else "")  # of no merges, say
         count = struct.pack("<IIQ", ARRAY, kind, len(value))
         return count + b"".join(_typed(element)[1] for element in value)
     kind, data = _typed(value)

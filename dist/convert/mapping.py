@@ -207,10 +207,13 @@ class Family:
             back = self.read(self.describe(config), self.name)
         except ValueError as error:  # such as GPT-2's heads that do not divide its width
             return [str(error)]
+        theirs = _meaning(back)
         return [
             f"{name} = {shown(getattr(config, name))} (it has {shown(getattr(back, name))})"
             for name, value in _meaning(config).items()
-            if not _same(value, _meaning(back).get(name))
+            if not _same(value, theirs.get(name))
+            # what means nothing there, such as RoPE's base without RoPE, is not what is lacking
+            and (name in theirs or getattr(config, name) != getattr(back, name))
         ]
 
     def tensors(self, config: Config) -> list[Tensor]:

@@ -133,7 +133,7 @@ def gguf_keys(tokenizer: "Tokenizer", config: Config, where: str) -> dict[str, A
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": [names[i] for i in range(config.vocab_size)],
         "tokenizer.ggml.token_type": [np.int32(kind) for kind in types],
-        **({"tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges]} if merges else {}),
+        "tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges],  # llama.cpp wants the key
         **ids,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,

@@ -4,7 +4,6 @@ import contextlib
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from dist import checkpoint
 from dist.commands import parser
@@ -78,7 +77,7 @@ def serve(argv: Sequence[str]) -> int:
             no_chat = never_chatted(model, tokenizer)
         except ValueError as error:
             no_chat = str(error)
-        name = given.name or _name_of(model.path)
+        name = given.name or checkpoint.name_of(model.path)
         local = given.host in LOCAL
         served = Served(name, model, tokenizer, no_chat, given.timeout, local)
         _warm(model)
@@ -126,13 +125,6 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
                 f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port"
             ) from error
         yield found
-
-
-def _name_of(path: Path) -> str:
-    """Return what the model in a checkpoint is called: after its run, where it is of one."""
-    path = path.resolve()
-    run = path.parent.parent.name if checkpoint.step_of(path) is not None else ""
-    return run or path.name
 
 
 def _warm(model: Model) -> None:

@@ -247,6 +247,28 @@ def test_the_tokenizer_travels_along(tokenizer: Tokenizer, tmp_path: Path) -> No
     assert back == tokenizer.vocabulary
 
 
+def test_published_vocabularies_travel_along(tmp_path: Path) -> None:
+    """Llama 3's has merges before those of their parts, SmolLM's lacks bytes; one may not merge."""
+    ours = train_from_iterator([text(i) for i in range(100)], 320)
+    v = ours.vocabulary
+    assert v.merges is not None
+    early = [0, *range(2, len(v.merges)), 1]  # the second, after those that join what it makes
+    lacking = {i: token for i, token in v.tokens.items() if token != b"\x04"}
+    plain = train_from_iterator([], 276)
+    for name, tokenizer in (
+        ("early", remade(ours, merges=v.merges[early])),
+        ("lacking", remade(ours, tokens=lacking)),
+        ("plain", plain),
+    ):
+        write_random(tmp_path / name, replace(LLAMA, vocab_size=320), tokenizer)
+        for out in (f"{name}.gguf", f"{name}-hf"):
+            assert cli.main(["export", str(tmp_path / name), str(tmp_path / out)]) == 0
+            back = tmp_path / f"{out}-back"
+            assert cli.main(["import", str(tmp_path / out), "-o", str(back)]) == 0
+            assert Tokenizer.load(back / "tokenizer.myllm").vocabulary == tokenizer.vocabulary
+    assert gguf.header(tmp_path / "plain.gguf")[0]["tokenizer.ggml.merges"] == []
+
+
 def remade(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:
     v = tokenizer.vocabulary
     fields = {

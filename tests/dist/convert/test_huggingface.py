@@ -162,6 +162,23 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in (tmp_path / "hf" / "config.json").read_text()
 
 
+def test_what_means_nothing_there_is_not_said_to_be_lacking(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA3, rope_base=Config.rope_base))
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.bin")]) == 1
+    said = capsys.readouterr().err
+    assert "position = 'rope'" in said and "rope_factor = 8.0 (it has 1.0)" in said
+    assert "rope_base" not in said and "rope_low_freq_factor" not in said
+
+
+def test_the_suffix_of_a_name_may_be_in_capitals(tmp_path: Path) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "M.GGUF")]) == 0
+    assert (tmp_path / "M.GGUF").is_file()
+    assert cli.main(["import", str(tmp_path / "M.GGUF"), "-o", str(tmp_path / "back")]) == 0
+
+
 def test_dropout_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_random(tmp_path / "mine", replace(LLAMA, dropout_residual=0.1, dropout_attention=0.2))
     assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
@@ -291,6 +308,7 @@ def test_configurations_as_published_are_read() -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert described(SMOLLM2, **mistral, sliding_window=7).window == 7
     assert described(SMOLLM2, **mistral, sliding_window=None).window == 0
+    assert described(SMOLLM2, **mistral).window == 4096  # as transformers has it
     qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": 7}
     assert described(SMOLLM2, **qwen, use_sliding_window=False).window == 0
     two = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 7}
