@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from accel import AUTO, READING, Attention
+from accel import AUTO, BACKENDS, COMPUTE, READING, Attention
 from reference.blocks import Recompute
 from reference.config import Config, Positive, Range, check_fields
 from reference.schedule import Schedule, learning_rate
@@ -256,6 +256,10 @@ def check(config: RunFile) -> None:
             f"run.compute {run.compute!r} is for reading and writing with a trained model: nothing "
             "can be trained in eight bits; choose 'float32', 'bf16' or 'auto'"
         )
+    for key, known in (("backend", BACKENDS), ("compute", (*COMPUTE, AUTO))):
+        if getattr(run, key) not in known:
+            said = ", ".join(known)
+            raise ValueError(f"run.{key} must be one of {said}, got {getattr(run, key)!r}")
     if run.comm == "nccl" and run.backend != "cuda":
         raise ValueError(
             f"run.comm 'nccl' moves the arrays of GPUs, and run.backend {run.backend!r} has none; "

@@ -33,8 +33,8 @@ class GpuMemory(NamedTuple):
         return sum(self)
 
 
-def scratch_bytes(model: Config, tokens: int, item: int) -> int:
-    """Return the bytes of a step beside activations, at its widest moment.
+def scratch_bytes(model: Config, tokens: int, item: int, logits: int = CHUNK_ELEMENTS) -> int:
+    """Return the bytes of a step beside activations, at its widest moment; a chunk has ``logits``.
 
     From the loss to the end of the backward three arrays of the residual stream's size are held.
     With them, whichever is largest: the head's float32 gradient and a chunk of logits; in the
@@ -43,7 +43,7 @@ def scratch_bytes(model: Config, tokens: int, item: int) -> int:
     """
     c = model
     held = 3 * tokens * c.d_model * item
-    chunk = min(max(1, CHUNK_ELEMENTS // c.vocab_size), tokens) * c.vocab_size * item
+    chunk = min(max(1, logits // c.vocab_size), tokens) * c.vocab_size * item
     chunk += 4 * c.vocab_size * c.d_model
     ffn = tokens * (3 if c.ffn == "swiglu" else 2) * c.d_ff * item
     heads = (2 * c.n_heads + 2 * c.n_kv_heads) * item + 2 * 4 * c.n_heads

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from dist import checkpoint
 from dist.config import RunFile, from_tables
 from reference.ops import Ops
 
+T = TypeVar("T")
 SECONDS = 1.0  # of measuring each mode
 ROWS = 1024  # of the left operand, at most
 
@@ -139,15 +141,25 @@ def offered(backend: str) -> dict[str, Ops]:
 
 
 def measure(run: RunFile, compile_products: Callable[[], None] | None = None) -> dict[str, float]:
-    """Return the seconds that a product takes in each mode that this machine offers."""
+    """Return the seconds that a product takes in each mode that this machine offers.
+
+    The modes take turns, so that what else the machine does meets all of them.
+    """
     modes = offered(run.run.backend)
     from dist import warm  # which chooses tasks by what this file offers
 
     (compile_products or partial(warm.compile_kernels, run))()
-    return {mode: _product(ops, run) for mode, ops in modes.items()}
+    timed = {mode: _product(ops, run) for mode, ops in modes.items()}
+
+    def turn() -> dict[str, float]:
+        return {mode: once() for mode, once in timed.items()}
+
+    turns = turns_of(turn, SECONDS * len(timed))
+    return {mode: statistics.median(times[mode] for times in turns) for mode in timed}
 
 
-def _product(ops: Ops, run: RunFile) -> float:
+def _product(ops: Ops, run: RunFile) -> Callable[[], float]:
+    """Return what multiplies, forward and backward, and tells how long it took."""
     rng = np.random.default_rng(0)
     rows, width = run.train.micro_batch * run.window, run.model.d_model
     x = ops.from_numpy(rng.standard_normal((min(rows, ROWS), width), np.float32), activation=True)
@@ -161,14 +173,14 @@ def _product(ops: Ops, run: RunFile) -> float:
             ops.to_numpy(ops.linear_backward(out, cache)[1])  # waits, where work is asynchronous
         return time.perf_counter() - started
 
-    return median_seconds(once, SECONDS)
+    return once
 
 
-def median_seconds(timed: Callable[[], float], seconds: float) -> float:
-    """Return the median of what ``timed`` gives for so long, after it loaded or compiled."""
+def turns_of(timed: Callable[[], T], seconds: float) -> list[T]:
+    """Return what ``timed`` gives for so long, at least three times, once it loaded or compiled."""
     timed()
-    times: list[float] = []
+    times: list[T] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         times.append(timed())
-    return statistics.median(times)
+    return times

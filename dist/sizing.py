@@ -9,6 +9,7 @@ one size gives way to the next was measured: ``sweep/sizing/README.md``.
 
 import json
 import shlex
+import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -98,7 +99,7 @@ def step_seconds(run: RunFile) -> float:
         stepper.update(stepper.gradient([batch] * run.micro_batches, 1, 0), 1e-6)
         return time.perf_counter() - started
 
-    return mode.median_seconds(once, SECONDS)
+    return statistics.median(mode.turns_of(once, SECONDS))
 
 
 class Choice(NamedTuple):
@@ -155,37 +156,42 @@ def texts_of(path: str | None, out: Path) -> Texts:
     return Texts(packed / "train", packed / "heldout", None)
 
 
-def write_run_file(minutes: float, path: str | None, out: Path | None) -> tuple[RunFile, list[str]]:
+def write_run_file(
+    minutes: float, path: str | None, out: Path | None, ranks: int
+) -> tuple[RunFile, list[str]]:
     """Write a run file for so many minutes of all cores; return it, and what there is to say.
 
     Raises
     ------
     ValueError, OSError
-        When the file is there already, or the data cannot be read.
+        When the file is there already, the data cannot be read, or the ranks cannot share it.
     """
     out = out or Path("run.toml")
     if out.exists():
         raise ValueError(f"{out} is there already: name another by -o, or move it away")
     texts = texts_of(path, out)
-    typical, _ = mode.settled(run_of(TYPICAL, texts, out, 1, AUTO), None)
+    typical = run_of(TYPICAL, texts, out, 1, AUTO, ranks)
+    typical.accumulation(ranks)
+    typical, _ = mode.settled(typical, None)
     compute = typical.run.compute
     warm.compile_kernels(typical)
     choice = choice_for(60 * minutes, measured_speed(compute))
-    seconds = step_seconds(run_of(choice.size, texts, out, 1, compute))
+    seconds = step_seconds(run_of(choice.size, texts, out, 1, compute, ranks))
     steps = max(LEAST_STEPS, int(SHARE * 60 * minutes / seconds))
-    run = run_of(choice.size, texts, out, steps, compute)
+    run = run_of(choice.size, texts, out, steps, compute, ranks)
+    run.accumulation(ranks)
     said = [f"{choice}.", f"{1e3 * seconds:.0f} ms a step: {steps:,} steps in {minutes:g} minutes."]
     with new_place(out) as part:
         head = "".join(f"# {line}\n" for line in said)
         part.write_text(f"{head}\n{run.to_toml()}", encoding="utf-8")
-    return run, [*said, *advice(run, texts, path or "TEXTS", out, choice.size), ""]
+    return run, [*said, *advice(run, texts, path or "TEXTS", out, choice.size, ranks), ""]
 
 
-def run_of(size: Size, texts: Texts, out: Path, steps: int, compute: str) -> RunFile:
+def run_of(size: Size, texts: Texts, out: Path, steps: int, compute: str, ranks: int) -> RunFile:
     """Return the run of a size on some texts."""
     packed = texts.manifest
     words = [
-        *size.overrides(1),
+        *size.overrides(ranks),
         f"model.vocab_size={packed.vocab_size if packed else size.vocab_size}",
         f"data.train={json.dumps(str(texts.train))}",
         f"data.heldout={json.dumps(str(texts.heldout or ''))}",
@@ -209,7 +215,7 @@ def schedule(steps: int, evaluations: int) -> list[str]:
     ]
 
 
-def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size) -> list[str]:
+def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size, ranks: int) -> list[str]:
     """Return what to do next with a run file."""
     tokens, said = run.steps * run.tokens_per_step, []
     if texts.manifest is None:
@@ -229,4 +235,5 @@ def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size) -> list
         )
     if texts.heldout is None:
         said.append("No held-out text was packed, so nothing tells how good the model is.")
-    return [*said, f"written: {out}; then: myllm train {out}"]
+    shared = f" --ranks {ranks}" if ranks > 1 else ""
+    return [*said, f"written: {out}; then: myllm train {shlex.quote(str(out))}{shared}"]

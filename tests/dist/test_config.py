@@ -47,6 +47,15 @@ def test_a_resolved_run_file_reads_back_the_same(path: Path) -> None:
     assert config.from_tables(tomllib.loads(run.to_toml())) == run
 
 
+@pytest.mark.parametrize("path", sorted(config.PRESETS.glob("*.toml")), ids=lambda p: p.stem)
+def test_a_preset_says_what_in_it_is_our_own_choice(path: Path) -> None:
+    words = path.read_text(encoding="utf-8").replace("\n# ", " ")
+    assert "our own choice, not swept" in words
+    optim = config.load(path).optim
+    if (optim.beta2, optim.embedding_rate) != (0.95, 1.0):  # the defaults
+        assert "dist/sweep/rates" in words
+
+
 def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
     run = config.load("demo", ["train.lr=3e-4", "run.out=a/b c", "data.isolate_documents=true"])
     assert (run.train.lr, run.run.out, run.data.isolate_documents) == (3e-4, "a/b c", True)
@@ -83,6 +92,8 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("optim.embedding_rate=0", r"optim\.embedding_rate must be a positive number, got 0"),
         ("optim.embedding_rate=inf", r"optim\.embedding_rate must be a positive number, got inf"),
         ("run.compute=q8_0", r"nothing can be trained in eight bits; choose 'float32', 'bf16' or"),
+        ("run.compute=fp8", r"run\.compute must be one of float32, bf16, auto, got 'fp8'"),
+        ("run.backend=gpu", r"run\.backend must be one of reference, cpu, cuda, got 'gpu'"),
         ("run.patience=0", r"run\.patience must be a whole number >= 1"),
         ("run.eval_every=-1", r"run\.eval_every must be a whole number >= 0"),
         ("data.train=", r"\[data\] needs either train"),

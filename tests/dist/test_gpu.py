@@ -45,7 +45,7 @@ def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute:
     planned = gpu.gpu_memory(0, model, kept, tokens, item)
     asked = device.arena.capacity
     # a block made again, or a small model's, is counted with a chunk of logits that it never meets
-    most = 1.08 if model is MYLLM_1B and recompute != "block" else 1.25
+    most = 1.08 if model is MYLLM_1B and recompute != "block" else 1.26
     assert asked <= planned.total - planned.libraries <= most * asked
 
 

@@ -1,5 +1,6 @@
 """``run.compute = "auto"``: the faster mode is taken, said, written down and kept."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
 
     monkeypatch.setattr(warm, "compile_kernels", lambda run: None)
     monkeypatch.setattr(mode, "load_backend", load)
-    monkeypatch.setattr(mode, "_product", lambda ops, run: seconds[ops])
+    monkeypatch.setattr(mode, "_product", lambda ops, run: lambda: seconds[ops])
+    monkeypatch.setattr(mode, "SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(("bf16", "best"), [(0.5, "bf16"), (1.5, "float32")])
@@ -33,6 +35,16 @@ def test_the_faster_mode_is_taken_and_said(
     run, said = mode.settled(AUTO, None)
     assert run.run.compute == best
     assert said.startswith(f"compute: {best} (") and f"bf16 {1e3 * bf16:.1f} ms" in said
+
+
+def test_modes_take_turns_so_that_other_work_meets_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that is ever more taken by others does not speak for the mode timed first."""
+    measured(monkeypatch, float32=1.0, bf16=0.5)
+    calls = itertools.count(1)
+    product = {"float32": lambda: 1.0 * next(calls), "bf16": lambda: 0.5 * next(calls)}
+    monkeypatch.setattr(mode, "_product", lambda ops, run: product[ops])
+    found = mode.measure(AUTO)
+    assert found["bf16"] < 0.7 * found["float32"]
 
 
 def test_the_only_mode_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:

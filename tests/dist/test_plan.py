@@ -2,13 +2,23 @@
 
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import accel
+from accel.cpu.loss import CHUNK_ELEMENTS
 from dist import cli, config
-from dist.plan import kv_cache_bytes, make_plan, parameters_by_part, score_bytes
+from dist.monitor import bytes_text
+from dist.plan import (
+    CPU_LOGITS,
+    kv_cache_bytes,
+    make_plan,
+    parameters_by_part,
+    rank_memory,
+    score_bytes,
+)
 from reference.flops import forward_flops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
@@ -109,6 +119,35 @@ def test_a_layer_less_and_one_more_and_shorter_windows_stand_side_by_side(
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "context" in said and "\n  layers" not in said
+
+
+def rows(said: str, name: str) -> list[list[str]]:
+    """Return what stands in the rows of a name."""
+    return [line[20:].split() for line in said.splitlines() if line.startswith(f"  {name:<18}")]
+
+
+def test_memory_in_all_and_whether_it_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert CPU_LOGITS == CHUNK_ELEMENTS
+    run = config.load("laptop")
+    needed = [rank_memory(run, 2, level) for level in ("none", "norms", "block")]
+    here = 2 * needed[1]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=here))
+    assert cli.main(["plan", "laptop", "--ranks", "2"]) == 0
+    said = capsys.readouterr().out
+    found = [rows(said, level)[-1] for level in ("none", "norms", "block")]
+    assert [words[0] for words in found] == [f"{2 * n:,}" for n in needed]
+    assert ["fits" in words for words in found] == [False, True, True]
+    # of 7, 8 and 9 layers, and of T = 32 to 512
+    kept = rank_memory(replace(run, model=replace(run.model, n_layers=7)), 2)
+    assert rows(said, "memory of a rank")[0][:2] == bytes_text(kept).split()
+    layers, contexts = rows(said, "fits here")
+    assert len(layers) == 3 and contexts == ["yes"] * 4 + ["no" if layers[1] == "no" else "yes"]
+    assert layers == sorted(layers, reverse=True)
+    assert cli.main(["plan", "myllm-1b", "--ranks", "8"]) == 0
+    layers, contexts = rows(capsys.readouterr().out, "fits a GPU of")
+    assert layers == ["80", "GB"] * 3 and contexts == ["80", "GB"] * 5
 
 
 @pytest.mark.parametrize("preset", ["gpt2-small", "laptop", "demo"])

@@ -125,6 +125,21 @@ def test_plan_takes_a_bare_packed_folder_and_says_what_is_missing(
     assert not Path("b.toml").exists()
 
 
+def test_plan_writes_no_file_that_its_ranks_cannot_share(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(quick / "ids", random_walk(200))
+    words = ["plan", "--minutes", "0.01", "ids", "--ranks"]
+    for ranks, said in (("3", "power of two"), ("16", "at most 4 ranks")):
+        assert cli.main([*words, ranks]) == 1
+        assert said in capsys.readouterr().err and not Path("run.toml").exists()
+        # which sixteen could share
+        monkeypatch.setattr(sizing, "TYPICAL", TINY._replace(global_batch=16))
+    assert cli.main([*words, "4"]) == 0
+    assert "then: myllm train run.toml --ranks 4" in capsys.readouterr().out
+    assert config.load("run.toml").accumulation(4) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
