@@ -40,13 +40,20 @@ def main(argv: Sequence[str]) -> int:
         writer = Writer(model, tokenizer, **sampling)
         if given.system is not None:
             writer.read_turn("system", given.system)
-            writer.session.keep = len(writer.session.ids)
+            writer.session.keep = n = len(writer.session.ids)
+            if 2 * n > writer.context:
+                raise ValueError(
+                    f"--system has {n} tokens, and must leave half of the context of "
+                    f"{writer.context} to what is said"
+                )
         return writer
 
     writer = begin()
 
     def answer(text: str, turn: int) -> None:
         nonlocal writer
+        if not text.strip():
+            return
         if text.strip() == "/new":
             writer = begin()
             return

@@ -162,16 +162,20 @@ class MpiLevel:
         self._wait(before)
 
     def _wait(self, requests: list[Any]) -> None:
-        """Wait for messages, and soon let others have the core: who computes here, or elsewhere.
+        wait(requests, 0.0 if self._computing.is_set() else SPIN)
 
-        MPI's own waiting spins, for as long as the slowest rank takes.
-        """
-        from mpi4py import MPI
 
-        spins_until = 0.0 if self._computing.is_set() else time.perf_counter() + SPIN
-        while not MPI.Request.Testall(requests):
-            if time.perf_counter() > spins_until:
-                time.sleep(PAUSE)
+def wait(requests: list[Any], spin: float = SPIN) -> None:
+    """Wait for messages, and soon let others have the core: who computes here, or elsewhere.
+
+    MPI's own waiting spins, for as long as the slowest rank takes.
+    """
+    from mpi4py import MPI
+
+    spins_until = time.perf_counter() + spin
+    while not MPI.Request.Testall(requests):
+        if time.perf_counter() > spins_until:
+            time.sleep(PAUSE)
 
 
 class Mpi:
@@ -188,7 +192,8 @@ class Mpi:
 
         self._comm = MPI.COMM_WORLD
         self.rank, self.size = self._comm.rank, self._comm.size
-        self.library = MPI.Get_library_version().split("\n")[0].rstrip("\0 ")
+        said = MPI.Get_library_version().split("\n")[0].split(",")[0]  # Open MPI's is long
+        self.library = " ".join(said.rstrip("\0").split())
         self.watch = Watch(self.rank, self.size)
         self.computing = threading.Event()
         # two threads speak, but never at once: the one that trains waits for the other
@@ -217,17 +222,23 @@ class Mpi:
     def all_gather(self, value: Any) -> list[Any]:
         """Gather small values."""
         with self.watch.waiting("all_gather"):
+            self._meet()
             return self._comm.allgather(value)
 
     def broadcast(self, value: Any) -> Any:
         """Send rank 0's value to all."""
         with self.watch.waiting("broadcast"):
+            self._meet()
             return self._comm.bcast(value)
 
     def barrier(self) -> None:
         """Wait for all."""
         with self.watch.waiting("barrier"):
-            self._comm.Barrier()
+            self._meet()
+
+    def _meet(self) -> None:
+        """Wait for all; a collective that follows has nobody left to spin for."""
+        wait([self._comm.Ibarrier()])
 
     def finish(self) -> None:
         """End MPI, when all have come."""

@@ -7,6 +7,8 @@ interrupted anywhere and goes on when it is given again. What it does is what th
 
 import dataclasses
 import json
+import math
+import textwrap
 import time
 import zlib
 from collections.abc import Sequence
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     )
     given = args.parse_args(argv)
     deadline = time.monotonic() + 60 * given.minutes
-    if not given.minutes > 0:
+    if not 0 < given.minutes < math.inf:
         args.error("--minutes must be positive")
     paths = Paths(Path(given.out))
     smallest = settings_of(paths, given.ranks, sizing.SIZES[0], 1, paths.run, "float32")
@@ -120,7 +122,8 @@ def main(argv: Sequence[str]) -> int:
             finish_compiling = begin(typical)
         prepare_tokenizer(paths)
         if not (paths.data / "train" / "manifest.json").exists():
-            say(f"packing: myllm pack {paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}")
+            words = f"{paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}"
+            say(f"packing:\n   myllm pack {words}")
             packing = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
             pack.pack([str(paths.corpus)], paths.data, packing)
         finish_compiling()  # nothing else shall run beside what follows
@@ -136,9 +139,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def say(line: str) -> None:
-    """Print a line of the demo's own."""
-    print(f"\n== {line}", flush=True)
+def say(text: str) -> None:
+    """Print what the demo itself has to say."""
+    print(f"\n{filled(f'== {text}')}", flush=True)
+
+
+def filled(text: str) -> str:
+    """Return a text as wide as a terminal; lines that begin with a space are commands, say."""
+    return "\n".join(
+        line
+        if line.startswith(" ")
+        else textwrap.fill(line, monitor.COLUMNS, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -218,7 +231,7 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
     say("speed: a few steps, to see which model and how many steps there is time for")
     speed = sizing.measured_speed(compute)
     choice = sizing.choice_for(deadline - time.monotonic() - TAIL_SECONDS, speed)
-    print(choice, flush=True)
+    print(filled(str(choice)), flush=True)
     with TemporaryDirectory(prefix="probe-", dir=paths.out) as folder:
         run = settings_of(paths, ranks, choice.size, PROBE_STEPS, Path(folder) / "run", compute)
         run = dataclasses.replace(
@@ -261,7 +274,7 @@ def show(paths: Paths, compute: str) -> None:
     text = "".join(t.text for t in held).encode()
     packed = 8 * len(zlib.compress(text, 9)) / len(text)
     print(
-        f"bits per byte: this model {result.bits_per_byte:.3f}, zlib -9 {packed:.3f}, "
+        f"bits per byte: this model {result.bits_per_byte:.3f}, zlib -9 {packed:.3f},\n"
         f"a model that knows only how frequent each token is {unigram:.3f}"
     )
     try:
@@ -295,7 +308,10 @@ def show(paths: Paths, compute: str) -> None:
      myllm pack MY_TEXTS --tokenizer my.tok -o my-data
      myllm train demo --ranks 2 --set data.train=my-data/train \\
        --set data.heldout=my-data/heldout --set run.out=my-run
-   and then: myllm generate my-run (or now: myllm generate {paths.run} --prompt "def ")"""
+     myllm generate my-run
+   or now:
+     myllm generate {paths.run} --prompt "def "
+"""
     )
 
 

@@ -14,6 +14,7 @@ from tokenizer.read import Source, opened
 from tokenizer.records import is_rows, rows
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
+ENDS = [re.compile(end) for end in (rb"\n\s*\n", rb"\n", rb"\s")]  # of pieces, best first
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 # what ends a text: ours, and those of vocabularies that were imported
 EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -106,13 +107,13 @@ def pieces(text: bytes) -> Iterator[bytes]:
     """Cut a long text into documents, so that some of it can be held out.
 
     Each has ``PIECE_BYTES`` or a little more and ends with a paragraph (a blank line), or where
-    none ends within as many more, with a line; a text without lines stays whole.
+    none ends within as many more, with a line, or a word; a text of one word stays whole.
     """
     start = 0
     while len(text) - start > 2 * PIECE_BYTES:
         near = start + PIECE_BYTES
-        found = re.compile(rb"\n\s*\n").search(text, near, near + PIECE_BYTES)
-        found = found or re.compile(rb"\n").search(text, near)
+        tried = (e.search(text, near, near + PIECE_BYTES) for e in ENDS)
+        found = next(filter(None, tried), None) or ENDS[-1].search(text, near)
         if found is None:
             break
         yield text[start : found.end()]

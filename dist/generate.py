@@ -24,6 +24,7 @@ from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
 from dist.model import Model
 from dist.pack import part_ids, special_id
 from dist.use import add_model, load
+from reference.generate import Sampling
 from reference.session import Session
 
 if TYPE_CHECKING:
@@ -227,11 +228,21 @@ def add_sampling(args: Any) -> None:
 
 
 def sampling_of(given: Any) -> dict[str, Any]:
-    """Return the fields of ``Sampling``, and the strings to stop at."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
+    """Return the fields of ``Sampling``, and the strings to stop at.
+
+    Raises
+    ------
+    ValueError
+        When one is out of range, or the seed is.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    fields = {name: getattr(given, name) for name in names}
+    Sampling(**fields)
+    if given.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {given.seed}")
     if "" in given.stop:
         raise ValueError("--stop needs a text of at least one character")
-    return {name: getattr(given, name) for name in names}
+    return {**fields, "stop": given.stop}
 
 
 def show(writer: Writer, pieces: Generator[str, None, None]) -> None:

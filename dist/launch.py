@@ -105,9 +105,11 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     # what the caller has us ignore stays ignored: SIGHUP under nohup
     heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
     if kind == "openmpi":
-        # it passes whole lines on, so that one that moves would be seen when it has ended, and
-        # gives its ranks the system's own answer to SIGHUP
-        env.pop("MYLLM_TERMINAL", None)
+        # it passes whole lines on, so that one that moves would be seen when it has ended: rank 0
+        # is told the terminal's name. It gives its ranks the system's own answer to SIGHUP
+        columns = env.pop("MYLLM_TERMINAL", "")
+        if columns and sys.stdout.isatty() and sys.platform != "win32":
+            env["MYLLM_TERMINAL"] = f"{columns}:{os.ttyname(sys.stdout.fileno())}"
         if "SIGHUP" in (number.name for number in ENDING if number not in heard):
             env[NOHUP] = "1"
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
@@ -123,6 +125,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
         system.adopt()  # what mpirun leaves behind
+        others = set(psutil.Process().children(recursive=True))
         process = subprocess.Popen(
             command(mpirun, kind, ranks, arguments),
             env=env,
@@ -144,9 +147,9 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
             complaint = started.turn()
             if complaint is not None:
                 warn(f"{complaint}; the same command goes on from the newest checkpoint")
-                _kill_all()
+                _kill_all(others)
                 return 1
-        _kill_all()  # an mpirun that was itself killed has left its ranks
+        _kill_all(others)  # an mpirun that was itself killed has left its ranks
         for thread in passing:
             thread.join()
     finally:
@@ -243,8 +246,10 @@ class Started:
         return stopped, [(pid, status) for parent, pid, status in others if parent in launchers]
 
 
-def _kill_all() -> None:
-    """Kill all that this process has started; MPICH gives each a session of its own."""
+def _kill_all(others: set[psutil.Process]) -> None:
+    """Kill all that was started here, but others; MPICH gives each a session of its own."""
     for process in reversed(psutil.Process().children(recursive=True)):
+        if process in others:
+            continue
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

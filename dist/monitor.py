@@ -23,6 +23,7 @@ from tokenizer.files import replace_durably
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
+COLUMNS = 80  # of a line of the log
 
 
 class Memory(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -245,13 +246,18 @@ def bytes_text(n: float) -> str:
 
 
 def step_line(record: dict[str, Any], total_steps: int, eta: float) -> str:
-    """Return the line of a step, at most 80 columns wide; ``metrics.jsonl`` has more."""
-    width = len(str(total_steps))
-    return (
-        f"step {record['step']:>{width}}/{total_steps}  loss {record['loss']:.4f}  "
-        f"norm {record['norm']:.3f}  {record['tokens_per_s']:,.0f} tok/s  "
-        f"{100 * record['utilisation']:.0f}% peak  ETA {duration(eta)}"
-    )
+    """Return the line of a step, at most ``COLUMNS`` wide; ``metrics.jsonl`` has more."""
+    loss, norm, width = record["loss"], record["norm"], len(str(total_steps))
+    parts = [
+        f"step {record['step']:>{width}}/{total_steps}",
+        f"loss {loss:.4f}" if not abs(loss) >= 1e3 else f"loss {loss:.4g}",
+        f"norm {norm:.3f}" if not abs(norm) >= 1e3 else f"norm {norm:.3g}",
+        f"{record['tokens_per_s']:,.0f} tok/s",
+        f"ETA {duration(eta)}",
+    ]
+    peak = f"{100 * record['utilisation']:.0f}% peak"
+    whole = "  ".join([*parts[:-1], peak, parts[-1]])
+    return whole if len(whole) <= COLUMNS else "  ".join(parts)
 
 
 def remark(record: dict[str, Any]) -> str | None:
@@ -310,7 +316,8 @@ class Console:
 
     Other ranks have a console that says nothing. Whether there is a terminal our own launcher says
     in ``$MYLLM_TERMINAL``, its width in columns: ranks under mpirun cannot see it, and Open MPI
-    gives them one of its own making even when the output goes to a file.
+    gives them one of its own making even when the output goes to a file. Since that passes on whole
+    lines alone, its ranks are told the terminal's name as well, and write to it themselves.
     """
 
     def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, every: int) -> None:
@@ -318,7 +325,13 @@ class Console:
         self._stream = Output(sys.stdout)
         self._total, self._every = total_steps, every
         self._progress: Any = None
+        self._terminal: TextIO | None = None  # where it is not stdout
         columns = terminal_columns(self._stream) if speaks else 0
+        width, _, name = os.environ.get("MYLLM_TERMINAL", "").partition(":")
+        if speaks and name and width.isdecimal() and launcher.size() > 1:
+            with contextlib.suppress(OSError):  # it has gone
+                self._terminal = open(name, "w", encoding="utf-8")
+                self._stream, columns = Output(self._terminal), int(width)
         if columns:
             from rich.console import Console as RichConsole
             from rich.progress import BarColumn, Progress, TextColumn
@@ -362,6 +375,9 @@ class Console:
         """Leave the terminal as it was."""
         if self._progress is not None:
             self._progress.stop()
+        if self._terminal is not None:
+            with contextlib.suppress(OSError):
+                self._terminal.close()
 
 
 def terminal_columns(stream: Output) -> int:

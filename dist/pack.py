@@ -386,7 +386,8 @@ def _pack(
         if settings.heldout and not counts.packed["heldout"]:
             raise ValueError(
                 f"none of the {counts.packed['train']} documents was held out for evaluation: give "
-                f"a larger --heldout than {settings.heldout}, or --heldout 0 to train on all"
+                f"more documents, a larger --heldout than {settings.heldout}, or --heldout 0 to "
+                "train on all"
             )
         facts = {
             "tokenizer_sha256": tokenizer.sha256,

@@ -44,13 +44,20 @@ class Scored(NamedTuple):
     @property
     def perplexity(self) -> float:
         """e to the mean loss of a token."""
-        mean = -self.total / len(self.ids)
-        return math.exp(mean) if mean < 700 else math.inf
+        return _perplexity(-self.total / len(self.ids))
 
     @property
     def bits_per_byte(self) -> float:
         """The size of the text compressed by the model; comparable between tokenizers."""
         return -self.total / math.log(2) / len(self.text.encode("utf-8", "surrogatepass"))
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None  # JSON has no infinity
 
 
 def log_probabilities(model: Model, ids: Sequence[int]) -> Array:
@@ -123,14 +130,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _as_json(scored: Scored, pieces: list[str]) -> str:
     tokens = [
-        {"id": i, "text": piece, "log_probability": float(p)}
-        for i, piece, p in zip(scored.ids, pieces, scored.log_p, strict=True)
+        {"id": i, "text": piece, "log_probability": p, "perplexity": _finite(_perplexity(-p))}
+        for i, piece, p in zip(scored.ids, pieces, scored.log_p.tolist(), strict=True)
     ]
-    finite = math.isfinite(scored.perplexity)
     fields: dict[str, Any] = {
         "text": scored.text,
         "log_probability": scored.total,
-        "perplexity": scored.perplexity if finite else None,
+        "perplexity": _finite(scored.perplexity),
         "bits_per_byte": scored.bits_per_byte,
         "tokens": tokens,
     }

@@ -8,6 +8,7 @@ divide by tokens; bytes do not depend on the tokenizer). The chance level is bes
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,14 +37,22 @@ def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     return texts
 
 
+def _number(row: Mapping[str, Any], name: str) -> int:
+    if re.fullmatch(r"[0-9]{1,9}", f"{row[name]}") is None:  # text, as some write it, may be empty
+        raise ValueError(f"its {name} must be a whole number, got {row[name]!r}")
+    return int(row[name])
+
+
 def _own(row: Mapping[str, Any]) -> Question:
     """{"context": …, "choices": [" …", …], "answer": 0}."""
-    return Question(row["context"], _texts(row, "choices"), int(row["answer"]))
+    return Question(row["context"], _texts(row, "choices"), _number(row, "answer"))
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Question:
     """HellaSwag (Zellers et al. 2019): a beginning and four endings."""
-    return Question(row["ctx"], [f" {end}" for end in _texts(row, "endings")], int(row["label"]))
+    return Question(
+        row["ctx"], [f" {end}" for end in _texts(row, "endings")], _number(row, "label")
+    )
 
 
 def _arc(row: Mapping[str, Any]) -> Question:
@@ -65,7 +74,7 @@ def _arc(row: Mapping[str, Any]) -> Question:
 def _piqa(row: Mapping[str, Any]) -> Question:
     """PIQA (Bisk et al. 2020): a goal and two ways to reach it."""
     solutions = [f" {row['sol1']}", f" {row['sol2']}"]
-    return Question(f"Question: {row['goal']}\nAnswer:", solutions, int(row["label"]))
+    return Question(f"Question: {row['goal']}\nAnswer:", solutions, _number(row, "label"))
 
 
 # a field that only rows of this form have -> what reads them
@@ -80,6 +89,9 @@ FORMS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
 def questions(path: Path) -> Iterator[Question]:
     """Yield the questions of a JSON-lines file, one a line, each of a form in ``FORMS``.
 
+    PIQA's authors keep the answers to ``valid.jsonl`` in ``valid-labels.lst`` beside it, one a
+    line.
+
     Raises
     ------
     ValueError
@@ -87,6 +99,8 @@ def questions(path: Path) -> Iterator[Question]:
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not at U+2028, which JSON may hold
+        beside = path.with_name(f"{path.stem}-labels.lst")
+        labels = beside.read_text(encoding="utf-8").split() if beside.is_file() else []
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as text: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -94,6 +108,10 @@ def questions(path: Path) -> Iterator[Question]:
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("it is no JSON object")
+            if "sol1" in row and number <= len(labels):
+                row.setdefault("label", labels[number - 1])
             read = next((FORMS[field] for field in FORMS if field in row), None)
             if read is None:
                 raise ValueError(f"it has none of the fields {', '.join(FORMS)}")
@@ -153,7 +171,7 @@ def answer(
         sums, sizes = [], []
         for choice in question.choices:
             ids = tokenizer.encode_ordinary(choice)
-            sums.append(float(np.sum(log_probabilities(model, before + ids)[-len(ids) :])))
+            sums.append(float(np.sum(log_probabilities(model, before + ids)[len(before) - 1 :])))
             sizes.append(len(choice.encode()))
         n += 1
         right += int(np.argmax(sums)) == question.answer

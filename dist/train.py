@@ -351,7 +351,9 @@ class Trainer:
         n = self.stepper.layout.size
         self.console.say(f"all settings are in {self.out / CONFIG}")
         self.console.say(
-            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library}), "
+            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library})"
+        )
+        self.console.say(
             f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
             f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
         )
@@ -364,10 +366,8 @@ class Trainer:
         for source in self.data.sources:
             d = source.dataset
             rest = d.n_tokens - d.n_windows * d.window
-            self.console.say(
-                f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows; "
-                f"the last {rest} tokens, less than a window, are not used"
-            )
+            self.console.say(f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows;")
+            self.console.say(f"  the last {rest} tokens, less than a window, are not used")
             if d.unchecked:
                 self.console.say(d.unchecked)
         for said in self.reservations:

@@ -1,13 +1,18 @@
 """What a run says: a bar on a terminal, and elsewhere a short line now and then."""
 
 import io
+import math
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accel import launcher
-from dist import monitor
+from dist import mode, monitor
 from dist.watchdog import Watch
+from tests.helpers.runs import prepare, train
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -28,7 +33,50 @@ def test_lines_are_short_and_come_now_and_then(capsys: pytest.CaptureFixture[str
     steps = [line.split("/")[0] for line in lines if line.startswith("step") and "/25" in line]
     assert steps == ["step  1", "step 10", "step 20", "step 25"]
     assert "step 13: the loss is a spike, 7.5 deviations above its mean" in lines
-    assert len(monitor.step_line(record(99_999), 99_999, 3599.0)) <= 80
+
+
+@pytest.mark.parametrize("loss, norm", [(11.0904, 12.345), (math.nan, math.inf), (1e30, 1e30)])
+@pytest.mark.parametrize("speed", [407_232.0, 12_345_678.0])
+def test_no_line_of_a_step_is_wider_than_a_terminal(loss: float, norm: float, speed: float) -> None:
+    """MyLLM-1B's first step is one of them."""
+    wide = record(99_999, loss=loss, norm=norm, tokens_per_s=speed, utilisation=1.0)
+    line = monitor.step_line(wide, 105_058, 3599.0)
+    assert len(line) <= 80 and f"{speed:,.0f} tok/s" in line and line.endswith("ETA 59m59s")
+
+
+def test_no_line_of_a_run_is_wider_than_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mode, "SECONDS", 0.01)
+    more = {"run__compute": "auto", "run__eval_every": 2, "train__steps": 40}
+    assert train(prepare(Path(), run__backend="cpu", **more)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert "all settings are in run/config.toml" in lines and len(lines) > 20
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
+def test_a_rank_that_is_told_the_terminal_s_name_moves_its_line_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Open MPI passes on whole lines alone."""
+    import pty
+
+    reads, screen = pty.openpty()
+    os.set_blocking(reads, False)
+    monkeypatch.setattr(launcher, "size", lambda: 2)
+    monkeypatch.setenv("MYLLM_TERMINAL", f"80:{os.ttyname(screen)}")
+    monkeypatch.setenv("TERM", "xterm")
+    said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)
+    assert monitor.terminal_columns(monitor.Output(sys.stdout)) == 0  # by way of mpirun
+    said = os.read(reads, 1 << 16).decode()
+    assert "hello" in said and "step 3/3" in said and "\x1b[2K" in said
+    assert capsys.readouterr().out == ""
+    os.close(reads)
+    os.close(screen)
+    said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)  # it has gone
+    assert "step 3/3" in capsys.readouterr().out
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,12 @@ def test_steps_are_planned_by_those_behind_a_slow_start(
     assert steps == pytest.approx(sizing.SHARE * 100 / 0.04, rel=0.01)
 
 
+@pytest.mark.parametrize("minutes", ["0", "nan", "inf"])
+def test_minutes_without_an_end_are_wrong_usage(minutes: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", "--minutes", minutes])
+
+
 def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     tmp_path: Path,
     library: list[Text],
@@ -85,8 +91,11 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     for stage in ("corpus:", "tokenizer:", "packing:", "speed:", "training:", "held-out text,"):
         assert f"== {stage}" in said
     assert "2 ranks" in said and said.count("---- ") == 3 and "myllm pack MY_TEXTS" in said
+    ours = said.split("---- ")[0].splitlines()
+    assert [line for line in ours if len(line) > 80 and str(tmp_path) not in line] == []
     chosen = re.search(r"== compute: (float32|bf16) ", said)
-    assert chosen is not None and f"allowed {demo.GRADIENT_BARS[chosen[1]]:.0e}" in said
+    allowed = f"allowed {demo.GRADIENT_BARS[chosen[1]]:.0e}" if chosen else "a mode"
+    assert allowed in " ".join(said.split())
     assert "zlib -9" in said
     size = SIZES[0]  # of a hundredth of a minute
     assert f"model: {size.d_model} wide, {size.n_layers} layers, for " in said

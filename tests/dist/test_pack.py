@@ -241,15 +241,15 @@ def test_bad_lines_are_reported_with_file_and_line(
 
 
 @pytest.mark.parametrize("between", [b"\n\n", b"\r\n \r\n", b"\n", b" "])
-def test_a_long_text_is_cut_behind_paragraphs_or_lines_and_nothing_of_it_is_lost(
+def test_a_long_text_is_cut_behind_paragraphs_lines_or_words_and_nothing_of_it_is_lost(
     between: bytes,
 ) -> None:
-    whole = between.join(b"word %d" % i * 50 for i in range(700))
+    whole = between.join(b"word%d" % i * 50 for i in range(700))
     parts = list(pieces(whole))
-    assert b"".join(parts) == whole
-    if between == b" ":
-        assert parts == [whole]
-        return
+    assert b"".join(parts) == whole and len(parts) > 3
+    assert list(pieces(b"x" * len(whole))) == [b"x" * len(whole)]
+    late = list(pieces(b"x" * len(whole) + between + whole))  # whose first word is long
+    assert late[0].strip() == b"x" * len(whole) and len(late) > 3
     assert all(part.endswith(between) for part in parts[:-1])
     assert all(PIECE_BYTES <= len(part) < 2 * PIECE_BYTES for part in parts[:-1])
     assert list(pieces(whole[: 2 * PIECE_BYTES])) == [whole[: 2 * PIECE_BYTES]]
@@ -479,14 +479,17 @@ def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(
     (folder / "a.txt").write_text("hello")
     (folder / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (folder / "c.zip").write_bytes(b"PK")
+    (folder / "e.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n")
     (folder / "d.html").write_text("<p>hi</p>")
     assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
     said = capsys.readouterr().err
-    assert f"passed over, as no text: 2 files ({folder}/b.png, {folder}/c.zip)" in said
+    assert f"passed over, as no text: 3 files ({folder}/b.png, {folder}/c.zip, " in said
     assert "unpacked first" in said and f"with its tags: 1 file ({folder}/d.html)" in said
     expected = eos_behind(tokenizer_file, ["hello", "<p>hi</p>"])
     assert tokens_of(tmp_path / "d" / "train").tolist() == expected
-    for name, why in (("b.png", "is no text"), ("c.zip", "is an archive: unpack it")):
+    (folder / "f.txt").write_bytes("hello".encode("utf-16"))
+    refused = {"b.png": "is no text", "c.zip": "is an archive: unpack it", "f.txt": "UTF-16: save"}
+    for name, why in refused.items():
         assert run(folder / name, tmp_path / "e", tokenizer_file) == 1
         assert why in capsys.readouterr().err
 

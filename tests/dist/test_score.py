@@ -58,6 +58,8 @@ def test_the_sum_is_the_loss_and_each_term_the_softmax(
         each = [token["log_probability"] for token in found["tokens"]]
         np.testing.assert_allclose(each, np.log(p[np.arange(len(ids)), ids]), rtol=1e-4)
         assert sum(each) == pytest.approx(found["log_probability"], rel=1e-12)
+        perplexities = [token["perplexity"] for token in found["tokens"]]
+        np.testing.assert_allclose(perplexities, np.exp(np.negative(each)), rtol=1e-12)
         assert found["perplexity"] == pytest.approx(math.exp(-sum(each) / len(each)))
         size = len(given.encode())
         assert found["bits_per_byte"] == pytest.approx(-sum(each) / math.log(2) / size)

@@ -4,16 +4,19 @@ import dataclasses
 import json
 import mmap
 import os
+import pty
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import psutil
 import pytest
 
 from accel import launcher
@@ -418,7 +421,7 @@ def test_bad_input_is_one_sentence_and_status_1(
     path = save_run_file(config, tmp_path / "c.toml")
     wrong = {
         "data.train=nowhere": "there is no dataset 'nowhere'",
-        "run.backend=tpu": "there is no backend 'tpu'",
+        "run.backend=tpu": "run.backend must be one of reference, cpu, cuda, got 'tpu'",
         "model.context_length=5000": "less than one window of 5000",
         "model.vocab_size=10": "set it to 40 or more",
         "run.sample_every=1": "none beside it",
@@ -454,11 +457,12 @@ def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch
     assert launch.environment(16)["MYLLM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("kind", ["mpich", "openmpi"])
 def test_the_launcher_leaves_ignored_what_its_caller_ignores(
-    monkeypatch: pytest.MonkeyPatch, kind: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, terminal: bool
 ) -> None:
-    """It hears the others before it starts anything."""
+    """It hears the others before it starts anything, and tells ranks of the terminal."""
     handlers: list[object] = []
     environments: list[Any] = []
 
@@ -476,17 +480,47 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     monkeypatch.setenv("MYLLM_TERMINAL", "80")
     monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", kind))
     monkeypatch.setattr("subprocess.Popen", Process)
-    monkeypatch.setattr(launch, "_kill_all", lambda: None)  # of the tests' own process
+    monkeypatch.setattr(launch, "_kill_all", lambda others: None)  # of the tests' own process
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
-    try:
-        assert launch.launch(2, []) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    reads, screen = pty.openpty()
+    with open(reads, "rb"), open(screen, "w", encoding="utf-8") as stdout:
+        name = os.ttyname(screen)
+        if terminal:
+            monkeypatch.setattr("sys.stdout", stdout)
+        try:
+            assert launch.launch(2, []) == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
     assert handlers[0] == signal.SIG_IGN and callable(handlers[1])
     # Open MPI's ranks do not inherit it, and their output comes by whole lines
-    assert (NOHUP in environments[0]) == ("MYLLM_TERMINAL" not in environments[0])
+    told = {"mpich": "80", "openmpi": f"80:{name}" if terminal else None}[kind]
+    assert environments[0].get("MYLLM_TERMINAL") == told
     assert (NOHUP in environments[0]) == (kind == "openmpi")
     assert NOHUP not in os.environ
+
+
+def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own helpers, say; but not what mpirun leaves behind."""
+    before = subprocess.Popen(["sleep", "60"])
+    words = ["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!"]
+    said: list[bytes] = []
+
+    def pass_on(file: IO[bytes], target: int) -> None:
+        with file:
+            said.append(file.read())
+
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
+    monkeypatch.setattr(launch, "command", lambda *given: words)
+    monkeypatch.setattr(launch, "_pass_on", pass_on)
+    try:
+        assert launch.launch(2, []) == 0
+        with pytest.raises(subprocess.TimeoutExpired):
+            before.wait(0.2)
+    finally:
+        before.kill()
+        before.wait()
+    left = psutil.Process().children()
+    assert int(b"".join(said)) not in {p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE}
 
 
 def test_one_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dist import checkpoint, cli, config, monitor, tasks, use
+from dist.convert import gguf
 from dist.evaluate import Evaluation, token_lengths
 from dist.generate import Stops
 from dist.model import load_model
@@ -98,6 +99,8 @@ def test_generate_asks_for_prompts_and_reads_standard_input(
         (["--prompt", "x", "--min-p", "0"], "min_p is a probability"),
         (["--prompt", "x", "--top-p", "2"], "top_p is a probability"),
         (["--prompt", "x", "--backend", "tpu"], "there is no backend 'tpu'"),
+        (["--temperature", "nan"], "temperature must be"),  # before anybody is asked
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_generated_is_one_sentence(
@@ -107,7 +110,20 @@ def test_what_cannot_be_generated_is_one_sentence(
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert cli.main(["generate", str(run / "nowhere")]) == 1
-    assert "no folder of a run" in capsys.readouterr().err
+    assert "no folder of a run that has one\n" in capsys.readouterr().err
+
+
+def test_models_of_others_are_to_be_imported_first(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(run), str(tmp_path / "hf")]) == 0
+    assert cli.main(["export", str(run), str(tmp_path / "m.gguf")]) == 0
+    assert gguf.header(tmp_path / "m.gguf")[0]["general.name"] == "run"
+    capsys.readouterr()
+    for name in ("hf", "m.gguf"):
+        assert cli.main(["generate", str(tmp_path / name), "--prompt", "x"]) == 1
+        said = capsys.readouterr().err
+        assert "`myllm import` makes one" in said and said.count("\n") == 1
 
 
 def test_beyond_the_context_a_text_goes_on_and_it_is_said(
@@ -214,7 +230,7 @@ def test_a_reply_ends_with_its_turn(
 def test_a_chat_reads_each_turn_once_and_remembers_the_earlier_ones(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed: list[Any] = ["the fox <|end|>", "a dog", "/new", "the fox", EOFError]
+    typed: list[Any] = ["the fox <|end|>", " ", "a dog", "/new", "the fox", EOFError]
     texts: list[list[int]] = []
     write = Session.write
 
@@ -247,6 +263,14 @@ def test_a_chat_reads_each_turn_once_and_remembers_the_earlier_ones(
     assert second[-len(turn) :] == turn and special["<|end|>"] in second[len(first) : -len(turn)]
     assert len(anew) < len(second)
     assert said.err.count("tokens, ") == 3 and "Traceback" not in said.err
+
+
+def test_instructions_must_leave_room_for_what_is_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["chat", str(run), "--system", "the quick brown fox " * 20]
+    assert cli.main(reference(*words)) == 1
+    assert "must leave half of the context of 48" in capsys.readouterr().err
 
 
 def test_eval_repeats_what_training_said_in_bits_per_byte(
@@ -297,6 +321,20 @@ def test_questions_are_answered_by_what_is_most_likely(
     assert "accuracy 1.000" in capsys.readouterr().out
 
 
+def test_piqa_s_answers_are_found_beside_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"goal": "the quick", "sol1": "zzqyzzqyx", "sol2": "brown fox"}
+    path = tmp_path / "valid.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row] * 3)), encoding="utf-8")
+    (tmp_path / "valid-labels.lst").write_text("1\n0\n1\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 0
+    assert "accuracy 0.667 " in capsys.readouterr().out
+    (tmp_path / "valid-labels.lst").write_text("1\n0\n", encoding="utf-8")
+    assert cli.main(reference("eval", str(run), "--tasks", str(path))) == 1
+    assert "line 3 is no question: it has no field 'label'" in capsys.readouterr().err
+
+
 def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     """Of -6 nats over 12 bytes and -5 over 5, the first is likelier a byte."""
     model = load_model(run, "reference")
@@ -331,7 +369,12 @@ def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, r
             "text must be a list of texts",
         ),
         ('{"context": "x", "answer": 0}', "it has no field 'choices'"),
-        ("[1]", "it has none of the fields"),
+        ("[1]", "it is no JSON object"),
+        ("3", "it is no JSON object"),
+        ('{"context": "x", "choices": ["a", "b"], "answer": 1.7}', "whole number, got 1.7"),
+        ('{"context": "x", "choices": ["a", "b"], "answer": true}', "whole number, got True"),
+        ('{"ctx": "x", "endings": ["a"], "label": ""}', "its label must be a whole number, got ''"),
+        ('{"goal": "x", "sol1": "a", "sol2": "b"}', "it has no field 'label'"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(

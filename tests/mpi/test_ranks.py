@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dist import checkpoint
+from dist import checkpoint, launch
 from dist.config import RunFile
 from dist.monitor import read_metrics
 from tests.helpers import ROOT
@@ -142,6 +142,76 @@ def test_a_run_resumes_on_other_ranks_and_threads(tmp_path: Path) -> None:
         latest.write_text("step-00000002\n")
         assert train_in_threads(config, ranks, n)[0] == 0
         assert digest(config) == whole
+
+
+# prints how much of a second's wait for rank 0 each way to wait takes of a processor
+WAITS = """
+import time
+import numpy as np
+from dist.comm import start
+
+comm = start()
+flat = np.zeros(2, np.float32)
+waits = {
+    "broadcast": lambda: comm.broadcast(1),
+    "all_gather": lambda: comm.all_gather(1),
+    "barrier": comm.barrier,
+    "exchange": lambda: comm.levels[0].exchange(flat, [0, 1, 2]),
+}
+for name, wait in waits.items():
+    wait()  # so that both begin the next together
+    if comm.rank == 0:
+        time.sleep(1)
+    before = time.process_time()
+    wait()
+    if comm.rank:
+        print(name, time.process_time() - before, flush=True)
+comm.finish()
+"""
+
+
+# prints the mode that each rank takes; rank 1 alone would take bf16, which the reference has not
+CHOOSES = """
+import sys
+from dist import config, mode
+from dist.comm import start
+from dist.train import Trainer
+
+comm = start()
+mode.measure = lambda *_: {"float32": 1.0, "bf16": 2.0 - 1.5 * comm.rank}
+taken = comm.all_gather(Trainer(config.load(sys.argv[1]), comm).config.run.compute)
+if comm.rank == 0:  # mpirun may put what two ranks print into one line
+    print(*taken, flush=True)
+comm.finish()
+"""
+
+
+def said_by_two(code: str, *arguments: str) -> list[list[str]]:
+    """Return the words of each line that one of two ranks prints."""
+    mpirun, kind = launch.find_mpirun()
+    words = launch.command(mpirun, kind, 2, [])[:-2]  # without -m dist
+    environment = {**launch.environment(2), **ENVIRONMENT}
+    done = subprocess.run(
+        [*words, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_a_rank_that_waits_soon_leaves_its_core_to_others() -> None:
+    taken = dict(said_by_two(WAITS))
+    assert len(taken) == 4 and max(map(float, taken.values())) < 0.3, taken
+
+
+def test_rank_0_chooses_the_mode_of_all(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__compute="auto")
+    path = save_run_file(config, tmp_path / "run.toml")
+    assert said_by_two(CHOOSES, str(path)) == [["float32", "float32"]]
 
 
 def test_ranks_import_nothing_from_the_folder_they_are_started_in(tmp_path: Path) -> None:
