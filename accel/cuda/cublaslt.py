@@ -67,7 +67,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class CublasLtError(RuntimeError):
+class CublasLtError(OSError):
     """The library refused what it was asked for.
 
     Attributes

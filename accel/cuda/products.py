@@ -35,13 +35,14 @@ from reference.blocks import Recompute
 from reference.config import Config
 from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
-from reference.types import Array
+from reference.types import Array, DropoutKey
 
 TRIED = 8  # algorithms of a product, at most
 MARGIN = 0.02  # of cuBLAS's time: what an algorithm must save to be taken
 SECONDS, SAMPLE = 4.0, 0.01  # of timing all products, about; of a sample of one
 DRAWN = 99_991  # numbers of a matrix before they repeat: a prime, so that no two rows are alike
 EXACT = 1 << 22  # what a sum of whole numbers may come to: float32 has all of them up to 2^24
+KEY = DropoutKey(0, 0, 0, 0)  # a step drops what its model drops: other products add the stream
 VERSION = re.compile(r"cuBLAS (\d+\.\d+\.\d+)")
 LINE = re.compile(r"([NT])([NT]) (\d+)x(\d+)x(\d+) (bf16|float32)( onto| plus)?: ([0-9a-f]{128})")
 
@@ -124,7 +125,9 @@ def of_step(config: Config, batch: int, recompute: Recompute = "none") -> Counte
         params = ops_bf16.parameters(layout.views(empty((layout.size,), F32)))
         ids, gradient = empty((batch, config.context_length), np.int32), empty((layout.size,), F32)
         with ops_bf16.step():
-            _, cache = loss_forward(ops_bf16, params, config, ids, ids, recompute=recompute)
+            _, cache = loss_forward(
+                ops_bf16, params, config, ids, ids, dropout_key=KEY, recompute=recompute
+            )
             loss_backward(1.0, cache, layout.views(gradient))
             del cache
     return Counter(asked for asked in device.asked if isinstance(asked, Product))
@@ -155,6 +158,13 @@ def choose(
         for product, times in asked.items():
             try:
                 ways, left_out = check(library, product)
+                seconds, where = paths.remembered(
+                    "product",
+                    [library.version, name(product)],
+                    list(ways),
+                    partial(_measure, product, ways, SECONDS / len(asked)),
+                    remember,
+                )
             except CublasLtError as error:
                 untried.append(str(error))
                 continue
@@ -162,13 +172,6 @@ def choose(
                 untried.append("no memory to try them")
                 continue
             wrong += left_out
-            seconds, where = paths.remembered(
-                "product",
-                [library.version, name(product)],
-                list(ways),
-                partial(_measure, product, ways, SECONDS / len(asked)),
-                remember,
-            )
             best = min(ways, key=lambda way: seconds[way])
             if seconds[best] > (1 - MARGIN) * seconds[DEFAULT]:
                 best = DEFAULT

@@ -175,7 +175,8 @@ def test_cublas_is_forbidden_to_add_up_in_bf16() -> None:
     assert cublas.calls[2][-2:] == (68, -1)  # CUBLAS_COMPUTE_32F
 
 
-def test_cublas_adds_onto_a_copy_of_what_lies_apart() -> None:
+@pytest.mark.parametrize("narrow", [True, False])
+def test_cublas_adds_onto_a_copy_of_what_lies_apart(narrow: bool) -> None:
     device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
     handles = SimpleNamespace(get_cublas_handle=lambda: 77)
     device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=handles))
@@ -186,10 +187,11 @@ def test_cublas_adds_onto_a_copy_of_what_lies_apart() -> None:
     def lying(at: int) -> Any:
         copied = lambda source, nbytes: calls.copied(at, source, nbytes)  # noqa: E731
         data = SimpleNamespace(at=at, copy_from_device_async=copied)
-        return SimpleNamespace(at=at, dtype=np.dtype(np.uint16), nbytes=32, data=data)
+        dtype = np.dtype(np.uint16 if narrow else np.float32)
+        return SimpleNamespace(at=at, dtype=dtype, nbytes=32, data=data)
 
     a, b, c, d = (lying(at) for at in (1, 2, 3, 4))
-    device.gemm_ex(Product(False, False, 4, 4, 4, 1.0, True, True), a, b, c, d)
+    device.gemm_ex(Product(False, False, 4, 4, 4, 1.0, narrow, True), a, b, c, d)
     copied, *_, product = calls.calls
     assert copied == ("copied", 4, c.data, 32) and product[0] == "gemmEx"
     assert product[8] == 1 and product[11] == 2 and product[15] == 4

@@ -85,6 +85,9 @@ def test_times_are_kept_for_gpus_of_a_kind_and_shapes_alike(
     monkeypatch.setattr(ShimDevice, "kind", lambda _: "another")
     choose(SMALL)
     assert timed.pop() and len([*cache.iterdir()]) == 3
+    monkeypatch.setattr(paths.sources, "join", lambda parts: "another text of the kernels")
+    choose(SMALL)
+    assert timed.pop() and len([*cache.iterdir()]) == 4
 
 
 @pytest.mark.parametrize(
@@ -105,6 +108,24 @@ def test_timing_takes_a_few_seconds_or_three_rounds(
     found = paths.measure(SMALL, ("wgmma", "mma"))
     assert found == pytest.approx({"wgmma": seconds, "mma": seconds / 2})
     assert asked == {"wgmma": calls, "mma": calls}
+
+
+def test_a_time_is_of_the_work_and_not_of_asking_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU does what it is asked for later; what is downloaded waits for that."""
+    devices.use(device := ShimDevice())
+    now, asked, download = [0.0], [0.0], device.download
+
+    def waits(array: Any) -> Any:
+        now[0], asked[0] = now[0] + asked[0], 0.0
+        return download(array)
+
+    def ask(seconds: float) -> None:
+        asked[0] += seconds
+
+    monkeypatch.setattr(device, "download", waits)
+    monkeypatch.setattr(paths, "clock", lambda: now[0])
+    found = paths.in_turn({"slow": lambda: ask(2.0), "fast": lambda: ask(1.0)}, 9.0, 4.0)
+    assert found == pytest.approx({"slow": 2.0, "fast": 1.0})
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -184,6 +205,24 @@ def test_a_path_that_is_wrong_here_is_left_out_and_said(
         said,
     )
     assert found, said
+
+
+# what carries an option of a run -> what is made of it; it is nothing in a run without the option
+OPTIONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "window": ("behind", lambda x: np.int32(1000) if x < 160 else x, {"window": 20}),
+    "alibi": ("alibi", lambda x: None if x is None else x * np.float32(2), {"alibi": True}),
+    "documents": ("documents", lambda _: None, {"documents": True}),
+    "dropout": ("sample", lambda x: x + type(x)(1), {"dropout": 0.2}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_path_is_checked_with_the_options_of_the_run(option: str) -> None:
+    name, change, given = OPTIONS[option]
+    plain = Shapes(1, 160, 2, 2, 64)
+    devices.use(Mistaken(wgmma=("attention_forward", name, change)))
+    assert not paths._worst(paths.check(plain, ("wgmma",))["wgmma"])
+    assert paths._worst(paths.check(plain._replace(**given), ("wgmma",))["wgmma"])
 
 
 def test_without_a_right_path_nothing_is_chosen() -> None:

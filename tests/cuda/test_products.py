@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ from accel.cuda import cublaslt, cupy_device, linear, ops_bf16, paths, products
 from accel.cuda import device as devices
 from accel.cuda.cublaslt import ByAlgorithm, CublasLt, CublasLtError
 from accel.cuda.device import BF16, F32, Product
+from reference.model import loss_backward, loss_forward
 from reference.presets import MYLLM_1B
+from reference.types import DropoutKey
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice, from_bf16, to_bf16
 
@@ -342,9 +345,10 @@ def test_a_large_matrix_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
 SMALL = toy(MYLLM_1B)
 
 
-def test_a_step_s_products_are_those_that_it_makes() -> None:
+@pytest.mark.parametrize("dropped", [{}, {"dropout_residual": 0.1}, {"dropout_attention": 0.1}])
+def test_a_step_s_products_are_those_that_it_makes(dropped: dict[str, float]) -> None:
     """Counted by launchers that compute nothing, and on a device that multiplies."""
-    config, device = toy(MYLLM_1B, n_layers=2), device_of()
+    config, device = toy(MYLLM_1B, n_layers=2, **dropped), device_of()
     made: Counter[Product] = Counter()
     multiply = device.gemm_ex
 
@@ -353,7 +357,12 @@ def test_a_step_s_products_are_those_that_it_makes() -> None:
         multiply(product, *given)
 
     device.gemm_ex = counted  # type: ignore[method-assign]
-    Training(ops_bf16, config, 3, config.context_length).loss()
+    training = Training(ops_bf16, config, 3, config.context_length)
+    given = training.params, config, training.ids, training.ids
+    with ops_bf16.step():
+        _, state = loss_forward(ops_bf16, *given, dropout_key=DropoutKey(0, 1, 0, 0))
+        loss_backward(1.0, state, training.layout.views(training.grad))
+        del state
     assert made == products.of_step(config, 3) and devices.current() is device
     assert sum(products.of_step(config, 3, "block").values()) > sum(made.values())
 
@@ -420,10 +429,11 @@ def test_what_cannot_be_tried_goes_by_cublas_and_it_is_said(
     device_of(monkeypatch.setattr, s1=0.5)
     n, drawn = len(products.of_step(SMALL, 2)), products._drawn
     largest = max(p.m * p.n for p in products.of_step(SMALL, 2))
+    memory = OSError(errno.ENOMEM, "the GPU's memory is full")
 
     def full(product: Product, **how: Any) -> Any:
         if product.m * product.n == largest:
-            raise OSError(errno.ENOMEM, "the GPU's memory is full")
+            raise memory
         return drawn(product, **how)
 
     monkeypatch.setattr(products, "_drawn", full)
@@ -433,6 +443,11 @@ def test_what_cannot_be_tried_goes_by_cublas_and_it_is_said(
     assert choice.said.startswith(f"products: {n - left} of {n} by ")
     assert f"; {left} go by cuBLAS's own choice untried: no memory to try them)" in choice.said
     monkeypatch.setattr(products, "_drawn", drawn)
+    with pytest.MonkeyPatch.context() as patched:  # what fails when it is timed
+        for error, why in ((memory, "no memory to try them"), (CublasLtError("no", 14), "no")):
+            patched.setattr(products, "_measure", Mock(side_effect=error))
+            choice = products.choose(SMALL, 2, remember=False)
+            assert choice == (DEFAULT, f"products: by cuBLAS's own choice ({why})", ())
     for function in ("GetHeuristic", "Check"):
         library = device_of(monkeypatch.setattr, s1=0.5, s2=0.5).cublaslt()
         library._functions[f"cublasLtMatmulAlgo{function}"] = lambda *_: 7  # an invalid value
