@@ -10,7 +10,15 @@ import numpy as np
 
 from dist.commands import parser
 from dist.documents import ASSISTANT, END
-from dist.generate import Writer, add_sampling, asked, repeat, sampling_of, show, warn_of_chat
+from dist.generate import (
+    Interrupts,
+    Writer,
+    add_sampling,
+    repeat,
+    sampling_of,
+    show,
+    warn_of_chat,
+)
 from dist.pack import special_id
 from dist.use import add_model, load
 
@@ -50,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
     writer = begin()
 
-    def answer(text: str, turn: int) -> None:
+    def answer(text: str, turn: int, interrupts: Interrupts) -> None:
         nonlocal writer
         if not text.strip():
             return
@@ -59,12 +67,10 @@ def main(argv: Sequence[str]) -> int:
             return
         writer.read_turn("user", text)
         writer.session.read([assistant])
-        show(
-            writer,
-            writer.write(given.tokens, np.random.default_rng([given.seed, turn]), ends=[end]),
-        )
+        rng = np.random.default_rng([given.seed, turn])
+        show(writer, writer.write(given.tokens, rng, ends=[end]), interrupts)
         if writer.session.ids[-1] != end:  # cut short: the reply is closed all the same
             writer.session.read([end])
 
-    repeat(answer, asked("> ", LEAVE))
+    repeat(answer, LEAVE)
     return 0

@@ -4,6 +4,8 @@ A text that outgrows the model's context goes on from its last half (``reference
 """
 
 import contextlib
+import io
+import signal
 import sys
 import time
 from collections.abc import (
@@ -11,7 +13,6 @@ from collections.abc import (
     Collection,
     Generator,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -245,32 +246,53 @@ def sampling_of(given: Any) -> dict[str, Any]:
     return {**fields, "stop": given.stop}
 
 
-def show(writer: Writer, pieces: Generator[str, None, None]) -> None:
+class Interrupts:
+    """Ctrl-C while people are asked and answered: it gives up the line, or ends the answer.
+
+    It never ends the program, however early, late or often it comes.
+
+    Attributes
+    ----------
+    came : bool
+        Since the last line was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.came = self._asking = False
+
+    def __call__(self, *_: Any) -> None:
+        self.came = True
+        if self._asking:
+            self._asking = False  # the next one must not disturb how this one is dealt with
+            raise KeyboardInterrupt
+
+    def line(self, prompt: str) -> str | None:
+        """Return a line; None: it was given up."""
+        self.came = False
+        try:
+            self._asking = True
+            text = input(prompt)
+            self._asking = False
+        except KeyboardInterrupt:
+            self._asking = False
+            return None
+        except EOFError:
+            self._asking = False
+            raise
+        return text
+
+
+def show(
+    writer: Writer, pieces: Generator[str, None, None], interrupts: Interrupts | None = None
+) -> None:
     """Print what is written as it comes; Ctrl-C ends it, and nothing else."""
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pieces):
         for piece in pieces:
             print(piece, end="", flush=True)
+            if interrupts is not None and interrupts.came:
+                break
     print(flush=True)
     print(writer.account(), file=sys.stderr, flush=True)
-
-
-def asked(prompt: str, leave: str) -> Iterator[str]:
-    """Yield what people type, a line each, until they leave by Ctrl-D.
-
-    On a terminal the line can be edited and earlier ones called back.
-    """
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  - input() then edits lines
-    if sys.stdin.isatty():
-        print(leave, file=sys.stderr)
-    while True:
-        try:
-            yield input(prompt)
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print(f"\n{leave}", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -300,7 +322,7 @@ def main(argv: Sequence[str]) -> int:
         warn_of_chat(model, tokenizer)
         end = {special_id(tokenizer, END)}
 
-    def answer(text: str, turn: int) -> None:
+    def answer(text: str, turn: int, interrupts: Interrupts | None = None) -> None:
         for n in range(given.num_samples):
             writer = Writer(model, tokenizer, **sampling)
             if given.chat:
@@ -311,19 +333,43 @@ def main(argv: Sequence[str]) -> int:
                 print(text, end="", flush=True)
             # another seed for every prompt and every sample; the first is what generate() draws
             rng = np.random.default_rng([given.seed + turn * given.num_samples + n, 0])
-            show(writer, writer.write(given.tokens, rng, ends=end))
+            show(writer, writer.write(given.tokens, rng, ends=end), interrupts)
+            if interrupts is not None and interrupts.came:
+                return
 
     if given.prompt is not None:
         answer(sys.stdin.read() if given.prompt == "-" else given.prompt, 0)
         return 0
-    repeat(answer, asked("> ", "(Ctrl-C ends an answer, Ctrl-D leaves)"))
+    repeat(answer, "(Ctrl-C ends an answer, Ctrl-D leaves)")
     return 0
 
 
-def repeat(answer: Callable[[str, int], None], texts: Iterable[str]) -> None:
-    """Answer one text after the other; what one cannot be answered for is said."""
-    for turn, text in enumerate(texts):
-        try:
-            answer(text, turn)
-        except ValueError as error:
-            print(f"myllm: {error}", file=sys.stderr)
+def repeat(answer: Callable[[str, int, Interrupts], None], leave: str) -> None:
+    """Answer what people type, line by line, until they leave by Ctrl-D.
+
+    On a terminal the line can be edited and earlier ones called back. What a line cannot be
+    answered for is said.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  - input() then edits lines
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end all
+    if sys.stdin.isatty():
+        print(leave, file=sys.stderr)
+    interrupts, turn = Interrupts(), 0
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        while True:
+            text = interrupts.line("> ")
+            if text is None:
+                print(f"\n{leave}", file=sys.stderr)
+                continue
+            try:
+                answer(text, turn, interrupts)
+            except ValueError as error:
+                print(f"myllm: {error}", file=sys.stderr)
+            turn += 1
+    except EOFError:
+        print()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -30,6 +30,12 @@ class Question(NamedTuple):
     answer: int  # of the choices, from 0
 
 
+def _text(row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(row[name], str):
+        raise ValueError(f"its {name} must be a text, got {row[name]!r:.40}")
+    return str(row[name])
+
+
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     texts = row[name]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -57,24 +63,28 @@ def _hellaswag(row: Mapping[str, Any]) -> Question:
 
 def _arc(row: Mapping[str, Any]) -> Question:
     """ARC (Clark et al. 2018) and OpenBookQA: a question, lettered choices, the right letter."""
-    asked = row.get("question_stem") or row["question"]
-    choices = row.get("choices")
+    choices, name = row.get("choices"), "question_stem" if "question_stem" in row else "question"
+    asked = row[name]
     if isinstance(asked, Mapping):  # as the files of the authors have it
-        asked, own = asked["stem"], asked["choices"]
-        choices = {name: [choice[name] for choice in own] for name in ("text", "label")}
+        row, name, own = {**row, "stem": asked["stem"]}, "stem", asked["choices"]
+        choices = {field: [choice[field] for choice in own] for field in ("text", "label")}
     if not isinstance(choices, Mapping):
         raise ValueError("its choices must have text and label")
+    letters, letter = choices["label"], row["answerKey"]
+    if letter not in letters:
+        raise ValueError(f"its answerKey {letter!r:.40} is none of the labels")
     return Question(
-        f"Question: {asked}\nAnswer:",
+        f"Question: {_text(row, name)}\nAnswer:",
         [f" {text}" for text in _texts(choices, "text")],
-        choices["label"].index(row["answerKey"]),
+        letters.index(letter),
     )
 
 
 def _piqa(row: Mapping[str, Any]) -> Question:
     """PIQA (Bisk et al. 2020): a goal and two ways to reach it."""
-    solutions = [f" {row['sol1']}", f" {row['sol2']}"]
-    return Question(f"Question: {row['goal']}\nAnswer:", solutions, _number(row, "label"))
+    solutions = [f" {_text(row, name)}" for name in ("sol1", "sol2")]
+    asked = f"Question: {_text(row, 'goal')}\nAnswer:"
+    return Question(asked, solutions, _number(row, "label"))
 
 
 # a field that only rows of this form have -> what reads them
@@ -171,8 +181,10 @@ def answer(
         sums, sizes = [], []
         for choice in question.choices:
             ids = tokenizer.encode_ordinary(choice)
-            sums.append(float(np.sum(log_probabilities(model, before + ids)[len(before) - 1 :])))
-            sizes.append(len(choice.encode()))
+            log_p = log_probabilities(model, before + ids)[len(before) - 1 :]
+            # of bytes that the tokenizer lacks alone, a choice is no text at all, and not certain
+            sums.append(float(np.sum(log_p)) if ids else -math.inf)
+            sizes.append(len(choice.encode("utf-8", "surrogatepass")))
         n += 1
         right += int(np.argmax(sums)) == question.answer
         right_per_byte += int(np.argmax(np.divide(sums, sizes))) == question.answer

@@ -49,9 +49,9 @@ class Sampling:
             p = getattr(self, name)
             if p is not None and not 0 < p <= 1:
                 raise ValueError(f"sample: {name} is a probability in (0, 1], got {p}")
-        if not 0 < self.repetition_penalty < np.inf:
+        if not 1e-9 <= self.repetition_penalty <= 1e9:  # of more, logits would overflow
             raise ValueError(
-                f"sample: repetition_penalty must be positive, got {self.repetition_penalty}"
+                f"sample: repetition_penalty must be 1e-9 to 1e9, got {self.repetition_penalty}"
             )
 
 

@@ -419,7 +419,10 @@ GGUF_QWEN2 = Family(
     always={**_LLAMA_ALWAYS, "qkv_bias": True},
     keys=(
         *_gguf_rope_keys("qwen2"),  # llama.cpp wants the heads to add up to the width here
-        derived("d_head", lambda c: c["qwen2.embedding_length"] // c["qwen2.attention.head_count"]),
+        derived(
+            "d_head",
+            lambda c: whole(c, "qwen2.embedding_length") // whole(c, "qwen2.attention.head_count"),
+        ),
     ),
     rows=_GGUF_ROWS,
     demands=_gguf_demands("qwen2"),

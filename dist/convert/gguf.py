@@ -300,6 +300,7 @@ def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -
         "attn_bias": "blk.0.attn_output.bias" in stored,
         "qkv_bias": "blk.0.attn_q.bias" in stored and "blk.0.attn_output.bias" not in stored,
         "ffn_bias": "blk.0.ffn_up.bias" in stored,
+        rope.GGUF_SAID: None,  # whatever a key of that name says
     }
     divided, base = stored.get(rope.GGUF_TENSOR), keys.get(f"{arch}.rope.freq_base", 10_000.0)
     if divided is not None and isinstance(base, int | float) and 0 < base < math.inf:

@@ -308,7 +308,13 @@ def choose(families: tuple[Family, ...], config: Config, what: str) -> Family:
     for family in families:
         if not differences[family.name]:
             return family
-    nearest = min(differences, key=lambda name: len(differences[name]))
+
+    def distance(family: Family) -> tuple[int, int]:
+        """Of as many differences, that with more of what the model has."""
+        shared = [value and getattr(config, name) == value for name, value in family.always.items()]
+        return len(differences[family.name]), -sum(map(bool, shared))
+
+    nearest = min(families, key=distance).name
     raise ValueError(
         f"{what} cannot express this model; the nearest it has, {nearest}, cannot express "
         f"{', '.join(differences[nearest])}"

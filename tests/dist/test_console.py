@@ -1,9 +1,11 @@
 """What a run says: a bar on a terminal, and elsewhere a short line now and then."""
 
+import contextlib
 import io
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,10 @@ def test_a_rank_that_is_told_the_terminal_s_name_moves_its_line_there(
     monkeypatch.setenv("TERM", "xterm")
     said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)
     assert monitor.terminal_columns(monitor.Output(sys.stdout)) == 0  # by way of mpirun
-    said = os.read(reads, 1 << 16).decode()
+    said, until = "", time.monotonic() + 10
+    while not ("step 3/3" in said and "\x1b[2K" in said) and time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):  # a terminal hands on what there is
+            said += os.read(reads, 1 << 16).decode()
     assert "hello" in said and "step 3/3" in said and "\x1b[2K" in said
     assert capsys.readouterr().out == ""
     os.close(reads)

@@ -1,8 +1,11 @@
 """What is done with a trained model: generate, chat, eval, plot; samples while training."""
 
+import contextlib
+import io
 import json
 import math
 import re
+import signal
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from matplotlib.figure import Figure
 from dist import checkpoint, cli, config, monitor, tasks, use
 from dist.convert import gguf
 from dist.evaluate import Evaluation, token_lengths
-from dist.generate import Stops
+from dist.generate import Stops, Writer
 from dist.model import load_model
 from reference.session import Session
 from tests.helpers.runs import prepare_texts, save_run_file, tables, text
@@ -211,6 +214,74 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(
     assert "Ctrl-D leaves" in said.err and not typed
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_no_ctrl_c_ends_a_conversation(
+    command: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice at once, wherever the program is: asking, reading, writing or counting."""
+    typed: list[Any] = ["the", "a dog", "the fox", None, "the dog", EOFError]
+    handler = signal.getsignal(signal.SIGINT)
+
+    def twice(*_: Any) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # pytest's own, should it come to that
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    def typing(prompt: str) -> str:
+        assert signal.getsignal(signal.SIGINT) is not handler
+        text = typed.pop(0)
+        if text is None:
+            signal.raise_signal(signal.SIGINT)
+        if isinstance(text, str):
+            return text
+        raise text
+
+    monkeypatch.setattr("builtins.input", typing)
+    turns: dict[Any, list[str]] = {}
+    for owner, name in ((Session, "read"), (Writer, "account"), (Session, "_scores")):
+        method, seen = getattr(owner, name), turns.setdefault(name, [])
+
+        def interrupted(self: Any, *given: Any, method: Any = method, seen: Any = seen) -> Any:
+            seen.append("")
+            if len(typed) == 4:  # the second text
+                twice()
+            return method(self, *given)
+
+        monkeypatch.setattr(owner, name, interrupted)
+    assert cli.main(reference(command, str(run), "--tokens", "3", "--temperature", "0")) == 0
+    said = capsys.readouterr()
+    assert not typed and signal.getsignal(signal.SIGINT) is handler
+    assert said.err.count("interrupted)") == 1 and said.err.count("(1 tokens, ") == 1
+    assert said.err.count("Ctrl-D leaves") == 1 and all(turns.values())
+
+
+def test_a_byte_that_is_no_text_ends_no_conversation(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"the\n\xff\nlast"), "utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert cli.main(reference("generate", str(run), "--tokens", "2")) == 0
+    said = capsys.readouterr()
+    assert said.err.count("tokens were asked") == 3 and "last" in said.out
+
+
+def test_each_sample_of_each_prompt_has_a_seed_of_its_own(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the\nthe\nthe\n"))
+    seeds: list[list[int]] = []
+    draws = np.random.default_rng
+
+    def noted(seed: Any = None) -> Any:
+        seeds.append(list(seed))
+        return draws(seed)
+
+    monkeypatch.setattr("numpy.random.default_rng", noted)
+    words = ["generate", str(run), "--tokens", "2", "--num-samples", "2", "--seed", "5"]
+    assert cli.main(reference(*words)) == 0
+    assert seeds == [[n, 0] for n in range(5, 11)]
+
+
 def test_a_reply_ends_with_its_turn(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +334,28 @@ def test_a_chat_reads_each_turn_once_and_remembers_the_earlier_ones(
     assert second[-len(turn) :] == turn and special["<|end|>"] in second[len(first) : -len(turn)]
     assert len(anew) < len(second)
     assert said.err.count("tokens, ") == 3 and "Traceback" not in said.err
+
+
+def test_instructions_stay_whole_when_the_context_is_full(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, read = Tokenizer.load(run.parent / "t.tok"), []
+    special = tokenizer.special_tokens
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown fox\n" * 5))
+    scores = Session._scores
+
+    def noted(self: Session, ahead: int) -> Any:
+        found = scores(self, ahead)
+        read.append((self.forgotten, list(self.ids)))
+        return found
+
+    monkeypatch.setattr(Session, "_scores", noted)
+    words = ["chat", str(run), "--tokens", "4", "--system", "be kind"]
+    assert cli.main(reference(*words)) == 0
+    system = [special["<|system|>"], *tokenizer.encode_ordinary("be kind"), special["<|end|>"]]
+    late = [ids for forgotten, ids in read if forgotten]
+    assert late and all(ids[: len(system)] == system for ids in late)
+    assert "are forgotten" in capsys.readouterr().err
 
 
 def test_instructions_must_leave_room_for_what_is_said(
@@ -336,10 +429,10 @@ def test_piqa_s_answers_are_found_beside_it(
 
 
 def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    """Of -6 nats over 12 bytes and -5 over 5, the first is likelier a byte."""
+    """Of -6 nats over 11 bytes and -5 over 5, the first is likelier a byte, though not a letter."""
     model = load_model(run, "reference")
     tokenizer = Tokenizer.load(run.parent / "t.tok")
-    short, long = " aaaa", " bbbbbbbbbbb"
+    short, long = " aaaa", " ééééé"
     sums = {tuple(tokenizer.encode_ordinary(text)): s for text, s in ((short, -5), (long, -6))}
 
     def given(model: Any, ids: list[int]) -> Any:
@@ -351,6 +444,20 @@ def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, r
     path.write_text(json.dumps({"context": "x", "choices": [short, long], "answer": 1}))
     found = tasks.answer(model, tokenizer, path)
     assert (found.n, found.right, found.right_per_byte) == (1, 0, 1)
+
+
+def test_a_choice_that_has_no_token_is_not_certain(
+    monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    """Of bytes that a vocabulary lacks; and half a surrogate pair, which JSON can hold, is text."""
+    encode = Tokenizer.encode_ordinary
+    lacking = lambda self, text: [] if text == "\x04" else encode(self, text)  # noqa: E731
+    monkeypatch.setattr(Tokenizer, "encode_ordinary", lacking)
+    path = run.parent / "lacking.jsonl"
+    path.write_text(json.dumps({"context": "x", "choices": ["\x04", "\ud800"], "answer": 1}))
+    tokenizer = Tokenizer.load(run.parent / "t.tok")
+    found = tasks.answer(load_model(run, "reference"), tokenizer, path)
+    assert (found.n, found.right, found.right_per_byte) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -375,6 +482,16 @@ def test_long_choices_are_held_to_their_bytes(monkeypatch: pytest.MonkeyPatch, r
         ('{"context": "x", "choices": ["a", "b"], "answer": true}', "whole number, got True"),
         ('{"ctx": "x", "endings": ["a"], "label": ""}', "its label must be a whole number, got ''"),
         ('{"goal": "x", "sol1": "a", "sol2": "b"}', "it has no field 'label'"),
+        ('{"goal": "x", "sol1": null, "sol2": "b", "label": 0}', "its sol1 must be a text, got No"),
+        ('{"goal": 5, "sol1": "a", "sol2": "b", "label": 0}', "its goal must be a text, got 5"),
+        (
+            '{"question": null, "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}',
+            "its question must be a text, got None",
+        ),
+        (
+            '{"question": "x", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "2"}',
+            "its answerKey '2' is none of the labels",
+        ),
     ],
 )
 def test_a_line_that_is_no_question_is_named(

@@ -1,5 +1,6 @@
 """Models out to GGUF and back."""
 
+import itertools
 import math
 import re
 import struct
@@ -170,6 +171,14 @@ def test_narrow_types_round_to_nearest(dtype: str, bits: int, tmp_path: Path) ->
     assert (error <= np.abs(mine) * 2.0**-bits + floor).all() and error.max() > 0
 
 
+def test_what_is_added_or_multiplied_number_by_number_stays_float32(tmp_path: Path) -> None:
+    """As llama.cpp's operations on them want it."""
+    out_and_back(tmp_path, GPT2, "--dtype", "float16")
+    kinds = {name: each.kind for name, each in gguf.header(tmp_path / "m.gguf")[1].items()}
+    wide = {name for name in kinds if "norm" in name or "bias" in name} | {"position_embd.weight"}
+    assert {name for name in kinds if kinds[name] == "F32"} == wide
+
+
 def test_q8_0_is_off_by_half_a_step_of_each_block_at_most(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,8 +208,8 @@ def test_q8_0_is_off_by_half_a_step_of_each_block_at_most(
     [
         (replace(LLAMA, window=5), ["window = 5"]),
         (QWEN3, ["window = (0, 6)"]),
-        (replace(QWEN3, window=0, ffn_bias=True), ["qk_norm = True"]),
-        (replace(QWEN3, window=0, rope_factor=4.0), ["qk_norm = True"]),
+        (replace(QWEN3, window=0, ffn_bias=True), ["qwen3, cannot", "ffn_bias = True"]),
+        (replace(QWEN3, window=0, rope_factor=4.0), ["qwen3, cannot", "rope_factor = 4.0"]),
         (replace(GPT2, ffn="relu"), ["ffn = 'relu'"]),
         (replace(GPT2, ffn="gelu"), ["ffn = 'gelu'"]),
         (replace(GPT2, n_kv_heads=2), ["n_kv_heads = 2"]),
@@ -267,6 +276,33 @@ def test_published_vocabularies_travel_along(tmp_path: Path) -> None:
             assert cli.main(["import", str(tmp_path / out), "-o", str(back)]) == 0
             assert Tokenizer.load(back / "tokenizer.myllm").vocabulary == tokenizer.vocabulary
     assert gguf.header(tmp_path / "plain.gguf")[0]["tokenizer.ggml.merges"] == []
+
+
+ODD: list[Any] = [
+    *(True, False, 0, -1, 3, 2**32 - 1, 2**63, 0.5, 1e308, math.nan, math.inf, "", "x", "llama"),
+    *(["a", "b"], [1, 2, 3], [0.5], []),
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3"])
+def test_whatever_metadata_says_it_is_read_or_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_from_iterator([text(i) for i in range(40)], 300)
+    write_random(tmp_path / "mine", replace(HELD[name], vocab_size=300), tokenizer)
+    path = tmp_path / "m.gguf"
+    assert cli.main(["export", str(tmp_path / "mine"), str(path)]) == 0
+    keys, stored = gguf.header(path)
+    tried = [*keys, "tied", "rope_freqs", "split.count", f"{name}.rope.scaling.type"]
+    refused = 0
+    for key, value in itertools.product(tried, ODD):
+        monkeypatch.setattr(gguf, "header", lambda _, k=key, v=value: ({**keys, k: v}, stored))
+        try:
+            gguf.read(path, with_tokenizer="tokenizer" in key)
+        except (ValueError, OSError) as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 600
+    assert refused > len(tried)
 
 
 def remade(tokenizer: Tokenizer, **changes: Any) -> Tokenizer:

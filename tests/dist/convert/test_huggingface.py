@@ -310,6 +310,8 @@ def test_configurations_as_published_are_read() -> None:
     assert described(SMOLLM2, **mistral, sliding_window=None).window == 0
     assert described(SMOLLM2, **mistral).window == 4096  # as transformers has it
     qwen = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": 7}
+    deep = described({**SMOLLM2, "num_hidden_layers": 30}, **qwen, use_sliding_window=True)
+    assert deep.window == (0,) * 28 + (7, 7)  # transformers' own number of layers without
     assert described(SMOLLM2, **qwen, use_sliding_window=False).window == 0
     two = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 7}
     biased = described(SMOLLM2, **two, use_sliding_window=False)
@@ -394,6 +396,11 @@ def shrink(name: str) -> Change:
         (
             LLAMA,
             lambda t: t.update({"lm_head.weight": 2 * t["model.embed_tokens.weight"]}),
+            "lm_head.weight differs from model.embed_tokens.weight",
+        ),
+        (
+            LLAMA,
+            lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"][:-1]}),
             "lm_head.weight differs from model.embed_tokens.weight",
         ),
         # what says the same, or nothing

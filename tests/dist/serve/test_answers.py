@@ -117,6 +117,8 @@ def test_choices_differ_and_a_seed_repeats_them(server: Server) -> None:
     assert len(set(texts)) == 3 and texts == [choice["text"] for choice in again["choices"]]
     free = [server.complete("the", **how)["choices"][0]["text"] for _ in range(3)]
     assert len(set(free)) > 1
+    one = {**how, "n": 1, "seed": 3}
+    assert len({c["text"] for c in server.complete(["the", "the", "the"], **one)["choices"]}) == 3
 
 
 def test_an_answer_ends_for_a_reason(server: Server) -> None:
@@ -149,6 +151,23 @@ def test_the_end_of_a_turn_ends_an_answer_of_a_chat_alone(
     told[:] = [fox, end, fox]
     said = server.complete("the", max_tokens=3)
     assert said["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stop_string_may_end_what_the_last_token_held_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a character is shown as U+FFFD once nothing can follow."""
+    (half,) = server.tokenizer.encode_bytes("é".encode()[:1])
+    monkeypatch.setattr("dist.serve.engine.sample", lambda *_, **__: half)
+    (choice,) = server.complete("the", max_tokens=1, stop="\N{REPLACEMENT CHARACTER}")["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+@pytest.mark.parametrize("limits", [(3, 9), (9, 3), (None, 3), (3, None)])
+def test_the_smaller_of_two_limits_holds(limits: tuple[int | None, int | None]) -> None:
+    names = ("max_tokens", "max_completion_tokens")
+    given = {name: n for name, n in zip(names, limits, strict=True) if n is not None}
+    assert read_request(json.dumps(chat_of("x", **given)).encode(), ChatRequest).limit() == 3
 
 
 def test_what_people_write_can_never_become_a_control_id(server: Server) -> None:
