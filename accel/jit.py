@@ -331,7 +331,7 @@ class Store:
         if not self.silent:
             self.silent = True
             seconds = getattr(sys.modules.get(package), "COMPILE_SECONDS", None)
-            about = "" if seconds is None else f", ~{seconds} s of one core for a small model"
+            about = "" if seconds is None else f", ~{seconds} s of one core"
             say(f"compiling kernels of {package} once{about}")
 
     def _open(self, name: str) -> int:

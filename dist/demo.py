@@ -107,8 +107,14 @@ def main(argv: Sequence[str]) -> int:
     if given.ranks > 1:
         find_mpirun()  # now rather than after a minute of preparation
     paths.out.mkdir(parents=True, exist_ok=True)
-    if given.compute == AUTO and paths.run_file.exists():
-        given.compute = config.load(paths.run_file).run.compute
+    if paths.run_file.exists():
+        begun = config.load(paths.run_file).run.compute
+        if given.compute not in (AUTO, begun):
+            raise ValueError(
+                f"the run in {paths.out} was begun with --compute {begun}: leave --compute out to "
+                "go on with it, or name another folder by --out"
+            )
+        given.compute = begun
     if given.compute != AUTO:
         load_backend("cpu", compute=given.compute)  # which says so if it is not to be had
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
@@ -305,7 +311,7 @@ def show(paths: Paths, compute: str) -> None:
    run/metrics.jsonl, run/checkpoints/, {drawn}
    Try next, on text of your own:
      myllm tokenizer train MY_TEXTS --vocab-size 4096 -o my.tok
-     myllm pack MY_TEXTS --tokenizer my.tok -o my-data
+     myllm pack MY_TEXTS --tokenizer my.tok --heldout 0.1 -o my-data
      myllm train demo --ranks 2 --set data.train=my-data/train \\
        --set data.heldout=my-data/heldout --set run.out=my-run
      myllm generate my-run

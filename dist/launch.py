@@ -83,7 +83,8 @@ def environment(ranks: int) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     if sys.stdout is not None and sys.stdout.isatty():
-        env.setdefault("MYLLM_TERMINAL", str(shutil.get_terminal_size().columns))
+        name = "" if sys.platform == "win32" else os.ttyname(sys.stdout.fileno())
+        env.setdefault("MYLLM_TERMINAL", f"{shutil.get_terminal_size().columns}:{name}")
     if ranks > cores():
         # more ranks than cores: one that waits must leave the core to those that work, at once
         env.setdefault("MPIR_CVAR_POLLS_BEFORE_YIELD", "1")
@@ -104,14 +105,8 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     env = environment(ranks)
     # what the caller has us ignore stays ignored: SIGHUP under nohup
     heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
-    if kind == "openmpi":
-        # it passes whole lines on, so that one that moves would be seen when it has ended: rank 0
-        # is told the terminal's name. It gives its ranks the system's own answer to SIGHUP
-        columns = env.pop("MYLLM_TERMINAL", "")
-        if columns and sys.stdout.isatty() and sys.platform != "win32":
-            env["MYLLM_TERMINAL"] = f"{columns}:{os.ttyname(sys.stdout.fileno())}"
-        if "SIGHUP" in (number.name for number in ENDING if number not in heard):
-            env[NOHUP] = "1"
+    if kind == "openmpi" and "SIGHUP" in (n.name for n in ENDING if n not in heard):
+        env[NOHUP] = "1"  # it gives its ranks the system's own answer to SIGHUP
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
     received: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []

@@ -315,9 +315,10 @@ class Console:
     """Where rank 0 speaks: on a terminal above a bar that moves with every step, else in lines.
 
     Other ranks have a console that says nothing. Whether there is a terminal our own launcher says
-    in ``$MYLLM_TERMINAL``, its width in columns: ranks under mpirun cannot see it, and Open MPI
-    gives them one of its own making even when the output goes to a file. Since that passes on whole
-    lines alone, its ranks are told the terminal's name as well, and write to it themselves.
+    in ``$MYLLM_TERMINAL``, its width in columns and its name, by which a width that changes is
+    known: ranks under mpirun cannot see it, and Open MPI gives them one of its own making even when
+    the output goes to a file. Since that passes on whole lines alone, its ranks write to the
+    terminal themselves.
     """
 
     def __init__(self, speaks: bool, total_steps: int, watch: Watch, *, every: int) -> None:
@@ -325,21 +326,25 @@ class Console:
         self._stream = Output(sys.stdout)
         self._total, self._every = total_steps, every
         self._progress: Any = None
-        self._terminal: TextIO | None = None  # where it is not stdout
-        columns = terminal_columns(self._stream) if speaks else 0
-        width, _, name = os.environ.get("MYLLM_TERMINAL", "").partition(":")
-        if speaks and name and width.isdecimal() and launcher.size() > 1:
+        self._terminal: TextIO | None = None  # where it is not this process's own
+        if speaks and launcher.size() > 1:
             with contextlib.suppress(OSError):  # it has gone
-                self._terminal = open(name, "w", encoding="utf-8")
-                self._stream, columns = Output(self._terminal), int(width)
-        if columns:
+                self._terminal = open(_told()[1], "w", encoding="utf-8")
+        if self._terminal is not None and "OMPI_COMM_WORLD_SIZE" in os.environ:
+            self._stream = Output(self._terminal)
+        if speaks and self._columns():
             from rich.console import Console as RichConsole
+            from rich.console import ConsoleDimensions
             from rich.progress import BarColumn, Progress, TextColumn
 
-            console = RichConsole(
+            class Wide(RichConsole):
+                """As wide as the terminal is now: a longer line would leave parts of itself."""
+
+                size = property(lambda _: ConsoleDimensions(self._columns() or COLUMNS, 25))
+
+            console = Wide(
                 file=cast(TextIO, self._stream),
                 force_terminal=True,
-                width=columns,
                 highlight=False,
                 soft_wrap=True,
             )
@@ -347,6 +352,12 @@ class Console:
                 TextColumn("{task.description}", markup=False), BarColumn(None), console=console
             )
             self._task = self._progress.add_task("", total=total_steps)
+
+    def _columns(self) -> int:
+        if self._terminal is not None:
+            with contextlib.suppress(OSError):
+                return os.get_terminal_size(self._terminal.fileno()).columns or _told()[0]
+        return terminal_columns(self._stream)
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -385,6 +396,12 @@ def terminal_columns(stream: Output) -> int:
     if os.environ.get("TERM") == "dumb":
         return 0
     if launcher.size() > 1:
-        said = os.environ.get("MYLLM_TERMINAL", "")
-        return int(said) if said.isdecimal() else 0
+        # of Open MPI's ranks only the console's own line reaches the terminal as it moves
+        return 0 if "OMPI_COMM_WORLD_SIZE" in os.environ else _told()[0]
     return shutil.get_terminal_size().columns if stream.isatty() else 0
+
+
+def _told() -> tuple[int, str]:
+    """Return the columns and the name of the launcher's terminal, as far as it has told them."""
+    width, _, name = os.environ.get("MYLLM_TERMINAL", "").partition(":")
+    return int(width) if width.isdecimal() else 0, name

@@ -294,6 +294,9 @@ def pack(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
             "least 1"
         )
+    for path in inputs:
+        if (Path(path) / shards.MANIFEST).exists():
+            raise ValueError(f"{path} is packed already: name the texts that it was packed from")
     with locked(out / LOCK, "packing"):
         return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
 

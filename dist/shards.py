@@ -334,8 +334,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.exists():
+        within = [name for name in ("train", "heldout") if (folder / name / MANIFEST).exists()]
+        beside = (folder.parent / "train" / MANIFEST).exists() and folder.name == "heldout"
         raise FileNotFoundError(
-            f"{folder} has no {MANIFEST}: it is no packed folder, or packing did not finish"
+            f"{folder} has no {MANIFEST}: "
+            + (f"name {' or '.join(str(folder / name) for name in within)}" if within else "")
+            + ("no text was held out when it was packed (--heldout 0)" if beside else "")
+            + ("it is no packed folder, or packing did not finish" * (not within and not beside))
         )
     found = manifest.read(path, Manifest, FORMAT, "pack again")
     item = np.dtype(found.dtype).itemsize

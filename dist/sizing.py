@@ -22,6 +22,8 @@ from dist import config, mode, warm
 from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
+from dist.documents import PIECE_BYTES
+from dist.pack import LOCK, plain_bytes
 from dist.places import new_place
 from dist.shards import MANIFEST, Manifest, read_manifest
 from dist.step import Stepper, initial_weights
@@ -32,6 +34,8 @@ SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the sta
 SECONDS = 0.5  # of steps to measure by
 EVALUATIONS = 10  # of a run
 LEAST_STEPS = 20
+TEXTS = "TEXTS"  # stand for those that are not named
+FEW_PIECES = 1000  # of text: a share of 0.01 may be a handful of documents, or none
 
 
 class Size(NamedTuple):
@@ -150,6 +154,8 @@ def texts_of(path: str | None, out: Path) -> Texts:
             heldout = folder.parent / "heldout"
             there = folder.name == "train" and (heldout / MANIFEST).exists()
             return Texts(folder, heldout if there else None, read_manifest(folder))
+    if path and (Path(path) / LOCK).exists():
+        raise ValueError(f"no packing in {path} has finished: give its `myllm pack` again")
     if path and not Path(path).exists():
         raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
     packed = out.with_name(f"{out.stem}-data")
@@ -184,7 +190,7 @@ def write_run_file(
     with new_place(out) as part:
         head = "".join(f"# {line}\n" for line in said)
         part.write_text(f"{head}\n{run.to_toml()}", encoding="utf-8")
-    return run, [*said, *advice(run, texts, path or "TEXTS", out, choice.size, ranks), ""]
+    return run, [*said, *advice(run, texts, path or TEXTS, out, choice.size, ranks), ""]
 
 
 def run_of(size: Size, texts: Texts, out: Path, steps: int, compute: str, ranks: int) -> RunFile:
@@ -215,6 +221,12 @@ def schedule(steps: int, evaluations: int) -> list[str]:
     ]
 
 
+def _heldout(path: str) -> str:
+    """Return the option that holds out some of few texts, where the default may hold out none."""
+    few = path != TEXTS and 0 < plain_bytes([path]) < FEW_PIECES * PIECE_BYTES
+    return " --heldout 0.1" if few else ""
+
+
 def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size, ranks: int) -> list[str]:
     """Return what to do next with a run file."""
     tokens, said = run.steps * run.tokens_per_step, []
@@ -224,7 +236,7 @@ def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size, ranks: 
         said += [
             f"{path} is to be packed first:",
             f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",
-            f"  myllm pack {text} --tokenizer {name} -o {packed}",
+            f"  myllm pack {text} --tokenizer {name}{_heldout(path)} -o {packed}",
         ]
     else:
         times = tokens / texts.manifest.tokens

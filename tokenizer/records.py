@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
@@ -12,6 +13,7 @@ Row = tuple[str, dict[str, Any]]  # where it stands, and its fields
 
 # what a row of Parquet may have beside its text: a conversation, or a task and what is wanted
 ASIDE = ("messages", "prompt", "completion")
+_BEGINS_A_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # of objects
 
 
 def is_rows(name: str) -> bool:
@@ -29,7 +31,8 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     file : binary file
         Its content, unpacked; Parquet is read by name.
     field : str
-        Where the text of a row is. What is a JSON file but no list of objects is one text, as is.
+        Where the text of a row is. What is a JSON file but no list of objects is one text, as is:
+        a row whose place is the file's name alone. What begins as such a list must be one.
     bad : callable
         Is given a sentence on each row that cannot be read.
 
@@ -62,11 +65,18 @@ def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row
     text = file.read()
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
         content = None
-    if isinstance(content, list) and content and all(isinstance(row, dict) for row in content):
+        if _BEGINS_A_LIST.match(text):
+            bad(f"{name}: no JSON: {error}")
+            return
+    if isinstance(content, list) and any(isinstance(row, dict) for row in content):
         for number, row in enumerate(content, 1):
-            yield f"{name}, item {number}", row
+            where = f"{name}, item {number}"
+            if isinstance(row, dict):
+                yield where, row
+            else:
+                bad(f"{where}: no JSON object but {type(row).__name__}")
         return
     try:
         yield name, {field: text.decode()}
@@ -77,12 +87,17 @@ def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row
 def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    table = csv.reader(lines, delimiter="\t" if _unpacked(name).endswith(".tsv") else ",")
+    tabs = _unpacked(name).endswith(".tsv")
+    # strict: else a quote that never closes takes in all rows behind it
+    table = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
+    began = 1
     try:
         columns = next(table, [])
         _check_columns(name, columns, field)
+        began = table.line_num + 1
         for values in table:
             where = f"{name}, line {table.line_num}"
+            began = table.line_num + 1
             if len(values) == len(columns):
                 yield where, dict(zip(columns, values, strict=True))
             elif values:
@@ -90,7 +105,9 @@ def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}, after line {table.line_num}: no UTF-8: {error}") from None
     except csv.Error as error:
-        raise ValueError(f"{name}, line {table.line_num}: {error}") from None
+        raise ValueError(
+            f"{name}: {error}, in the row that begins on line {began}: is a quote never closed?"
+        ) from None
     finally:
         lines.detach()
 

@@ -82,6 +82,7 @@ class Prediction(NamedTuple):
     bound: str
     moved: float
     operations: float
+    a_round: Mapping[str, float] = {}  # of attention's loop: cycles, played and by unit
 
 
 class _Memory:
@@ -268,8 +269,9 @@ def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:
         return Prediction(work / gpu.product + added / gpu.memory, "tensor", moved, work)
     arguments = tuple(sorted(asked.defines.items()))
     a_round, cycles, outside, bound = _loop(asked.source, asked.kernel, arguments, gpu)
-    moved = asked.moved
+    moved, shown = asked.moved, dict[str, float]()
     if a_round.flops:
+        shown = {"a round": cycles, **busy(a_round, gpu, WARPS)}
         head = asked.defines["HEAD"]
         products = 2 * PRODUCTS[asked.kernel] * attention.OWN * head  # of a row that is walked over
         tiles = tiles_of_blocks(asked, WARPS * a_round.flops // products)
@@ -288,7 +290,7 @@ def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:
         seconds, work = units[bound] / (gpu.processors * gpu.clock), 0.0
     if moved / gpu.memory >= seconds:
         bound = "memory"
-    return Prediction(max(seconds, moved / gpu.memory), bound, moved, work)
+    return Prediction(max(seconds, moved / gpu.memory), bound, moved, work, shown)
 
 
 def step(config: Config, B: int, T: int, gpu: Gpu) -> dict[str, tuple[int, Prediction]]:
@@ -311,8 +313,14 @@ def step(config: Config, B: int, T: int, gpu: Gpu) -> dict[str, tuple[int, Predi
         name = asked.kernel if isinstance(asked, Launch) else "products (cuBLAS)"
         one = predict(asked, gpu)
         n, sum_of = found.get(name, (0, Prediction(0.0, one.bound, 0.0, 0.0)))
-        sums = (a + b for a, b in zip(sum_of[2:], one[2:], strict=True))
-        found[name] = n + 1, Prediction(sum_of.seconds + one.seconds, one.bound, *sums)
+        found[name] = (
+            n + 1,
+            one._replace(
+                seconds=sum_of.seconds + one.seconds,
+                moved=sum_of.moved + one.moved,
+                operations=sum_of.operations + one.operations,
+            ),
+        )
     return found
 
 
@@ -325,6 +333,10 @@ def rows(name: str, config: Config, B: int, T: int) -> Iterator[Row]:
         if p.operations:
             amount += f", {p.operations / p.seconds / 1e12:.0f} TFLOP/s done"
         yield Row(f"{kernel}, {n} of a step", p.seconds, note=f"{p.bound}: {amount}")
+        if p.a_round:
+            played, *units = (f"{unit} {n:,.0f}" for unit, n in p.a_round.items())
+            note = f"{played} cycles; busy: {', '.join(units)}"
+            yield Row(f"{kernel}, its loop", p.a_round["a round"] / gpu.clock, note=note)
     layers = config.n_layers
     work = B * T * attention_flops(T, config.n_heads, config.d_head, causal=True)
     parts = {"forward": ("attention_forward",), "backward": ("attention_dq", "attention_dkv")}

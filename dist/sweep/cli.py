@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from accel import AUTO, COMPUTE
 from accel import load as load_backend
 from accel.bench.report import machine
 from accel.system import cores
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
                 args.error(f"--{kind} must be {what} above 0")
             limit = Budget(kind, amount)
     axes = [parse_axis(words) for words in given.grid]
-    overrides = [*given.overrides, *_settled(given.config, given.overrides)]
+    overrides = [*given.overrides, *_settled(given.config, given.overrides, given.out)]
     trials = trials_of(given.config, overrides, axes, given.seeds, limit, given.out)
     _prepare(trials)
     stop = StopRequest()
@@ -81,12 +82,24 @@ def main(argv: Sequence[str]) -> int:
         return Sweep(trials, given.jobs, limit, given.out).run(stop)
 
 
-def _settled(path: str, overrides: Sequence[str]) -> list[str]:
-    """Return what settles ``run.compute = "auto"`` for all runs."""
-    run, said = mode.settled(run_file.load(path, overrides), None)
-    if said:
-        print(said)
-    return [f"run.compute={run.run.compute}"] if said else []
+def _settled(path: str, overrides: Sequence[str], out: Path) -> list[str]:
+    """Return what settles ``run.compute = "auto"`` for all runs, those of earlier starts too."""
+    run = run_file.load(path, overrides)
+    if run.run.compute != AUTO:
+        return []
+    kept = out / "compute"
+    if kept.exists():
+        found = kept.read_text(encoding="utf-8", errors="replace").strip()
+        if found not in COMPUTE:
+            raise ValueError(f"{kept} must hold one of {', '.join(COMPUTE)}, got {found!r:.40}")
+        said = f"compute: {found}, as before"
+    else:
+        run, said = mode.settled(run, None)
+        found = run.run.compute
+        out.mkdir(parents=True, exist_ok=True)
+        replace_durably(kept, f"{found}\n".encode())
+    print(said)
+    return [f"run.compute={found}"]
 
 
 def _prepare(trials: Sequence[Trial]) -> None:

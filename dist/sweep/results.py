@@ -44,6 +44,7 @@ def outcome(trial: Trial) -> dict[str, Any]:
     found: dict[str, Any] = {
         "settings": trial.settings,
         "seed": trial.seed,
+        "compute": run.run.compute,
         "folder": run.run.out,
         "status": status,
         "parameters": decoder_layout(run.model).size,

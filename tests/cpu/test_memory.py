@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -153,6 +154,22 @@ def test_a_long_first_step_ends_up_with_pages_that_stay(monkeypatch: pytest.Monk
         arena.take(32 << 20)  # gone at once, as in a loop of one op
         counts.append(given[0])
     assert 1 <= counts[-1] == counts[10] <= memory.RETURNED
+
+
+def test_no_page_of_an_array_that_lives_is_given_back() -> None:
+    """In a larger step than before, of arrays that are larger than a huge page, and beside them."""
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        arena = memory.Arena()
+        arena.begin()
+        alive: list[tuple[npt.NDArray[np.uint8], int]] = []
+        for i in range(1, 60):
+            alive.append((arena.take(8 << 20), i))
+            alive[-1][0].fill(i)
+            if i > 9 and i % 3 == 0:
+                alive.pop(int(rng.integers(len(alive) - 1)))
+            arena.take(1 << 20).fill(255)
+            assert all((array[:: 1 << 12] == number).all() for array, number in alive)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux alone")

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_rank_that_is_told_the_terminal_s_name_moves_its_line_there(
     reads, screen = pty.openpty()
     os.set_blocking(reads, False)
     monkeypatch.setattr(launcher, "size", lambda: 2)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("MYLLM_TERMINAL", f"80:{os.ttyname(screen)}")
     monkeypatch.setenv("TERM", "xterm")
     said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)
@@ -82,6 +84,42 @@ def test_a_rank_that_is_told_the_terminal_s_name_moves_its_line_there(
     os.close(screen)
     said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)  # it has gone
     assert "step 3/3" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_line_is_as_wide_as_the_terminal_is_now(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer line would leave a part of itself at every step."""
+    import pty
+    import termios
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    reads, screen = pty.openpty()
+    said = Terminal()
+    monkeypatch.setattr("sys.stdout", said)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.get_terminal_size(screen))
+    monkeypatch.setattr(launcher, "size", lambda: ranks)
+    monkeypatch.setenv("MYLLM_TERMINAL", f"100:{os.ttyname(screen)}")
+    monkeypatch.setenv("TERM", "xterm")
+    termios.tcsetwinsize(screen, (25, 100))
+    console = monitor.Console(True, 3, Watch(0, ranks), every=1)
+    widths = []
+    for step, columns in enumerate((100, 60, 90), 1):
+        termios.tcsetwinsize(screen, (25, columns))
+        begun = len(said.getvalue())
+        console.step(record(step), 1.0)
+        console._progress.refresh()
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said.getvalue()[begun:])
+        widths.append(max(map(len, re.split(r"[\r\n]", plain))))
+    console.close()
+    os.close(reads)
+    os.close(screen)
+    assert widths[0] > 90 and 50 < widths[1] <= 60 and 80 < widths[2] <= 90
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +144,7 @@ def test_a_terminal_has_one_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> 
     assert "step 25/25" in screen.getvalue() and "61% peak" in screen.getvalue()
 
 
-@pytest.mark.parametrize(("said", "columns"), [("120", 120), ("", 0), ("wide", 0)])
+@pytest.mark.parametrize(("said", "columns"), [("120", 120), ("", 0), ("wide", 0), ("70:tty", 70)])
 def test_ranks_believe_the_launcher_and_not_what_mpirun_gives_them(
     said: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,15 @@ def test_steps_are_planned_by_those_behind_a_slow_start(
     assert steps == pytest.approx(sizing.SHARE * 100 / 0.04, rel=0.01)
 
 
+def test_a_demo_goes_on_in_the_mode_that_it_was_begun_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config.load("demo", ["run.compute=float32"])
+    (tmp_path / "run.toml").write_text(run.to_toml())
+    assert cli.main(["demo", "--compute", "bf16", "--out", str(tmp_path), "--ranks", "1"]) == 1
+    assert "was begun with --compute float32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("minutes", ["0", "nan", "inf"])
 def test_minutes_without_an_end_are_wrong_usage(minutes: str) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -451,6 +451,56 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '[{"text": "one"}, {"text": "tw', "a.json: no JSON: Unterminated string"),
+        ("a.json", '\n[ {"text": "one"}, "two"]', "a.json, item 2: no JSON object but str"),
+        ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n', "in the row that begins on line 3: is a qu"),
+        ("a.tsv", 'text\n"two\nthree\n', "in the row that begins on line 2: is a quote never"),
+    ],
+)
+def test_rows_that_are_cut_or_not_closed_are_no_text(
+    name: str,
+    content: str,
+    message: str,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert run(tmp_path / name, tmp_path / "d", tokenizer_file, "--heldout", "0") == 1
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    if name == "a.json":
+        (tmp_path / "b.txt").write_text("four")
+        words = ["--heldout", "0", "--skip-bad-lines"]
+        assert run(tmp_path / "[ab].*", tmp_path / "e", tokenizer_file, *words) == 0
+        kept = ["one", "four"] if "item" in message else ["four"]
+        assert tokens_of(tmp_path / "e" / "train").tolist() == eos_behind(tokenizer_file, kept)
+
+
+def test_a_long_json_text_is_cut_as_others_are(tmp_path: Path, tokenizer_file: Path) -> None:
+    words = " ".join(f"word{i}" for i in range(40_000))
+    for name in ("a.json", "a.txt"):
+        (tmp_path / name).write_text(json.dumps({"text": words}))
+        assert run(tmp_path / name, tmp_path / name[2:], tokenizer_file, "--heldout", "0.4") == 0
+    assert contents(tmp_path / "json" / "heldout") == contents(tmp_path / "txt" / "heldout")
+
+
+def test_a_packed_folder_is_no_text(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    assert run(tmp_path / "d" / "train", tmp_path / "e", tokenizer_file) == 1
+    assert "is packed already: name the texts" in capsys.readouterr().err
+    assert cli.main(["pack", "--check", str(tmp_path / "d")]) == 1
+    assert f"name {tmp_path / 'd' / 'train'}\n" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="no text was held out when it was packed"):
+        read_manifest(tmp_path / "d" / "heldout")
+
+
+@pytest.mark.parametrize(
     "content, message",
     [
         ("id,body\n1,x\n", "no column 'text'; its columns: 'id', 'body' (--field names one)"),

@@ -139,6 +139,11 @@ def test_memory_in_all_and_whether_it_fits(
     found = [rows(said, level)[-1] for level in ("none", "norms", "block")]
     assert [words[0] for words in found] == [f"{2 * n:,}" for n in needed]
     assert ["fits" in words for words in found] == [False, True, True]
+    # weights, moments and their copy for a checkpoint are divided, forms of weights are not
+    N = make_plan(run, 1).parameters
+    one, two = (rank_memory(run, ranks) for ranks in (1, 2))
+    shared = make_plan(run, 1).checkpoint + make_plan(run, 1).moments
+    assert one - two == pytest.approx(shared / 2, rel=0.02) and shared == 12 * N + 8 * N
     # of 7, 8 and 9 layers, and of T = 32 to 512
     kept = rank_memory(replace(run, model=replace(run.model, n_layers=7)), 2)
     assert rows(said, "memory of a rank")[0][:2] == bytes_text(kept).split()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dist.comm import slices_of
+from dist.comm import MESSAGE, MpiLevel, slices_of
 from dist.reduction import add_in_tree_order, gather, number, reduce
 from dist.slices import bounds_of_slices, cuts
 from reference import ops
@@ -200,3 +200,25 @@ def test_adding_parts_uses_the_first_one_s_memory() -> None:
     parts = [np.full(3, float(i), np.float32) for i in range(4)]
     first = parts[0]
     assert add_in_tree_order(ops.accumulate, parts) is first and first[0] == 6
+
+
+@pytest.mark.parametrize("own", [0, 70_000])
+def test_all_of_the_longest_slice_travels_whoever_has_it(own: int) -> None:
+    """A rank may have less to receive than to send, or the other way round."""
+    asked: list[tuple[str, int, int]] = []
+
+    class Counting:
+        rank, size = 0, 2
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda array, peer: asked.append((name, peer, len(array)))
+
+    level = MpiLevel(Counting(), threading.Event())
+    level._wait = lambda requests: None  # type: ignore[method-assign]
+    flat = np.zeros(3 * MESSAGE + 7, np.float32)
+    level.exchange(flat, [0, own, len(flat)])
+    level.all_gather_slices(flat, [0, own, len(flat)])
+    moved = {name: sum(n for way, _, n in asked if way == name) for name in ("Isend", "Irecv")}
+    # each way once own slices and once those of the other
+    assert moved == {"Isend": len(flat) - own + own, "Irecv": own + len(flat) - own}
+    assert max(n for *_, n in asked) <= MESSAGE

@@ -9,7 +9,7 @@ import pytest
 from dist import cli, config, monitor, sizing
 from dist.sizing import SIZES, Size, choice_for, choose
 from reference.params import decoder_layout
-from tests.helpers.runs import VOCAB, prepare_texts, random_walk, write_dataset
+from tests.helpers.runs import VOCAB, prepare_texts, random_walk, text, write_dataset
 
 TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 12, 4, 1e-2, 300)
 
@@ -123,6 +123,27 @@ def test_plan_takes_a_bare_packed_folder_and_says_what_is_missing(
     assert cli.main(["plan", "--minutes", "0.01", "elsewhere", "-o", "b.toml"]) == 1
     assert "there is no elsewhere" in capsys.readouterr().err
     assert not Path("b.toml").exists()
+
+
+def test_what_plan_says_of_texts_that_are_not_packed_works(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a few texts, of which a hundredth is none."""
+    (quick / "texts").mkdir()
+    for i in range(60):
+        (quick / "texts" / f"{i}.txt").write_text(text(i) * 3)
+    assert cli.main(["plan", "--minutes", "0.01", "texts"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    commands = [line[1:] for line in lines if line[:1] == ["myllm"]]
+    assert [words[0] for words in commands] == ["tokenizer", "pack"]
+    assert all(cli.main(words) == 0 for words in commands)
+    assert "heldout" in config.load("run.toml").data.heldout
+    assert cli.main(["plan", "--minutes", "0.01", "run-data", "-o", "b.toml"]) == 0
+    # what no packing has finished in is no folder of texts
+    (quick / "half").mkdir()
+    (quick / "half" / "lock").touch()
+    assert cli.main(["plan", "--minutes", "0.01", "half", "-o", "c.toml"]) == 1
+    assert "no packing in half has finished" in capsys.readouterr().err
 
 
 def test_plan_writes_no_file_that_its_ranks_cannot_share(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dist import cli, monitor
+from dist import cli, mode, monitor
 from dist.config import RunFile
 from dist.sweep.cli import PROBE_STEPS
 from dist.sweep.pool import finished
@@ -209,6 +209,33 @@ def test_minutes_become_steps_by_the_speed_of_a_few(folder: Path, tmp_path: Path
     assert len(ms) == PROBE_STEPS
     assert run["steps"] == max(1, int(MARGIN * 60e3 * 0.002 / statistics.median(ms[2:])))
     assert status == 0 and sweep(folder, out, *words)[1]["runs"] == [run]  # the speed is kept
+
+
+def test_the_mode_of_the_first_start_is_that_of_all(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seeds of one setting are compared: they must not differ by what the clock said that day."""
+    asked: list[str] = []
+
+    def settled(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
+        asked.append(run.run.compute)
+        return mode.in_mode(run, "float32"), "compute: float32 (chosen)"
+
+    monkeypatch.setattr(mode, "settled", settled)
+    words = ["--set", "run.compute=auto", "--steps", "2", "--jobs", "1"]
+    status, found = sweep(folder, tmp_path, *words)
+    assert status == 0 and asked == ["auto"]
+    assert [r["compute"] for r in found["runs"]] == ["float32"]
+    capsys.readouterr()
+    status, found = sweep(folder, tmp_path, *words, "--seeds", "2")
+    assert status == 0 and asked == ["auto"] and len(found["runs"]) == 2
+    assert "compute: float32, as before" in capsys.readouterr().out
+    (tmp_path / "compute").write_text("fast")
+    assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path), *words]) == 1
+    assert "compute must hold one of float32, bf16, got 'fast'" in capsys.readouterr().err
 
 
 def test_two_sweeps_do_not_write_to_one_folder(

@@ -1,6 +1,5 @@
 """What is done with a trained model: generate, chat, eval, plot; samples while training."""
 
-import contextlib
 import io
 import json
 import math
@@ -223,9 +222,8 @@ def test_no_ctrl_c_ends_a_conversation(
     handler = signal.getsignal(signal.SIGINT)
 
     def twice(*_: Any) -> None:
-        with contextlib.suppress(KeyboardInterrupt):  # pytest's own, should it come to that
-            for _ in range(2):
-                signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
 
     def typing(prompt: str) -> str:
         assert signal.getsignal(signal.SIGINT) is not handler
