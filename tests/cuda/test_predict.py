@@ -14,6 +14,7 @@ from accel.bench.predict import Launch, busy, dealt
 from accel.cuda.device import Product
 from accel.cuda.machine_code import count, hot_loop, loops, read_listing, way
 from tests.cuda_shim import require
+from tests.helpers import ROOT
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24"
 WIDE = "HGMMA.64x128x16.F32.BF16 R24, R216, gdesc[UR20].tnspB, R24"
@@ -263,6 +264,18 @@ def test_bytes_are_those_of_the_arrays_as_often_as_they_move() -> None:
     assert launch.moved == 4 * 7 + 2 * 4 * 35
 
 
+def rounds_of(table: str) -> list[list[int]]:
+    """Return what a table says of attention's loops: forward, dq, dk and dv, in README's order."""
+    found = []
+    for kernel in predict.PRODUCTS:
+        (note,) = re.findall(rf"{kernel}, its loop.*(a round .*) \|", table)
+        numbers = re.findall(r"(a round|[a-zA-Z]+|shared memory) ([\d,]+)", note)
+        by = {unit: int(number.replace(",", "")) for unit, number in numbers}
+        units = ("tensor", "shared memory", "MUFU", "light", "issue", "a round")
+        found.append([by[unit] for unit in units])
+    return found
+
+
 def tokens_of(table: str) -> int:
     """Return the tokens a second of a training step."""
     found = re.search(r"training step, 28 layers.* ([\d,]+) tokens/s", table)
@@ -286,6 +299,11 @@ def test_the_command_predicts_a_step_that_reaches_its_bar(
         kernels = sum(t for what, t in times[gpu].items() if " of a step" in what)
         assert times[gpu]["training step, 28 layers"] == pytest.approx(kernels, rel=0.01)
     assert tokens["H200"] >= 55_000
+    # the README's table is what the command says
+    text = (ROOT / "accel/cuda/README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (?:forward|dq|dk, dv), 128 × .*? \| (.*) \|$", text, re.MULTILINE)
+    told = [[int(cell.replace(",", "")) for cell in line.split(" | ")] for line in lines]
+    np.testing.assert_allclose(told, rounds_of(table), rtol=0.03)
     for what, t in times["H100"].items():  # the same multiprocessors, a faster memory
         assert times["H200"][what] <= t * 1.001
 
@@ -294,4 +312,12 @@ def test_the_command_predicts_a_step_that_reaches_its_bar(
 def test_the_path_by_mma_sync_reaches_its_bar(capsys: pytest.CaptureFixture[str]) -> None:
     require.nvdisasm()
     assert bench.main(["--model", "H200-mma", "--batch", "4"]) == 0
-    assert tokens_of(capsys.readouterr().out) >= 42_000
+    table = capsys.readouterr().out
+    assert tokens_of(table) >= 42_000
+    text = " ".join((ROOT / "accel/cuda/README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"By `mma.sync` a round .*? is busy for [\d,]+, [\d,]+ and [\d,]+", text)
+    assert said
+    told = [int(n.replace(",", "")) for n in re.findall(r"\d,\d{3}", said[0])]
+    rounds = rounds_of(table)
+    now = [row[-1] for row in rounds] + [row[1] for row in rounds]
+    np.testing.assert_allclose(told, now, rtol=0.03)
