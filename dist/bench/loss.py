@@ -96,6 +96,7 @@ NANOGPT = [
     "train.lr=1e-3",
     "optim.beta2=0.99",
     "optim.embedding_rate=1.0",
+    "optim.weight_decay=0.1",
 ]
 NANOGPT_WARMUP = 100
 MUON_RATE = 4.0  # times that of AdamW: dist/sweep/muon
