@@ -295,7 +295,7 @@ def pack(
             "least 1"
         )
     for path in inputs:
-        if (Path(path) / shards.MANIFEST).exists():
+        if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")
     with locked(out / LOCK, "packing"):
         return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)

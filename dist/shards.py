@@ -324,6 +324,12 @@ class Dataset:
         return np.concatenate(ids), np.concatenate(masks)
 
 
+def is_packed(folder: Path) -> bool:
+    """Tell whether a folder has a manifest of ours, damaged or not; others have such files, too."""
+    path = folder / MANIFEST
+    return path.is_file() and FORMAT.encode() in path.read_bytes()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a packed folder, checked to be one.
 
@@ -334,14 +340,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.exists():
-        within = [name for name in ("train", "heldout") if (folder / name / MANIFEST).exists()]
-        beside = (folder.parent / "train" / MANIFEST).exists() and folder.name == "heldout"
-        raise FileNotFoundError(
-            f"{folder} has no {MANIFEST}: "
-            + (f"name {' or '.join(str(folder / name) for name in within)}" if within else "")
-            + ("no text was held out when it was packed (--heldout 0)" if beside else "")
-            + ("it is no packed folder, or packing did not finish" * (not within and not beside))
-        )
+        why = "it is no packed folder, or packing did not finish"
+        within = [str(folder / name) for name in ("train", "heldout") if is_packed(folder / name)]
+        if within:
+            why = f"name {' or '.join(within)}"
+        elif folder.name == "heldout" and is_packed(folder.with_name("train")):
+            why = "no text was held out when it was packed (--heldout 0)"
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: {why}")
     found = manifest.read(path, Manifest, FORMAT, "pack again")
     item = np.dtype(found.dtype).itemsize
     for entry in found.shards if found.sealed else ():

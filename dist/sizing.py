@@ -23,9 +23,9 @@ from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
 from dist.documents import PIECE_BYTES
-from dist.pack import LOCK, plain_bytes
+from dist.pack import JOURNAL, LOCK, SPLITS, plain_bytes
 from dist.places import new_place
-from dist.shards import MANIFEST, Manifest, read_manifest
+from dist.shards import Manifest, is_packed, read_manifest
 from dist.step import Stepper, initial_weights
 from reference.flops import training_flops
 from reference.params import decoder_layout
@@ -34,7 +34,6 @@ SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the sta
 SECONDS = 0.5  # of steps to measure by
 EVALUATIONS = 10  # of a run
 LEAST_STEPS = 20
-TEXTS = "TEXTS"  # stand for those that are not named
 FEW_PIECES = 1000  # of text: a share of 0.01 may be a handful of documents, or none
 
 
@@ -152,11 +151,12 @@ class Texts(NamedTuple):
 def texts_of(path: str | None, out: Path) -> Texts:
     """Return the packed sets of a folder, or where they will be when its texts are packed."""
     for folder in (Path(path) / "train", Path(path)) if path else ():
-        if (folder / MANIFEST).exists():
+        if is_packed(folder):
             heldout = folder.parent / "heldout"
-            there = folder.name == "train" and (heldout / MANIFEST).exists()
+            there = folder.name == "train" and is_packed(heldout)
             return Texts(folder, heldout if there else None, read_manifest(folder))
-    if path and (Path(path) / LOCK).exists():
+    here = {each.name for each in Path(path).iterdir()} if path and Path(path).is_dir() else set()
+    if LOCK in here and here <= {LOCK, JOURNAL, *SPLITS}:
         raise ValueError(f"no packing in {path} has finished: give its `myllm pack` again")
     if path and not Path(path).exists():
         raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
@@ -192,7 +192,7 @@ def write_run_file(
     with new_place(out) as part:
         head = "".join(f"# {line}\n" for line in said)
         part.write_text(f"{head}\n{run.to_toml()}", encoding="utf-8")
-    return run, [*said, *advice(run, texts, path or TEXTS, out, choice.size, ranks), ""]
+    return run, [*said, *advice(run, texts, path, out, choice.size, ranks), ""]
 
 
 def run_of(size: Size, texts: Texts, out: Path, steps: int, compute: str, ranks: int) -> RunFile:
@@ -223,22 +223,20 @@ def schedule(steps: int, evaluations: int) -> list[str]:
     ]
 
 
-def _heldout(path: str) -> str:
-    """Return the option that holds out some of few texts, where the default may hold out none."""
-    few = path != TEXTS and 0 < plain_bytes([path]) < FEW_PIECES * PIECE_BYTES
-    return " --heldout 0.1" if few else ""
-
-
-def advice(run: RunFile, texts: Texts, path: str, out: Path, size: Size, ranks: int) -> list[str]:
+def advice(
+    run: RunFile, texts: Texts, path: str | None, out: Path, size: Size, ranks: int
+) -> list[str]:
     """Return what to do next with a run file."""
     tokens, said = run.steps * run.tokens_per_step, []
     if texts.manifest is None:
-        tok = out.with_suffix(".tok")
-        text, packed, name = (shlex.quote(str(p)) for p in (path, texts.train.parent, tok))
+        tok, named = out.with_suffix(".tok"), path or "TEXTS"
+        text, packed, name = (shlex.quote(str(p)) for p in (named, texts.train.parent, tok))
+        few = path is not None and 0 < plain_bytes([path]) < FEW_PIECES * PIECE_BYTES
+        share = " --heldout 0.1" if few else ""
         said += [
-            f"{path} is to be packed first:",
+            f"{named} is to be packed first:",
             f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",
-            f"  myllm pack {text} --tokenizer {name}{_heldout(path)} -o {packed}",
+            f"  myllm pack {text} --tokenizer {name}{share} -o {packed}",
         ]
     else:
         times = tokens / texts.manifest.tokens

@@ -500,6 +500,16 @@ def test_a_packed_folder_is_no_text(
         read_manifest(tmp_path / "d" / "heldout")
 
 
+def test_a_folder_of_texts_may_have_a_manifest_of_its_own(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    folder = tmp_path / "app"
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "an app"}')
+    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    assert tokens_of(tmp_path / "d" / "train").size
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

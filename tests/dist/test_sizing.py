@@ -144,6 +144,11 @@ def test_what_plan_says_of_texts_that_are_not_packed_works(
     (quick / "half" / "lock").touch()
     assert cli.main(["plan", "--minutes", "0.01", "half", "-o", "c.toml"]) == 1
     assert "no packing in half has finished" in capsys.readouterr().err
+    # but texts may be called so
+    for name in ("lock", "manifest.json"):
+        (quick / "texts" / name).write_text(text(1))
+    assert cli.main(["plan", "--minutes", "0.01", "texts", "-o", "d.toml"]) == 0
+    assert "texts is to be packed first" in capsys.readouterr().out
 
 
 def test_plan_writes_no_file_that_its_ranks_cannot_share(
