@@ -95,7 +95,7 @@ def read_documents(
             continue
         with opened(name) as (file, _):
             for where, row in rows(name, file, field, bad):
-                if where in (name, "standard input"):  # a JSON file that is one text
+                if where == name:  # a JSON file that is one text
                     for piece in pieces(row[field].encode()):
                         yield Document(name, (Part(piece),))
                     continue

@@ -268,28 +268,21 @@ class Interrupts:
 
     def line(self, prompt: str) -> str | None:
         """Return a line; None: it was given up."""
-        self.came = False
-        try:
+        self.came, text = False, None
+        with contextlib.suppress(KeyboardInterrupt):
             self._asking = True
             text = input(prompt)
             self._asking = False
-        except KeyboardInterrupt:
-            self._asking = False
-            return None
-        except EOFError:
-            self._asking = False
-            raise
+        self._asking = False
         return text
 
 
-def show(
-    writer: Writer, pieces: Generator[str, None, None], interrupts: Interrupts | None = None
-) -> None:
+def show(writer: Writer, pieces: Generator[str, None, None], interrupts: Interrupts) -> None:
     """Print what is written as it comes; Ctrl-C ends it, and nothing else."""
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pieces):
         for piece in pieces:
             print(piece, end="", flush=True)
-            if interrupts is not None and interrupts.came:
+            if interrupts.came:
                 break
     print(flush=True)
     print(writer.account(), file=sys.stderr, flush=True)
@@ -322,7 +315,7 @@ def main(argv: Sequence[str]) -> int:
         warn_of_chat(model, tokenizer)
         end = {special_id(tokenizer, END)}
 
-    def answer(text: str, turn: int, interrupts: Interrupts | None = None) -> None:
+    def answer(text: str, turn: int, interrupts: Interrupts) -> None:
         for n in range(given.num_samples):
             writer = Writer(model, tokenizer, **sampling)
             if given.chat:
@@ -334,11 +327,11 @@ def main(argv: Sequence[str]) -> int:
             # another seed for every prompt and every sample; the first is what generate() draws
             rng = np.random.default_rng([given.seed + turn * given.num_samples + n, 0])
             show(writer, writer.write(given.tokens, rng, ends=end), interrupts)
-            if interrupts is not None and interrupts.came:
+            if interrupts.came:
                 return
 
     if given.prompt is not None:
-        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, 0)
+        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, 0, Interrupts())
         return 0
     repeat(answer, "(Ctrl-C ends an answer, Ctrl-D leaves)")
     return 0

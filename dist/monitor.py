@@ -355,7 +355,7 @@ class Console:
 
     def _columns(self) -> int:
         if self._terminal is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # it has gone, or is closed
                 return os.get_terminal_size(self._terminal.fileno()).columns or _told()[0]
         return terminal_columns(self._stream)
 

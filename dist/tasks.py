@@ -30,10 +30,10 @@ class Question(NamedTuple):
     answer: int  # of the choices, from 0
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    if not isinstance(row[name], str):
-        raise ValueError(f"its {name} must be a text, got {row[name]!r:.40}")
-    return str(row[name])
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"its {name} must be a text, got {value!r:.40}")
+    return value
 
 
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
@@ -51,22 +51,21 @@ def _number(row: Mapping[str, Any], name: str) -> int:
 
 def _own(row: Mapping[str, Any]) -> Question:
     """{"context": …, "choices": [" …", …], "answer": 0}."""
-    return Question(row["context"], _texts(row, "choices"), _number(row, "answer"))
+    context = _text(row["context"], "context")
+    return Question(context, _texts(row, "choices"), _number(row, "answer"))
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Question:
     """HellaSwag (Zellers et al. 2019): a beginning and four endings."""
-    return Question(
-        row["ctx"], [f" {end}" for end in _texts(row, "endings")], _number(row, "label")
-    )
+    endings = [f" {end}" for end in _texts(row, "endings")]
+    return Question(_text(row["ctx"], "ctx"), endings, _number(row, "label"))
 
 
 def _arc(row: Mapping[str, Any]) -> Question:
     """ARC (Clark et al. 2018) and OpenBookQA: a question, lettered choices, the right letter."""
-    choices, name = row.get("choices"), "question_stem" if "question_stem" in row else "question"
-    asked = row[name]
+    asked, choices = row.get("question_stem") or row["question"], row.get("choices")
     if isinstance(asked, Mapping):  # as the files of the authors have it
-        row, name, own = {**row, "stem": asked["stem"]}, "stem", asked["choices"]
+        asked, own = asked["stem"], asked["choices"]
         choices = {field: [choice[field] for choice in own] for field in ("text", "label")}
     if not isinstance(choices, Mapping):
         raise ValueError("its choices must have text and label")
@@ -74,7 +73,7 @@ def _arc(row: Mapping[str, Any]) -> Question:
     if letter not in letters:
         raise ValueError(f"its answerKey {letter!r:.40} is none of the labels")
     return Question(
-        f"Question: {_text(row, name)}\nAnswer:",
+        f"Question: {_text(asked, 'question')}\nAnswer:",
         [f" {text}" for text in _texts(choices, "text")],
         letters.index(letter),
     )
@@ -82,8 +81,8 @@ def _arc(row: Mapping[str, Any]) -> Question:
 
 def _piqa(row: Mapping[str, Any]) -> Question:
     """PIQA (Bisk et al. 2020): a goal and two ways to reach it."""
-    solutions = [f" {_text(row, name)}" for name in ("sol1", "sol2")]
-    asked = f"Question: {_text(row, 'goal')}\nAnswer:"
+    solutions = [f" {_text(row[name], name)}" for name in ("sol1", "sol2")]
+    asked = f"Question: {_text(row['goal'], 'goal')}\nAnswer:"
     return Question(asked, solutions, _number(row, "label"))
 
 
@@ -126,8 +125,6 @@ def questions(path: Path) -> Iterator[Question]:
             if read is None:
                 raise ValueError(f"it has none of the fields {', '.join(FORMS)}")
             question = read(row)
-            if not isinstance(question.context, str):
-                raise ValueError("its context must be a text")
             if not 0 <= question.answer < len(question.choices):
                 raise ValueError(f"there is no choice {question.answer}")
             if not all(question.choices):

@@ -42,7 +42,7 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         When the file as a whole cannot be read, or has no column for the text.
     """
     (reader,) = (read for ending, read in READERS.items() if _unpacked(name).endswith(ending))
-    return reader("standard input" if name == "-" else name, file, field, bad)
+    return reader(name, file, field, bad)
 
 
 def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:

@@ -313,14 +313,9 @@ def step(config: Config, B: int, T: int, gpu: Gpu) -> dict[str, tuple[int, Predi
         name = asked.kernel if isinstance(asked, Launch) else "products (cuBLAS)"
         one = predict(asked, gpu)
         n, sum_of = found.get(name, (0, Prediction(0.0, one.bound, 0.0, 0.0)))
-        found[name] = (
-            n + 1,
-            one._replace(
-                seconds=sum_of.seconds + one.seconds,
-                moved=sum_of.moved + one.moved,
-                operations=sum_of.operations + one.operations,
-            ),
-        )
+        summed = ("seconds", "moved", "operations")
+        both = {each: getattr(sum_of, each) + getattr(one, each) for each in summed}
+        found[name] = n + 1, one._replace(**both)
     return found
 
 

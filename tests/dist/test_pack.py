@@ -457,9 +457,16 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
         ("a.json", '\n[ {"text": "one"}, "two"]', "a.json, item 2: no JSON object but str"),
         ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n', "in the row that begins on line 3: is a qu"),
         ("a.tsv", 'text\n"two\nthree\n', "in the row that begins on line 2: is a quote never"),
+        (
+            "a.csv",
+            "id,body\n1,x\n",
+            "no column 'text'; its columns: 'id', 'body' (--field names one)",
+        ),
+        ("a.csv", "id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
+        ("a.csv", "", "no column 'text'; its columns: none"),
     ],
 )
-def test_rows_that_are_cut_or_not_closed_are_no_text(
+def test_rows_that_cannot_be_read_are_no_text(
     name: str,
     content: str,
     message: str,
@@ -508,27 +515,6 @@ def test_a_folder_of_texts_may_have_a_manifest_of_its_own(
     (folder / "manifest.json").write_text('{"name": "an app"}')
     assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
     assert tokens_of(tmp_path / "d" / "train").size
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("id,body\n1,x\n", "no column 'text'; its columns: 'id', 'body' (--field names one)"),
-        ("id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
-        ("", "no column 'text'; its columns: none"),
-    ],
-)
-def test_a_csv_file_that_cannot_be_read_is_one_sentence(
-    content: str,
-    message: str,
-    tmp_path: Path,
-    tokenizer_file: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "a.csv").write_text(content)
-    assert run(tmp_path / "a.csv", tmp_path / "d", tokenizer_file) == 1
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
 
 
 def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from dist import checkpoint, cli, config, monitor, tasks, use
 from dist.convert import gguf
 from dist.evaluate import Evaluation, token_lengths
-from dist.generate import Stops, Writer
+from dist.generate import Interrupts, Stops, Writer
 from dist.model import load_model
 from reference.session import Session
 from tests.helpers.runs import prepare_texts, save_run_file, tables, text
@@ -251,6 +251,22 @@ def test_no_ctrl_c_ends_a_conversation(
     assert not typed and signal.getsignal(signal.SIGINT) is handler
     assert said.err.count("interrupted)") == 1 and said.err.count("(1 tokens, ") == 1
     assert said.err.count("Ctrl-D leaves") == 1 and all(turns.values())
+
+
+def test_a_second_ctrl_c_does_not_disturb_how_the_first_is_dealt_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupts, after = Interrupts(), []
+
+    def typing(prompt: str) -> str:
+        with pytest.raises(KeyboardInterrupt):
+            interrupts()
+        interrupts()  # on the way out
+        after.append("the second")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", typing)
+    assert interrupts.line("> ") is None and interrupts.came and after
 
 
 def test_a_byte_that_is_no_text_ends_no_conversation(
