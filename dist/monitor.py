@@ -393,15 +393,17 @@ class Console:
 
 def terminal_columns(stream: Output) -> int:
     """Return how wide the terminal is that this process speaks to; 0 where there is none."""
-    if os.environ.get("TERM") == "dumb":
-        return 0
     if launcher.size() > 1:
         # of Open MPI's ranks only the console's own line reaches the terminal as it moves
         return 0 if "OMPI_COMM_WORLD_SIZE" in os.environ else _told()[0]
-    return shutil.get_terminal_size().columns if stream.isatty() else 0
+    return shutil.get_terminal_size().columns if stream.isatty() and not _dumb() else 0
+
+
+def _dumb() -> bool:
+    return os.environ.get("TERM") == "dumb"
 
 
 def _told() -> tuple[int, str]:
     """Return the columns and the name of the launcher's terminal, as far as it has told them."""
-    width, _, name = os.environ.get("MYLLM_TERMINAL", "").partition(":")
+    width, _, name = ("" if _dumb() else os.environ.get("MYLLM_TERMINAL", "")).partition(":")
     return int(width) if width.isdecimal() else 0, name

@@ -146,6 +146,7 @@ class Texts(NamedTuple):
     train: Path
     heldout: Path | None
     manifest: Manifest | None  # of the training set; None: nothing is packed yet
+    size: int = 0  # bytes of what is to be packed; 0: not known
 
 
 def texts_of(path: str | None, out: Path) -> Texts:
@@ -161,7 +162,8 @@ def texts_of(path: str | None, out: Path) -> Texts:
     if path and not Path(path).exists():
         raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
     packed = out.with_name(f"{out.stem}-data")
-    return Texts(packed / "train", packed / "heldout", None)
+    size = plain_bytes([path]) if path else 0
+    return Texts(packed / "train", packed / "heldout", None, size)
 
 
 def write_run_file(
@@ -231,8 +233,7 @@ def advice(
     if texts.manifest is None:
         tok, named = out.with_suffix(".tok"), path or "TEXTS"
         text, packed, name = (shlex.quote(str(p)) for p in (named, texts.train.parent, tok))
-        few = path is not None and 0 < plain_bytes([path]) < FEW_PIECES * PIECE_BYTES
-        share = " --heldout 0.1" if few else ""
+        share = " --heldout 0.1" if 0 < texts.size < FEW_PIECES * PIECE_BYTES else ""
         said += [
             f"{named} is to be packed first:",
             f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",

@@ -122,6 +122,23 @@ def test_the_line_is_as_wide_as_the_terminal_is_now(
     assert widths[0] > 90 and 50 < widths[1] <= 60 and 80 < widths[2] <= 90
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
+def test_a_terminal_that_cannot_move_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pty
+
+    reads, screen = pty.openpty()
+    monkeypatch.setattr(launcher, "size", lambda: 2)
+    monkeypatch.setenv("MYLLM_TERMINAL", f"80:{os.ttyname(screen)}")
+    monkeypatch.setenv("TERM", "dumb")
+    said_by(monitor.Console(True, 3, Watch(0, 2), every=1), 3)
+    os.close(reads)
+    os.close(screen)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line[:8] for line in lines if "ETA" in line] == ["step 1/3", "step 2/3", "step 3/3"]
+
+
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     said_by(monitor.Console(False, 25, Watch(1, 2), every=1), 25)
     assert capsys.readouterr().out == ""

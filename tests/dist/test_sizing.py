@@ -151,6 +151,14 @@ def test_what_plan_says_of_texts_that_are_not_packed_works(
     assert "texts is to be packed first" in capsys.readouterr().out
 
 
+def test_plan_of_a_folder_without_texts_writes_no_file(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (quick / "empty").mkdir()
+    assert cli.main(["plan", "--minutes", "0.01", "empty"]) == 1
+    assert "empty" in capsys.readouterr().err and not Path("run.toml").exists()
+
+
 def test_plan_writes_no_file_that_its_ranks_cannot_share(
     quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
