@@ -22,6 +22,7 @@ and Numba's) spin against each other: 39 % of a training step went there. One pr
 split over our threads is as fast as this only where the split follows the number of threads.
 """
 
+import functools
 from typing import Any
 
 import numpy.typing as npt
@@ -195,6 +196,25 @@ def gemm(
         return
     bias = None if bias is None else contiguous(bias)
     size = out.itemsize
+    elements, cut = _cut(m, n, k, ta, size, team())
+    right, left = elements
+    packed = empty(right + left, out.dtype)
+    at_right = address(packed)
+    _product(
+        *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
+        *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
+        *(address(bias), address(plus), at_right, at_right + right * size, *cut),
+    )
+
+
+@functools.lru_cache(4096)
+def _cut(
+    m: int, n: int, k: int, ta: bool, size: int, threads: int
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Return how many elements of the operands are packed, and how ``_product`` cuts its work.
+
+    ``size`` is the bytes of an element; the rest is as in ``gemm``.
+    """
     width = block_vectors() * vector_bytes() // size
     depth = depth_of(k)
     # Operands are packed in passes of at most PACKED elements, or a panel, of equal extent.
@@ -207,14 +227,9 @@ def gemm(
     if row_tasks > TOGETHER:
         row_tasks = round(row_tasks / TOGETHER) * TOGETHER
     column_tasks = min(panels, -(-MIN_TASKS // row_tasks))
-    if (threads := team()) > FEW_THREADS:
+    if threads > FEW_THREADS:
         most = max(high // FEW_ROWS, row_tasks)
         row_tasks, column_tasks = cut_evenly(-(-high // SIX), panels, threads, row_tasks, most)
-    right = empty(panels * width * depth, out.dtype)
-    left = empty(-(-high // rows) * rows * depth if ta else 0, out.dtype)
-    _product(
-        *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
-        *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
-        *(address(bias), address(plus), address(right), address(left), depth, high),
-        *(panels * width, rows, row_tasks, column_tasks),
-    )
+    right = panels * width * depth
+    left = -(-high // rows) * rows * depth if ta else 0
+    return (right, left), (depth, high, panels * width, rows, row_tasks, column_tasks)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.cpu import gemm as module
+from accel.cpu import simd
 from accel.cpu.gemm import gemm
 
 SIZE = st.sampled_from([1, 2, 5, 6, 7, 15, 16, 17, 31, 63, 64, 65, 97, 130, 191, 193, 511, 513])
@@ -55,6 +56,7 @@ def test_bits_do_not_depend_on_where_tasks_begin(
 ) -> None:
     a, b, _ = product(m, n, k, np.float32, ta, tb)
     results = []
+    monkeypatch.setattr(module, "_cut", module._cut.__wrapped__)  # not those it remembers
     cuts = ((192, 16, 8, 1 << 20), (6, 1, 1, 30_000), (60, 300, 3, 70_000))
     for rows, tasks, together, packed in cuts:
         monkeypatch.setattr(module, "ROWS", rows)
@@ -92,3 +94,18 @@ def test_an_empty_sum_is_zero() -> None:
     out = np.full((3, 4), np.nan, np.float32)
     gemm(np.empty((3, 0), np.float32), np.empty((0, 4), np.float32), out)
     assert np.all(out == 0)
+
+
+def test_products_ask_nothing_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    # which takes longer to answer than a small product takes
+    a, b, exact = product(9, 40, 33, np.float32, False, False)
+    gemm(a, b, np.empty((9, 40), np.float32))
+
+    def asked() -> None:
+        raise AssertionError("what the kernels are compiled for was looked up again")
+
+    monkeypatch.setattr(simd, "target", asked)
+    monkeypatch.setattr(simd, "get_host_cpu_features", asked)
+    out = np.empty((8, 40), np.float32)
+    gemm(a[:8], b, out)
+    np.testing.assert_allclose(out, exact[:8], rtol=1e-3, atol=1e-3)

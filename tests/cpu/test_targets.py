@@ -1,6 +1,7 @@
 """Processors that are not at hand: what LLVM writes for them is read, and not run."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -58,6 +59,46 @@ def test_bf16_is_refused_in_a_sentence_where_the_processor_lacks_it(
     architecture = triple.split("-")[0]
     assert said.startswith("the backend 'cpu' computes in bf16 on processors with AMX-BF16")
     assert f"this one ({architecture}) has neither; use compute='float32'" in said
+
+
+TILE = """
+from numba import njit, types
+from accel.cpu import simd
+kernel = njit(nogil=True)(simd.tile_gemm.py_func)
+p, i = types.CPointer(types.float32), types.int64
+kernel.compile((i, i, i, p, i, i, p, i, p, i, types.boolean))
+print(next(iter(kernel.inspect_asm().values())))
+"""
+X86 = {  # features, and the multiply-adds of a row of the register block
+    "haswell": ("+avx,+avx2,+fma", 2),
+    "skylake-avx512": ("+avx,+avx2,+fma,+avx512f,+avx512vl,+avx512bw,+avx512dq", 4),
+}
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="made for its own kind")
+@pytest.mark.parametrize("processor", X86)
+def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) -> None:
+    # two threads of one core share what it can decode, and a cloud's machines are such threads
+    features, vectors = X86[processor]
+    named = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", TILE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **named},
+    )
+    assert done.returncode == 0, done.stderr
+    products = 2 * 6 * vectors  # two steps of a block of six rows
+    found = [
+        [line.split()[0] for line in re.findall(r"^\t\w.*", loop, re.M)]
+        for loop in re.findall(r"^\.LBB\w+:\n(?:(?!\.LBB).*\n)*?\tj\w+\t", done.stdout, re.M)
+    ]
+    loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
+    assert loops
+    for loop in loops:
+        needed = products + 2 * (vectors + 6)  # and what they multiply is loaded
+        assert len(loop) - needed <= 6, loop  # pointers of two steps, a count, the jump
 
 
 @pytest.mark.slow
