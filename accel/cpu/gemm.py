@@ -196,8 +196,7 @@ def gemm(
         return
     bias = None if bias is None else contiguous(bias)
     size = out.itemsize
-    elements, cut = _cut(m, n, k, ta, size, team())
-    right, left = elements
+    (right, left), cut = _cut(m, n, k, ta, size, team())
     packed = empty(right + left, out.dtype)
     at_right = address(packed)
     _product(

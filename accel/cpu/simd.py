@@ -17,12 +17,11 @@ Moshier 1992): 0.2 ns an element instead of 2.4 on a core with AVX-512.
 block is 6 × 4 vectors where there are 32 vector registers (AVX-512, of 64 bytes each, and ARM, of
 16: 24 accumulators, 4 columns of B, 1 element of A), 6 × 2 with the 16 registers of AVX2. Each step
 of k loads 4 vectors and 6 scalars for 24 fused multiply-adds, so the two multiply-add ports and not
-the two load ports are the limit. With 6 × 2
-hardly more than that may be done: 12 multiply-adds take 6 cycles, 20 instructions are needed, and a
-core of Zen 3 takes 6 a cycle, of two threads together, one of which a virtual machine may be.
-Walking from row to row, as LLVM would, makes them 27; here they are 23
-(``tests/cpu/test_targets.py``). All sizes work: rows left over take a smaller block, columns left
-over one vector with a mask.
+the two load ports are the limit. With 6 × 2 hardly more than that may be done: 12 multiply-adds
+take 6 cycles, 20 instructions are needed, and a core of Zen 3 takes 6 a cycle, of two threads
+together, one of which a virtual machine may be. Walking from row to row, as LLVM would, makes them
+27; here they are 23 (``tests/cpu/test_targets.py``). All sizes work: rows left over take a smaller
+block, columns left over one vector with a mask.
 """
 
 import functools
@@ -366,22 +365,12 @@ def _emit_block(
     def index(x: int) -> Value:
         return ir.Constant(_INT64, x)
 
-    def hidden(x: Value) -> Value:
-        """Return x, of which LLVM does not know where it comes from."""
-        return builder.asm(ir.FunctionType(x.type, [x.type]), "", "=r,0", [x], False)
-
-    # LLVM would walk from row to row, with an addition for each of the loads.
-    starts = [hidden(a)]
+    starts = [a]
     for _ in range(1, rows):
-        a = builder.gep(a, [a_row])
-        starts.append(hidden(a))
+        starts.append(builder.gep(starts[-1], [a_row]))
     sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * vectors)]
-    for s in sums:
-        builder.store(zero, s)
     a_k = cgutils.alloca_once_value(builder, index(0))
     b_k = cgutils.alloca_once_value(builder, b)
-    builder.store(index(0), a_k)
-    builder.store(b, b_k)
     undefined = ir.Constant(vector, ir.Undefined)
     splat = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
 
@@ -395,7 +384,11 @@ def _emit_block(
             for j in range(vectors):
                 s = sums[i * vectors + j]
                 builder.store(builder.call(fma, [broadcast, columns[j], builder.load(s)]), s)
-        builder.store(hidden(builder.add(column, a_col)), a_k)
+        # An empty instruction hides what this is from LLVM, which would walk from row to row in
+        # every step, with an addition for each of the loads.
+        opaque = ir.FunctionType(_INT64, [_INT64])
+        column = builder.asm(opaque, "", "=r,0", [builder.add(column, a_col)], False)
+        builder.store(column, a_k)
         builder.store(builder.gep(row, [b_row]), b_k)
 
     together = 2 if rows == 6 and not masked else 1  # steps for one test whether there are more

@@ -46,7 +46,7 @@ def inner_loops(assembly: str) -> list[str]:
             label, lines = found[1], []
         lines.append(line)
         code = re.split("//|;", line)[0].rstrip()
-        if label and re.search(rf"\s(b\.\w+|cbn?z|tbn?z)\s.*\b{label}$", code):
+        if label and re.search(rf"\s(b\.\w+|cbn?z|tbn?z|j\w+)\s.*\b{label}$", code):
             loops.append("\n".join(lines))
     return loops
 
@@ -90,10 +90,7 @@ def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) 
     )
     assert done.returncode == 0, done.stderr
     products = 2 * 6 * vectors  # two steps of a block of six rows
-    found = [
-        [line.split()[0] for line in re.findall(r"^\t\w.*", loop, re.M)]
-        for loop in re.findall(r"^\.LBB\w+:\n(?:(?!\.LBB).*\n)*?\tj\w+\t", done.stdout, re.M)
-    ]
+    found = [re.findall(r"^\t([a-z]\w+)", loop, re.M) for loop in inner_loops(done.stdout)]
     loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
     assert loops
     for loop in loops:
