@@ -150,8 +150,10 @@ WRONG = {  # a function in place of the right one, and the results that are foun
     ),
     "strides ignored": (
         "right = running\ndef running(x):\n"
-        "    base = x if x.base is None else np.lib.stride_tricks.as_strided(\n"
-        "        x, x.shape, (x.itemsize * x.shape[1], x.itemsize))\n    return right(base)",
+        "    memory = (x if x.base is None else x.base).reshape(-1)\n"
+        "    first = (x.ctypes.data - memory.ctypes.data) // x.itemsize\n"
+        "    read = memory.take(range(first, first + x.size), mode='wrap')  # and no other memory\n"
+        "    return right(read.reshape(x.shape))",
         "out",
     ),
 }
