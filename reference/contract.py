@@ -255,11 +255,11 @@ class Pattern:
 
     def sizes(self, dims: Dims) -> tuple[int, ...] | None:
         """Return the shape, if all its letters have sizes."""
-        letters = [letter for letter, _ in self.axes] + ["..."] * self.free
-        if not all(letter in dims for letter in letters):
+        try:
+            named = tuple([dims[letter] * times for letter, times in self.axes])
+            free = dims["..."] if self.free else ()
+        except KeyError:
             return None
-        named = tuple(dims[letter] * times for letter, times in self.axes)
-        free = dims["..."] if self.free else ()
         return (*named, *free) if self.trailing else (*free, *named)
 
 

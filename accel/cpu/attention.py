@@ -21,7 +21,6 @@ from accel.cpu.attention_layout import (
     Sizes,
     View,
     backward_passes,
-    cut_runs,
     lay_out,
 )
 from accel.cpu.kernels import address
@@ -101,7 +100,8 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
             gradient.fill(0)
         return dq, dk, dv
     dout = readable(dout)
-    runs = cut_runs(sizes, who)
+    by_position = who._replace(alibi=None, key_mask=None, documents=None)
+    runs, passes = backward_passes(sizes, by_position, team())
     dk_of_runs, dv_of_runs = dk, dv
     if len(runs) > 1:
         dk_of_runs = empty((len(runs) * sizes.batch, *dk.shape[1:]), dk.dtype)
@@ -109,7 +109,7 @@ def tiled_backward(kernels: Any, dout: Array, cache: AttentionCache) -> tuple[Ar
     views = [view(x) for x in (dout, dq, dk_of_runs, dv_of_runs)]
     room = lay_out(BackwardRoom, sizes, kernels.OPERANDS)
     own = scratch(room.end, out.dtype)
-    for table, wanted in backward_passes(sizes, who, runs, team()):
+    for table, wanted in passes:
         kernels.backward(*attention(cache), *views, lse2, table, wanted, room, own)
     if len(runs) > 1:
         for parts, total in ((dk_of_runs, dk), (dv_of_runs, dv)):

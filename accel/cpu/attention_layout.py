@@ -284,17 +284,21 @@ def cut_keys(sizes: Sizes, who: Visibility, runs: Array, pieces: int) -> Array:
     return np.array(table, np.int64)
 
 
-def backward_passes(sizes: Sizes, who: Visibility, runs: Array, threads: int) -> Passes:
-    """Return what ``backward`` is called with, one call after the other.
+@functools.lru_cache(64)
+def backward_passes(sizes: Sizes, by_position: Visibility, threads: int) -> tuple[Array, Passes]:
+    """Return the runs, and what ``backward`` is called with, one call after the other.
+
+    ``by_position`` has no arrays, which no cut depends on. What is returned is for all who ask.
 
     One call makes all gradients of a run while its scores are at hand. Where the threads are many
     more than the runs, one makes dK and dV of a piece of a run's keys a task, and another one dQ of
     some query tiles a task. That is seven products in place of five, in the same order for each
     number, so the bits are the same.
     """
+    runs = cut_runs(sizes, by_position)
     tasks = sizes.batch * sizes.kv_heads * len(runs)
     tiles = sizes.batch * sizes.heads * -(-sizes.queries // BLOCK)  # of queries: tasks, at most
     if min(threads, tiles) <= 1.5 * tasks:
-        return [(runs, DQ | DKV)]
-    pieces = cut_keys(sizes, who, runs, -(-threads // tasks))
-    return [(pieces, DKV), (cut_runs(sizes, who, threads), DQ)]
+        return runs, [(runs, DQ | DKV)]
+    pieces = cut_keys(sizes, by_position, runs, -(-threads // tasks))
+    return runs, [(pieces, DKV), (cut_runs(sizes, by_position, threads), DQ)]

@@ -99,18 +99,18 @@ def _product(
                 pack_columns(at(b, (j0 + p * width) * ldb + k0), ldb, panel, width, w, kc)
         else:
             for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
-                last = min(kc, (t + 1) * PACK_ROWS)
+                until = min(kc, (t + 1) * PACK_ROWS)
                 size, block = width * depth, at(b, k0 * ldb + j0)
-                pack_rows(block, ldb, right, width, size, t * PACK_ROWS, last, columns)
+                pack_rows(block, ldb, right, width, size, t * PACK_ROWS, until, columns)
         for top in range(0, m, high):
             count = min(high, m - top)
             sixes = (count + SIX - 1) // SIX
             if ta and (j0 == 0 or high < m):  # else it is packed still
                 for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
-                    last = min(kc, (t + 1) * PACK_ROWS)
+                    until = min(kc, (t + 1) * PACK_ROWS)
                     size = rows * depth
                     block = at(a, k0 * lda + top)
-                    pack_rows(block, lda, left, rows, size, t * PACK_ROWS, last, count)
+                    pack_rows(block, lda, left, rows, size, t * PACK_ROWS, until, count)
             for task in prange(row_tasks * column_tasks):
                 t = task // column_tasks
                 i = sixes * t // row_tasks * SIX

@@ -11,11 +11,10 @@ pass. An array that outlives its step stays intact all the same: the contract pr
 kept here.
 
 Which interval: the one that fits best, in a step that is larger than those before. Between arrays
-that stay, it leaves holes that nothing fits in, 5 to 15 % of a step. So what such a step asks for
-is written down, and how long each array lives, and the next step finds a place planned for each
-(``plan.py``) that leaves next to none. The large step itself gives freed pages back to the system,
-from where it has become large if those before were small.
-Steps of few bytes, whose time it would cost, are left as they are.
+that stay, it leaves holes that nothing fits in, 5 to 15 % of a step. So what a step asks for is
+written down, and how long each array lives, and the step that follows a large one finds a place
+planned for each (``plan.py``) that leaves next to none. The large step itself gives freed pages
+back to the system, from where it has become large. Steps of few bytes are left as they are.
 """
 
 import bisect
@@ -43,38 +42,23 @@ ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched
 SMALL = 4096  # bytes: below this a plain array costs less than a piece of the arena
 HUGE = 2 << 20  # bytes: a huge page, which is given back as a whole, or becomes many small ones
-PLANNED = 64 << 20  # bytes of a step, from which on it is planned: less cannot lose much to holes
+PLANNED = 64 << 20  # bytes of a step, from which on holes can lose much: the next one is planned
 RECORDED = 5_000  # arrays of a step, at most, whose places are planned
 GROWN = 1.02  # times as much memory as any step before: a larger step
 RETURNED = 4  # times its memory that such a step gives back at most: a long loop would pay for ever
 BYTE = np.dtype(np.uint8)
 
 
-class _Piece:
-    """One interval of the arena while an array lives in it; NumPy keeps it as the array's base."""
+class _Piece(np.ndarray):
+    """The bytes of the arena that an array lies in; NumPy keeps them as the array's base."""
 
-    __slots__ = ("__array_interface__", "_interval", "_returned")
-
-    def __init__(
-        self,
-        address: int,
-        interval: tuple[int, int],
-        returned: deque[tuple[int, int]],
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-    ) -> None:
-        self._interval = interval
-        self._returned = returned
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": shape,
-            "typestr": dtype.str,
-            "version": 3,
-        }
+    start = -1  # on the arena's line; of a view of these bytes stays -1
+    returned: deque[tuple[int, int]]
 
     def __del__(self) -> None:
         # The collector may call this anywhere, even inside Arena.take: append is atomic.
-        self._returned.append(self._interval)
+        if self.start >= 0:
+            self.returned.append((self.start, self.size))
 
 
 class _Chunk(NamedTuple):
@@ -107,39 +91,34 @@ class Arena:
         self._plan = Plan()
         self._step: Plan | None = None  # what the present step has asked for
         self._given_back = 0  # bytes of this step's arrays
-        self._begun = False
-        self._late = False  # the present step was small at first: that part is not written down
         self._before: list[int] = []  # the sizes that the step before asked for
         self._numbers: dict[int, int] = {}  # start of an array of this step -> its number there
 
     def take(self, shape: int | Sequence[int], dtype: np.dtype[Any] = BYTE) -> Array:
         """Return an uninitialised C-contiguous array, aligned to a cache line."""
-        dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        nbytes = int(math.prod(dims)) * dtype.itemsize  # NumPy's integers would stay in the list
+        count = shape if isinstance(shape, int) else math.prod(shape)
+        nbytes = int(count) * dtype.itemsize  # NumPy's integers would stay in the list
         size = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
         with self._lock:
             self._take_back()
             start = self._place(size)
             self.held += size
             self.most = max(self.most, self.held)
-            if self._step is None and self._begun and self.most >= PLANNED:
-                self._step, self._late = Plan(), True
             if self._step is not None and len(self._step.sizes) < RECORDED:
                 self._numbers[start] = self._step.born(size)
         i = self._chunk(start)
-        address = self._chunks[i].address + start - self._starts[i]
-        return np.asarray(_Piece(address, (start, size), self._returned, dims, dtype))
+        piece = _Piece(size, BYTE, self._chunks[i].memory, start - self._starts[i])
+        piece.start, piece.returned = start, self._returned
+        return np.ndarray(shape, dtype, piece)
 
     def begin(self) -> None:
         """Begin a step, which may ask for the same as the one before."""
         with self._lock:
             self._take_back()
-            done, first = None if self._late else self._step, not self._begun
-            self._begun, self._late = True, False
-            self._step = Plan() if first or self.most >= PLANNED else None
+            done, self._step = self._step, Plan()
             self._numbers.clear()
             self._given_back = 0
-            if done is None or self._step is None:
+            if done is None or done.most < PLANNED:
                 return
             again = done.sizes == self._before and done.sizes != self._plan.sizes
             self._before = done.sizes
@@ -170,7 +149,7 @@ class Arena:
             low, length = self._free.give(start, size)
             if self._step is not None:
                 self._step.died(self._numbers.pop(start, None))
-                larger = self._step.most > GROWN * self._plan.most
+                larger = self._step.most > max(PLANNED, GROWN * self._plan.most)
                 if larger and self._given_back < RETURNED * self._step.most:
                     self._given_back += size
                     # whole huge pages: also those that neighbours held until now

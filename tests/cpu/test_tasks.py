@@ -13,7 +13,6 @@ from accel.cpu.attention_layout import (
     BLOCK,
     Sizes,
     backward_passes,
-    cut_runs,
     forward_tasks,
     seen,
 )
@@ -212,11 +211,10 @@ def test_attention_backward_keeps_64_threads_at_work(name: str, runs: int) -> No
     sizes = sizes_of(name)
     who = Visibility(sizes.queries, sizes.keys)
     heads = sizes.batch * sizes.kv_heads
-    cut = cut_runs(sizes, who)
-    assert heads * len(cut) == runs
-    assert len(backward_passes(sizes, who, cut, 2)) == 1
+    cut, passes = backward_passes(sizes, who, 2)
+    assert heads * len(cut) == runs and len(passes) == 1
     low, end = seen(sizes, who)
-    passes = backward_passes(sizes, who, cut, THREADS)
+    _, passes = backward_passes(sizes, who, THREADS)
     assert len(passes) == (1 if runs >= THREADS else 2)
     for table, _ in passes:
         met = [
