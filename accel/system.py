@@ -44,6 +44,21 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def starved() -> float | None:
+    """Return for how many seconds threads of this process were ready to run, and had no core.
+
+    All threads together, those that have ended left out (proc(5), schedstat). None where the system
+    does not count that: macOS, Windows, a Linux without that file.
+    """
+    if sys.platform != "linux" or not os.path.exists("/proc/self/schedstat"):
+        return None
+    waited = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            waited += int(Path(f"/proc/self/task/{task}/schedstat").read_bytes().split()[1])
+    return waited / 1e9
+
+
 def fresh_memory(length: int) -> mmap.mmap:
     """Return so many bytes of the system's own, in huge pages where it has them."""
     if sys.platform == "win32":

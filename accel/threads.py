@@ -13,11 +13,9 @@ import numba
 from numba.core import config
 from numba.np.ufunc import parallel
 
-from accel import launcher, system
+from accel import launcher, system, waiting
 
 MOST = 1024  # threads that a caller may ask for
-
-SPINS = "2000"  # turns, some tens of nanoseconds each
 
 _threads: int | None = None
 _pool_started = False
@@ -120,14 +118,10 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def ready_pool() -> None:
     """Tell Numba's pool the number of threads, before the first parallel kernel starts it.
 
-    And how long they wait: a thread that has no work spins before it sleeps, because waking it
-    costs more than the pause between two kernels. GNU's OpenMP spins for several milliseconds
-    unless told otherwise; where another process wants the core, every kernel then waits for one
-    that only spins. What the user has said of waiting stays (libgomp's manual, GOMP_SPINCOUNT).
+    And how long they wait for work before they sleep (``waiting.py``).
     """
     global _pool_started
     if not _pool_started:
         _pool_started = True
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-        numba.set_num_threads(threads())
+        with waiting.chosen():
+            numba.set_num_threads(threads())

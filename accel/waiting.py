@@ -1,0 +1,93 @@
+"""How long a thread that waits for the others of a kernel stays awake.
+
+GNU's OpenMP turns in a loop for so many times (``$GOMP_SPINCOUNT``) and then sleeps. To wake a
+thread takes longer than most pauses between kernels: where threads sleep early, a step of a small
+model takes up to 15 % longer. But where another process wants the core, every kernel waits for a
+thread that only turns, and a step takes many times as long. So this looks which of the two it is:
+twice a second it asks for how long threads of this process were ready to run and had no core.
+
+OpenMP reads its environment once. But where a process has more OpenMP threads than there are cores,
+it lets them turn 1,000 times at most, if ``$OMP_WAIT_POLICY`` is active (libgomp's manual,
+GOMP_SPINCOUNT). So a thread of Python has a second team made, which does nothing, and keeps it for
+as long as cores are wanted elsewhere.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+
+from accel import system
+
+LONG = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}  # turns: GNU's, some milliseconds
+BRIEF = {"GOMP_SPINCOUNT": "2000"}  # where nobody looks: some tens of microseconds
+BUSY = 0.1  # of a second without a core, in a second
+PERIOD = 0.5  # seconds
+
+
+@contextmanager
+def chosen() -> Iterator[None]:
+    """Let the threads of the pool that is started within wait so; what the user has said stays."""
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        yield
+        return
+    watched = system.starved() is not None
+    own = LONG if watched else BRIEF
+    os.environ |= own
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]  # other processes choose for themselves
+    if watched and numba.threading_layer() == "omp":
+        pool = sys.modules["numba.np.ufunc.omppool"].__file__
+        watch = Watch(ctypes.CDLL(pool).GOMP_parallel)
+        threading.Thread(target=watch.run, daemon=True, name="watch").start()
+
+
+class Watch:
+    """Lets OpenMP's threads wait briefly while others want their cores.
+
+    Parameters
+    ----------
+    parallel : callable
+        OpenMP's ``GOMP_parallel(function, argument, threads, flags)``.
+    """
+
+    def __init__(self, parallel: Callable[..., Any]) -> None:
+        self._parallel = parallel
+        self._crowd: threading.Event | None = None  # set to let the second team go
+        self._before = self._now()
+
+    def run(self) -> None:
+        """Look for ever."""
+        while True:
+            time.sleep(PERIOD)
+            self.look()
+
+    def look(self) -> None:
+        """Make the second team, or let it go."""
+        (starved, then), self._before = self._before, self._now()
+        busy = self._before[0] - starved > BUSY * (self._before[1] - then)
+        if busy and self._crowd is None:
+            self._crowd = threading.Event()
+            crowd = threading.Thread(target=self._stay, args=(self._crowd,), daemon=True)
+            crowd.start()
+        elif not busy and self._crowd is not None:
+            self._crowd.set()
+            self._crowd = None
+
+    def _stay(self, over: threading.Event) -> None:
+        """Be more threads than there are cores. They end with the one that had them made."""
+        self._parallel(ctypes.CDLL(None).getpid, None, system.cores() + 1, 0)
+        over.wait()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return system.starved() or 0.0, time.monotonic()

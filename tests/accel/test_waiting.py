@@ -1,0 +1,131 @@
+"""How long threads wait awake: long where cores are free, briefly where others want them."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from accel import system, waiting
+from accel.threads import available_cores
+from tests.helpers import ROOT, forked
+
+counted = pytest.mark.skipif(system.starved() is None, reason="Linux alone counts it")
+
+
+@counted
+def test_threads_that_want_more_cores_than_there_are_starve() -> None:
+    code = """
+import threading, time
+from accel import system
+import numpy as np
+x = np.ones(1 << 20, np.float32)
+
+def work():
+    while not over.is_set():
+        np.exp(x)
+
+before, start, over = system.starved(), time.monotonic(), threading.Event()
+time.sleep(0.2)
+print((system.starved() - before) / (time.monotonic() - start))
+workers = [threading.Thread(target=work) for _ in range(system.cores() + 1)]
+for worker in workers:
+    worker.start()
+before, start = system.starved(), time.monotonic()
+time.sleep(1)
+print((system.starved() - before) / (time.monotonic() - start))
+over.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    idle, wanted = map(float, done.stdout.split())
+    assert idle < waiting.BUSY < wanted, done.stderr
+
+
+def test_a_second_team_is_there_while_threads_starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    teams: list[tuple[int, threading.Thread]] = []
+    made = threading.Event()
+
+    def parallel(function: Any, argument: None, threads: int, flags: int) -> None:
+        teams.append((threads, threading.current_thread()))
+        made.set()
+
+    now = [0.0, 0.0]
+    monkeypatch.setattr(system, "starved", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[1])
+    watch = waiting.Watch(parallel)
+
+    def look(share: float) -> None:
+        now[0] += share * 2
+        now[1] += 2
+        watch.look()
+
+    look(waiting.BUSY / 2)
+    assert not teams
+    look(waiting.BUSY * 2)
+    look(waiting.BUSY * 2)
+    assert made.wait(60)
+    ((threads, first),) = teams
+    assert threads > system.cores() and first.is_alive()
+    look(0)
+    first.join(60)
+    assert not first.is_alive() and len(teams) == 1
+    made.clear()
+    look(1)
+    assert made.wait(60)
+    assert len(teams) == 2 and teams[1][1].is_alive()
+    look(-1)  # a thread that had starved has ended
+    teams[1][1].join(60)
+    assert not teams[1][1].is_alive()
+
+
+# prints Numba's pool, and by turns, where cores are free and where they are wanted: the threads,
+# and the milliseconds of the processor that a kernel takes with the waiting behind it
+KERNELS = """
+import os, time
+import numba, numpy as np
+from accel import load, system, waiting
+
+taken, wanted = 0, False
+
+def starved():
+    global taken
+    taken += wanted
+    return taken
+
+system.starved, waiting.PERIOD = starved, 0.01
+ops, x = load("cpu"), np.ones((1024, 64), np.float32)
+
+def spent():
+    start = time.process_time()
+    for _ in range(10):
+        ops.relu_forward(x)
+        time.sleep(0.05)
+    return 100 * (time.process_time() - start)
+
+ops.relu_forward(x)
+print(numba.threading_layer())
+for wanted in (False, True, False, True):
+    time.sleep(0.5)
+    print(len(os.listdir("/proc/self/task")), spent())
+"""
+
+
+@counted
+@pytest.mark.skipif(available_cores() < 2, reason="one core has one thread")
+def test_openmp_s_threads_sleep_soon_while_cores_are_wanted() -> None:
+    out = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+    env = {name: value for name, value in os.environ.items() if name not in out}
+    done = forked.run(forked.NUMBA, KERNELS, cwd=ROOT, env=env | {"MYLLM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr
+    pool, *lines = done.stdout.splitlines()
+    if pool != "omp":
+        pytest.skip(f"Numba's pool is {pool} here, not OpenMP")
+    free, wanted, free_again, wanted_again = (
+        (int(threads), float(spent)) for threads, spent in map(str.split, lines)
+    )
+    assert wanted[0] == wanted_again[0] == free[0] + 1 + system.cores()
+    assert free_again[0] == free[0]
+    assert 3 * max(wanted[1], wanted_again[1]) < min(free[1], free_again[1])
