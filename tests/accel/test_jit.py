@@ -518,6 +518,8 @@ print(numba.threading_layer(), {name: os.environ[name] for name in names if name
     if pool != "omp":
         pytest.skip(f"Numba's pool is {pool} here, not OpenMP")
     assert f"GOMP_SPINCOUNT = '{spins}'" in heard
+    policy = said.get("OMP_WAIT_POLICY", OWN.get("OMP_WAIT_POLICY") if not said else None)
+    assert policy is None or f"OMP_WAIT_POLICY = '{policy.upper()}'" in heard
 
 
 def test_numba_s_own_limit_is_kept_to(filled: Path) -> None:
