@@ -46,9 +46,10 @@ def chosen() -> Iterator[None]:
         for name in own:
             del os.environ[name]  # other processes choose for themselves
     if watched and numba.threading_layer() == "omp":
-        pool = sys.modules["numba.np.ufunc.omppool"].__file__
-        watch = Watch(ctypes.CDLL(pool).GOMP_parallel)
-        threading.Thread(target=watch.run, daemon=True, name="watch").start()
+        pool = ctypes.CDLL(sys.modules["numba.np.ufunc.omppool"].__file__)
+        if hasattr(pool, "GOMP_parallel"):  # else it is not GNU's, and has heard nothing
+            watch = Watch(pool.GOMP_parallel)
+            threading.Thread(target=watch.run, daemon=True, name="watch").start()
 
 
 class Watch:

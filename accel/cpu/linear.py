@@ -93,6 +93,7 @@ def split_heads_backward(dout: tuple[Array, ...], x_shape: tuple[int, ...]) -> A
 def _side_by_side(parts: tuple[Array, ...]) -> Array | None:
     """Return the array that the parts are adjacent views of, as attention's gradients are."""
     owner, (batch, length, _, d_head) = parts[0].base, parts[0].shape
+    # a piece of the arena has a type of its own, which what is returned would have as well
     if type(owner) is not np.ndarray or any(part.base is not owner for part in parts):
         return None
     shape = (batch, length, sum(part.shape[2] for part in parts), d_head)
