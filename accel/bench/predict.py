@@ -46,8 +46,6 @@ from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
 from reference.types import Array
 
-WARPS = 8  # of an attention block, of which one fits a multiprocessor
-
 # How often a kernel moves an array that it does not move once; 0: by its output's size, not its own
 TIMES = {
     ("adamw", "master"): 2, ("adamw", "m"): 2, ("adamw", "v"): 2, ("accumulate", "dst"): 2,
@@ -73,6 +71,12 @@ class Launch(NamedTuple):
         times = {name: TIMES.get((self.kernel, name), 1) for name in arrays}
         gathered = sum(arrays["out"].nbytes for n in times.values() if n == 0)
         return gathered + sum(times[name] * a.nbytes for name, a in arrays.items())
+
+    @property
+    def tiles(self) -> attention.Tiles:
+        """How a kernel of attention on tensor cores is cut, but for the rows that it walks over."""
+        ways = attention.TILES[self.source.removeprefix("attention_")][self.kernel]
+        return next(t for t in ways if 32 * t.warps == self.threads)
 
 
 class Prediction(NamedTuple):
@@ -212,7 +216,12 @@ def busy(c: Counts, gpu: Gpu, warps: float) -> dict[str, float]:
 
 @functools.cache
 def _loop(
-    source: str, kernel: str, defines: tuple[tuple[str, int], ...], gpu: Gpu
+    source: str,
+    kernel: str,
+    defines: tuple[tuple[str, int], ...],
+    gpu: Gpu,
+    warps: int,
+    blocks: int,
 ) -> tuple[Counts, float, float, str]:
     """Return what a warp does in a round of a kernel's loop over tiles; cycles; those outside."""
     code = _code(source, kernel, defines, gpu.architecture)
@@ -220,8 +229,8 @@ def _loop(
     a_round = count(taken)
     if not taken:
         return a_round, 0.0, 0.0, ""
-    cycles, bound = round_of(taken, gpu, WARPS)
-    outside = spent_on(way(code), gpu, WARPS) - cycles
+    cycles, bound = round_of(taken, gpu, warps, blocks)
+    outside = spent_on(way(code), gpu, warps, blocks) - cycles
     return a_round, cycles, max(0.0, outside), bound
 
 
@@ -243,10 +252,11 @@ def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
     by_keys = launch.kernel == "attention_dkv"
     n, walked, back, fore = (S, T, ahead, behind) if by_keys else (T, S, behind, ahead)
     shift = T - S if by_keys else S - T  # of positions
+    block = launch.tiles.block
     found = []
-    for first in range(0, n, attention.OWN):
+    for first in range(0, n, block):
         begin = max(0, first + shift - back)
-        end = min(walked, min(first + attention.OWN, n) + shift + fore)
+        end = min(walked, min(first + block, n) + shift + fore)
         tiles = -(-end // rows) - begin // rows if end > begin else 0
         found.append(tiles * int(g.get("heads", 1)))
     return sorted(found * (launch.grid[0] * launch.grid[1]), reverse=True)
@@ -268,15 +278,20 @@ def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:
         moved = 2.0 * (m * k + k * n + m * n) + added
         return Prediction(work / gpu.product + added / gpu.memory, "tensor", moved, work)
     arguments = tuple(sorted(asked.defines.items()))
-    a_round, cycles, outside, bound = _loop(asked.source, asked.kernel, arguments, gpu)
+    warps = asked.threads // WARP
+    blocks = asked.tiles.blocks if "HEAD" in asked.defines else 1
+    a_round, cycles, outside, bound = _loop(
+        asked.source, asked.kernel, arguments, gpu, warps, blocks
+    )
     moved, shown = asked.moved, dict[str, float]()
     if a_round.flops:
-        shown = {"a round": cycles, **busy(a_round, gpu, WARPS)}
-        head = asked.defines["HEAD"]
-        products = 2 * PRODUCTS[asked.kernel] * attention.OWN * head  # of a row that is walked over
-        tiles = tiles_of_blocks(asked, WARPS * a_round.flops // products)
-        seconds = dealt([n * cycles + outside for n in tiles], gpu.processors) / gpu.clock
-        work = float(sum(tiles) * WARPS * a_round.flops)
+        shown = {"a round": cycles, **busy(a_round, gpu, warps * blocks)}
+        # of a row that is walked over
+        products = 2 * PRODUCTS[asked.kernel] * asked.tiles.block * asked.defines["HEAD"]
+        tiles = tiles_of_blocks(asked, warps * a_round.flops // products)
+        each = [n * cycles + outside for n in tiles]
+        seconds = dealt(each, gpu.processors * blocks) / gpu.clock
+        work = float(sum(tiles) * warps * a_round.flops)
     else:
         code = _code(asked.source, asked.kernel, arguments, gpu.architecture)
         once = count(way(code))

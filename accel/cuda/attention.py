@@ -14,6 +14,7 @@ square), of which the two kernels do 7·T²·d, since both make the scores again
 or a window hides from a whole block are not walked over.
 """
 
+from collections.abc import Set
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -31,37 +32,77 @@ PLAIN = PATHS[-1]
 WIDEST, CHUNK = 128, 8  # of heads on tensor cores; the elements that their width is a multiple of
 
 QUERIES, KEYS = 16, 32  # a tile of attention.cu
-OWN = 128  # rows of a block on tensor cores
+OWN = 128  # rows of a block on tensor cores, unless its Tiles say otherwise
+RESERVED = 1024  # bytes of shared memory that CUDA takes for each block
 
 # As many blocks of keys share out well, a whole group of query heads each: over 132 multiprocessors
-# to 97 % or better. The triangle's shortest blocks fill gaps; those of a window are all equal.
+# with room for one to 97 % or better. The triangle's shortest blocks fill gaps; those of a window
+# are all equal.
 ENOUGH, ENOUGH_EQUAL = 256, 1025
 
 RANGE = 32  # positions whose documents are summed up: RANGE in attention.cuh
 
 
 class Tiles(NamedTuple):
-    """What a block on tensor cores keeps in shared memory."""
+    """How a kernel on tensor cores is cut, and what its blocks keep in shared memory."""
 
-    own: int  # tiles of OWN rows
+    own: int  # tiles of the block's own rows
     walked: int  # tiles of those that it walks over, all stages together
-    rows: tuple[int, ...]  # of such a tile: the first that is possible is taken
-    floats: int = 0  # of each row of one, all stages together
+    rows: int  # of such a tile
+    floats: int = 0  # that it keeps beside them
+    block: int = OWN  # rows that a block owns
+    warps: int = 8  # of a block; of eight, one block fits a multiprocessor's registers
+    without: tuple[str, ...] = ()  # options for which it has no registers
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that share a multiprocessor."""
+        return 8 // self.warps
+
+    def shared(self, head: int) -> int:
+        """Return the bytes of shared memory that a block of heads padded to ``head`` asks for."""
+        return 2 * head * (self.own * self.block + self.walked * self.rows) + 4 * self.floats
+
+    def fit(self, head: int, limit: int) -> bool:
+        """Return whether its blocks fit where one of them may ask for ``limit`` bytes."""
+        return self.blocks * (self.shared(head) + RESERVED) <= limit + RESERVED
 
 
-# attention_mma.cu, whose tiles are smaller where a block has little shared memory
+OPTIONS = ("ALIBI", "DROPOUT", "MASKED")
+CROWDED = OPTIONS[:2]
+
+# Of each kernel the first way is taken that fits the GPU and has registers for the options. GPUs of
+# 99 KiB a block have no room for two of dq, or of dk, dv, at a width of 128
 MMA = {
-    "attention_forward": Tiles(1, 4, (64, 32)),
-    "attention_dq": Tiles(2, 4, (64, 32)),
-    "attention_dkv": Tiles(2, 4, (32,), 4),
+    "attention_forward": (
+        Tiles(1, 2, 64, warps=4, without=OPTIONS),
+        Tiles(1, 2, 32, warps=4, without=("DROPOUT",)),
+        Tiles(1, 2, 64),
+    ),
+    "attention_dq": (
+        Tiles(2, 2, 32, 2 * OWN, warps=4, without=("ALIBI",)),
+        Tiles(2, 2, 64, 2 * OWN),
+    ),
+    "attention_dkv": (
+        Tiles(2, 4, 32, 4 * 32, block=64, warps=4),
+        Tiles(2, 4, 32, 4 * 32),
+    ),
 }
-# attention_wgmma.cu, whose tiles are smaller where ALiBi or dropout take registers
 WGMMA = {
-    "attention_forward": Tiles(1, 6, (128, 64)),
-    "attention_dq": Tiles(2, 8, (64,)),
-    "attention_dkv": Tiles(2, 6, (64, 32), 6),
+    "attention_forward": (Tiles(1, 6, 128, without=CROWDED), Tiles(1, 6, 64)),
+    "attention_dq": (Tiles(2, 8, 64),),
+    "attention_dkv": (Tiles(2, 6, 64, 6 * 64, without=CROWDED), Tiles(2, 6, 32, 6 * 32)),
 }
-TILES: dict[str, dict[str, Tiles]] = {"wgmma": WGMMA, "mma": MMA}
+TILES: dict[str, dict[str, tuple[Tiles, ...]]] = {"wgmma": WGMMA, "mma": MMA}
+
+
+def way(path: str, kernel: str, head: int, options: Set[str], limit: int) -> Tiles:
+    """Return how a kernel is cut where a block may ask for ``limit`` bytes: the last if none fits.
+
+    ``options`` are those of OPTIONS that it is compiled with.
+    """
+    *ways, last = TILES[path][kernel]
+    return next((t for t in ways if t.fit(head, limit) and options.isdisjoint(t.without)), last)
 
 
 def offered() -> tuple[Attention, ...]:
@@ -164,11 +205,12 @@ def _visible(who: Visibility, fast: bool) -> dict[str, Any]:
 
 
 def _launch_dkv(dk: Array, dvalue: Array, given: dict[str, Any]) -> None:
-    """Run attention_mma.cu's attention_dkv, on a group of query heads a block or on one of them."""
+    """Run attention_dkv on tensor cores, on a group of query heads a block or on one of them."""
     B, S, Hkv, _ = dk.shape
     Hq, group = given["Hq"], given["Hq"] // Hkv
-    equal = given["behind"] < S - 1  # a window
-    split = group > 1 and ceil_div(S, OWN) * Hkv * B < (ENOUGH_EQUAL if equal else ENOUGH)
+    tiles = _tiles("attention_dkv", given)
+    enough = ENOUGH_EQUAL if given["behind"] < S - 1 else ENOUGH  # a window: equal
+    split = group > 1 and ceil_div(S, tiles.block) * Hkv * B < enough * tiles.blocks
     parts = [empty((B, S, Hq, x.shape[3]), F32) if split else None for x in (dk, dvalue)]
     given |= {"heads": 1 if split else group, "dk_parts": parts[0], "dv_parts": parts[1]}
     _launch_fast("attention_dkv", S, Hq if split else Hkv, given)
@@ -186,32 +228,44 @@ def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, A
 
 
 def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
-    """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own OWN of n rows."""
-    device = current()
-    path = device.attention or offered()[0]
-    source, table = f"attention_{path}", TILES[path]
-    head = 64 if max(given["d"], given["dv"]) <= 64 else 128
-    options = {
-        "ALIBI": int(given["alibi"] is not None),
-        "MASKED": int(given["key_mask"] is not None or given["documents"] is not None),
-        "DROPOUT": int(given["dropping"]),
+    """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own a part of n rows."""
+    tiles, head = _tiles(kernel, given), _head(given)
+    keys = _tiles("attention_forward", given).rows  # from which wgmma's dk, dv take theirs
+    macros = {"HEAD": head, "KEYS": keys, "WARPS": tiles.warps}
+    macros |= {option: int(option in _options(given)) for option in OPTIONS}
+    grid = heads, len(given["q"]), ceil_div(n, tiles.block)
+    launch(
+        f"attention_{_path()}",
+        kernel,
+        grid,
+        32 * tiles.warps,
+        tiles.shared(head),
+        **given,
+        **macros,
+    )
+
+
+def _path() -> str:
+    return current().attention or offered()[0]
+
+
+def _head(given: dict[str, Any]) -> int:
+    """Return the width to which heads are padded."""
+    return 64 if max(given["d"], given["dv"]) <= 64 else 128
+
+
+def _options(given: dict[str, Any]) -> set[str]:
+    """Return what of OPTIONS the rules ask for."""
+    asked = {
+        "ALIBI": given["alibi"] is not None,
+        "MASKED": given["key_mask"] is not None or given["documents"] is not None,
+        "DROPOUT": given["dropping"],
     }
+    return {option for option, on in asked.items() if on}
 
-    def shared(tiles: Tiles, rows: int) -> int:
-        return 2 * head * (tiles.own * OWN + tiles.walked * rows) + 4 * tiles.floats * rows
 
-    def rows_of(tiles: Tiles) -> int:
-        fitting = [r for r in tiles.rows if shared(tiles, r) <= device.shared_limit]
-        crowded = path == "wgmma" and (options["ALIBI"] or options["DROPOUT"])
-        return tiles.rows[-1] if crowded or not fitting else fitting[0]
-
-    tiles = table[kernel]
-    rows = rows_of(tiles)
-    chooses = kernel == "attention_dq" and len(tiles.rows) > 1  # its KEYS apart from the forward's
-    keys = rows if chooses else rows_of(table["attention_forward"])
-    macros = {"HEAD": head, "KEYS": keys, **options}
-    grid = heads, len(given["q"]), ceil_div(n, OWN)
-    launch(source, kernel, grid, 256, shared(tiles, rows), **given, **macros)
+def _tiles(kernel: str, given: dict[str, Any]) -> Tiles:
+    return way(_path(), kernel, _head(given), _options(given), current().shared_limit)
 
 
 def _tensor_cores(*arrays: Array) -> bool:

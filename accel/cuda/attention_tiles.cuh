@@ -3,7 +3,8 @@
 // What the attention kernels on tensor cores share: tiles in shared memory, the scores, the stores.
 //
 // For head widths up to HEAD (64 or 128) that are multiples of 8; narrower ones are padded with zeros
-// on the way into shared memory. A block has eight warps and owns 128 rows, a warp 16 of them.
+// on the way into shared memory. A warp owns 16 rows of its block's, or strips of 16 that follow each
+// other.
 //
 // A tile is its columns 64 at a time, one panel behind the other: rows of 128 bytes, the 16-byte chunk
 // c of row r at chunk c ^ (r & 7). Eight rows that are read together then lie in eight different bank
@@ -11,10 +12,13 @@
 #ifndef HEAD
 #define HEAD 128
 #endif
-constexpr int THREADS = 256, OWN = 128;    // rows of a block, 16 a warp
-constexpr int CHUNKS = HEAD / 8;           // 16-byte chunks of a row
-constexpr int PITCH = HEAD * 2;            // bytes that a row takes
-constexpr int GROUPS = HEAD / 8;           // accumulators of a 16 × HEAD result
+#ifndef WARPS
+#define WARPS 8  // of a block
+#endif
+constexpr int THREADS = 32 * WARPS, OWN = 128;  // rows of a block, unless it says otherwise
+constexpr int CHUNKS = HEAD / 8;                // 16-byte chunks of a row
+constexpr int PITCH = HEAD * 2;                 // bytes that a row takes
+constexpr int GROUPS = HEAD / 8;                // accumulators of a 16 × HEAD result
 template <int ROWS> constexpr u32 PANEL = ROWS * 128;  // bytes of 64 columns of a tile
 constexpr bool BARE = !ALIBI;  // scores are products alone
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.69314718055994531f;
@@ -45,9 +49,19 @@ template <int N> DEVICE void clear(float (&acc)[N][4]) {
         for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
 }
 
-// Write a warp's 16 rows, rows g and g + 8 multiplied by factor[0] and factor[1], to a strided
+// A product's accumulators rounded to bf16: the next one's left operand.
+template <int N> DEVICE void pack(u32 (&to)[N][4], const float (&from)[2 * N][4]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            to[k][i] = pack_bf16(from[2 * k + i / 2][i % 2 * 2], from[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+// Write 16 rows of a warp, rows g and g + 8 multiplied by factor[0] and factor[1], to a strided
 // array, 16 bytes at a time by way of shared memory: rows row … row + 15 of `tile`, which nobody
 // reads any more.
+template <int ROWS = OWN>
 DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], unsigned char* tile,
                        int row, elem* to, i64 stride, int first, int n, int width) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -55,18 +69,18 @@ DEVICE void store_rows(const float (&acc)[GROUPS][4], const float (&factor)[2], 
     for (int c = 0; c < GROUPS; ++c)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            *(u32*)(tile + place<OWN>(row + g + 8 * half, c) + 4 * t) =
+            *(u32*)(tile + place<ROWS>(row + g + 8 * half, c) + 4 * t) =
                 pack_bf16(acc[c][2 * half] * factor[half], acc[c][2 * half + 1] * factor[half]);
     sync_warp();
     for (int i = lane; i < 16 * CHUNKS; i += 32) {
         const int r = i / CHUNKS, chunk = i % CHUNKS;
         if (first + row + r < n && chunk * 8 < width)
             store16(to + (i64)(first + row + r) * stride + chunk * 8,
-                    load16(tile + place<OWN>(row + r, chunk)));
+                    load16(tile + place<ROWS>(row + r, chunk)));
     }
 }
 
-// Write a warp's 16 rows from `first` on as they are, to rows of floats: 32 bytes of each of eight
+// Write 16 rows of a warp from `first` on as they are, to rows of floats: 32 bytes of each of eight
 // rows at a time.
 DEVICE void store_floats(const float (&acc)[GROUPS][4], float* to, i64 stride, int first, int n,
                          int width) {

@@ -57,15 +57,6 @@ DEVICE void ask_columns(float (&acc)[GROUPS][4], const u32 (&p)[N][4], u32 b) {
         wgmma_columns(acc, p[k], descriptor(b + k * 16 * 128, PANEL<16 * N>));
 }
 
-// A product's accumulators rounded to bf16: the next one's left operand.
-template <int N> DEVICE void pack(u32 (&to)[N][4], const float (&from)[2 * N][4]) {
-#pragma unroll
-    for (int k = 0; k < N; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            to[k][i] = pack_bf16(from[2 * k + i / 2][i % 2 * 2], from[2 * k + i / 2][i % 2 * 2 + 1]);
-}
-
 // All copies of this thread have landed, and after a barrier products may read them.
 DEVICE void landed() {
     copy_wait<0>();

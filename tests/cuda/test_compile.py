@@ -7,13 +7,12 @@ and what a round of attention's loops is made of.
 import re
 import struct
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel.bench.predict import PRODUCTS, WARPS
+from accel.bench.predict import PRODUCTS
 from accel.cuda import attention, compiler, machine_code, sources
 from accel.cuda.compiler import CompileError, compile_kernels, cubin_file, read_usage
 from tests.cuda_shim import require
@@ -21,48 +20,62 @@ from tests.cuda_shim import require
 require.nvdisasm()
 
 Defines = dict[str, int]
-
+Variant = tuple[str, str, Defines]  # architecture, kernel file, macros
 
 ARCHITECTURES = ("sm_80", "sm_90a")
 SMALLER = ("sm_86", "sm_89", "sm_120")  # 99 KiB of shared memory, so attention has its small tiles
+LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, **dict.fromkeys(SMALLER, 99 * 1024)}
+ALL = attention.OPTIONS
 
 
-def attention_variant(head: int, keys: int, options: int) -> Defines:
-    """Return the macros of attention on tensor cores with all options on or off."""
-    rules = dict.fromkeys(("MASKED", "ALIBI", "DROPOUT"), options)
-    return {"BF16": 1, "HEAD": head, "KEYS": keys, **rules}
+def of_attention(architecture: str, path: str, head: int, *options: str) -> Iterator[Variant]:
+    """Yield the variants of attention on tensor cores that a GPU takes with some options."""
+    on = {option: int(option in options) for option in ALL}
+    ways = [
+        attention.way(path, kernel, head, set(options), LIMITS[architecture])
+        for kernel in ("attention_forward", "attention_dq", "attention_dkv")
+    ]
+    for warps in sorted({tiles.warps for tiles in ways}):
+        defines = {"BF16": 1, "HEAD": head, "KEYS": ways[0].rows, "WARPS": warps, **on}
+        yield architecture, f"attention_{path}", defines
 
 
-def variants() -> Iterator[tuple[str, str, Defines]]:
-    """Yield (architecture, kernel file, macros): all combinations, or the extremes."""
+def taken(architecture: str, source: str, defines: Defines) -> dict[str, attention.Tiles]:
+    """Return the kernels of attention that run as a variant, and how they are cut."""
+    path, options = source.removeprefix("attention_"), {o for o in ALL if defines.get(o)}
+    ways = {
+        kernel: attention.way(path, kernel, defines["HEAD"], options, LIMITS[architecture])
+        for kernel in attention.TILES.get(path, ())
+    }
+    return {kernel: tiles for kernel, tiles in ways.items() if tiles.warps == defines["WARPS"]}
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what is compiled: both types, and of attention every choice of options."""
     for architecture in ARCHITECTURES:
         for source in sources.SOURCES:
-            if source == "attention_mma":
-                for head, options in product((64, 128), (0, 1)):
-                    yield architecture, source, attention_variant(head, 64, options)
-            elif source != "attention_wgmma":
+            if not source.startswith("attention_"):
                 yield from ((architecture, source, {"BF16": bf16}) for bf16 in (0, 1))
-    for architecture in SMALLER:
-        yield architecture, "attention_mma", attention_variant(128, 32, 1)
-    yield "sm_86", "attention_mma", attention_variant(128, 32, 0)
     yield "sm_120", "norm", {"BF16": 1}
-    for head, (options, keys) in product((64, 128), ((0, 128), (1, 64))):
-        yield "sm_90a", "attention_wgmma", attention_variant(head, keys, options)
-    yield "sm_90a", "attention_wgmma", attention_variant(128, 128, 0) | {"MASKED": 1}
+    for architecture, n in product(LIMITS, range(len(ALL) + 1)):
+        for options in combinations(ALL, n):
+            yield from of_attention(architecture, "mma", 128, *options)
+    for architecture, options in product(LIMITS, ((), ALL)):
+        yield from of_attention(architecture, "mma", 64, *options)
+    for head, options in ((64, ()), (64, ALL), (128, ()), (128, ALL), (128, ("MASKED",))):
+        yield from of_attention("sm_90a", "wgmma", head, *options)
 
 
 VARIANTS = list(variants())
-# With -m slow: of attention on tensor cores every other combination, of mma.sync for Hopper, which
-# has wgmma, all but one; float32 for the older architecture, and of those with less shared memory
-# all but the newest.
-ALIKE = (
-    ("sm_80", "attention_mma", attention_variant(64, 64, 1)),
-    ("sm_80", "attention_mma", attention_variant(128, 64, 0)),
-    *(("sm_90a", "attention_mma", attention_variant(head, 64, 1)) for head in (64, 128)),
-    ("sm_90a", "attention_mma", attention_variant(64, 64, 0)),
-    ("sm_90a", "attention_wgmma", attention_variant(64, 64, 1)),
-    *(v for v in VARIANTS if v[0] in SMALLER[:2]),
-    *(v for v in VARIANTS if v[0] == "sm_80" and v[2] == {"BF16": 0}),
+# Without -m slow: float32 for the newer architecture alone, and of attention on tensor cores these.
+QUICK = (
+    *(v for v in VARIANTS if "HEAD" not in v[2] and v[::2] != ("sm_80", {"BF16": 0})),
+    *(v for options in ((), ("MASKED",), ALL) for v in of_attention("sm_80", "mma", 128, *options)),
+    *of_attention("sm_90a", "mma", 128),
+    *(v for options in ((), ALL) for v in of_attention("sm_120", "mma", 128, *options)),
+    *of_attention("sm_80", "mma", 64),
+    *of_attention("sm_90a", "wgmma", 64),
+    *(v for v in VARIANTS if v[1] == "attention_wgmma" and v[2]["HEAD"] == 128),
 )
 SPILLING = ("attention_wgmma", "attention_dkv", 1)
 
@@ -85,7 +98,7 @@ WIDE_AT_LEAST = {
 
 @pytest.mark.parametrize(
     ("architecture", "source", "defines"),
-    [pytest.param(*v, marks=[pytest.mark.slow] if v in ALIKE else []) for v in VARIANTS],
+    [pytest.param(*v, marks=[] if v in QUICK else [pytest.mark.slow]) for v in VARIANTS],
     ids=str,
 )
 def test_every_kernel_compiles_and_keeps_to_its_registers(
@@ -96,22 +109,29 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(
     assert cubin.startswith(b"\x7fELF")
     assert sorted(u.kernel for u in usage) == sorted(sources.kernels(texts[f"{source}.cu"]))
     print(f"\n{source} {architecture} {defines}")
+    run = taken(architecture, source, defines) if "HEAD" in defines else {}
     for u in usage:
         print(
             f"  {u.kernel:24} {u.registers:4} registers {u.stack:4} B stack {u.spills:4} B spilt "
-            f"{u.shared:6} B shared"
+            f"{u.shared:6} B shared{'' if u.kernel in run or not run else ', not run so'}"
         )
+        if run and u.kernel not in run:
+            continue
         # 2 registers too many for documents at the full width, out of the loop's reach
         spare = 8 if (source, u.kernel, defines.get("MASKED")) == SPILLING else 0
         assert u.spills <= spare and u.stack <= spare and not u.serial, u
-    tiles = attention.WGMMA if source == "attention_wgmma" else attention.MMA
     for kernel, code in machine_code.disassemble(cubin).items():
         spilling = (source, kernel, defines.get("MASKED")) == SPILLING
-        check_machine_code(kernel, code, defines, tiles, spilling)
+        if not run or kernel in run:
+            check_machine_code(kernel, code, defines, run.get(kernel), spilling)
 
 
 def check_machine_code(
-    kernel: str, code: machine_code.Code, defines: Defines, tiles: Any, spilling: bool
+    kernel: str,
+    code: machine_code.Code,
+    defines: Defines,
+    tiles: attention.Tiles | None,
+    spilling: bool,
 ) -> None:
     """Look for spills, narrow accesses, and tensor instructions too many or too few."""
     whole, a_round = machine_code.count(code), machine_code.count(machine_code.hot_loop(code))
@@ -119,34 +139,30 @@ def check_machine_code(
     wide = tuple(whole.accesses.get((what, 16), 0) for what in ("LDG", "STG"))
     assert wide == WIDE.get(kernel, wide), kernel
     assert all(n >= least for n, least in zip(wide, WIDE_AT_LEAST.get(kernel, (0, 0)), strict=True))
-    taken = machine_code.way(code)
-    packs = sum(i.is_global and i.width == 16 for i in taken)
+    most = machine_code.way(code)
+    packs = sum(i.is_global and i.width == 16 for i in most)
     if kernel in WIDE:
         assert packs == sum(wide), f"{kernel}: the way that is run most is another"
     if "norm_" in kernel:  # bounds, of 64 bits, are those of a pack, not of each element
-        bounds = sum(bool(re.match(r"ISETP\.(GE|GT|LE|LT).*(\.EX|64)", i.name)) for i in taken)
+        bounds = sum(bool(re.match(r"ISETP\.(GE|GT|LE|LT).*(\.EX|64)", i.name)) for i in most)
         assert 0 < bounds <= 2 * packs, kernel
-    assert bool(a_round.flops) == ("HEAD" in defines)
-    if a_round.flops:
+    assert bool(a_round.flops) == (tiles is not None)
+    if tiles:
         print(f"  {kernel:24} {a_round}")
         # its scores and gradients of scores are rows × HEAD × tile, each product once
-        rows = a_round.flops * WARPS // (2 * PRODUCTS[kernel] * attention.OWN * defines["HEAD"])
-        assert rows in tiles[kernel].rows
-        assert (
-            a_round.flops * WARPS == 2 * PRODUCTS[kernel] * attention.OWN * rows * defines["HEAD"]
-        )
+        products, head = PRODUCTS[kernel], defines["HEAD"]
+        assert a_round.flops * tiles.warps == 2 * products * tiles.block * tiles.rows * head
         assert not a_round.local
         # tiles come 16 bytes at a time: both of them, and two floats a row for dk and dv
-        threads = 32 * WARPS
-        copied = 2 * rows * defines["HEAD"] * 2 // 16 // threads
+        copied = 2 * tiles.rows * head * 2 // 16 // (32 * tiles.warps)
         floats = {("LDGSTS", 4): 1} if kernel == "attention_dkv" else {}
         copies = {what: n for what, n in a_round.accesses.items() if what[0] == "LDGSTS"}
         assert copies == {("LDGSTS", 16): copied, **floats}, kernel
-        if tiles is attention.MMA:  # a product is 16 × 8 × 16, a load four matrices of 8 × 8
+        if a_round.ldsm:  # mma.sync: a product is 16 × 8 × 16, a load four matrices of 8 × 8
             assert a_round.tensor * 4096 == a_round.flops
             # a warp loads its rows of the block's own tiles, and the products' other side whole
-            loaded = tiles[kernel].own * attention.OWN + WARPS * PRODUCTS[kernel] * rows
-            assert a_round.ldsm * 512 * WARPS == 2 * defines["HEAD"] * loaded
+            loaded = tiles.own * tiles.block + tiles.warps * products * tiles.rows
+            assert a_round.ldsm * 512 * tiles.warps == 2 * head * loaded
 
 
 def test_the_whole_file_is_kept() -> None:

@@ -128,9 +128,16 @@ PLANTS = {
     "wait: no clobber": clobber('"n"(STILL_FLYING) '),
     **{
         f"wait count of {kernel}": Plant(
-            "copy_wait<1>()", "copy_wait<2>()", file="attention_mma.cu", kernel=kernel
+            f"copy_wait<0>();\n        sync_block();  // {what}",
+            f"copy_wait<1>();\n        sync_block();  // {what}",
+            file="attention_mma.cu",
+            kernel=kernel,
         )
-        for kernel in ("attention_forward", "attention_dq", "attention_dkv")
+        for kernel, what in (
+            ("attention_forward", "keys"),
+            ("attention_dq", "the values"),
+            ("attention_dkv", "tile j"),
+        )
     },
     # shuffles and votes
     "shfl: mask of half a warp": Plant("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
