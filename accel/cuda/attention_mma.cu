@@ -18,13 +18,13 @@
 // are no registers. The README counts the cycles, attention.py says which way is taken where.
 //
 // The tiles that are walked over (attention_tiles.cuh) come by cp.async. Forward and dq have room for one
-// of keys and one of values: each is asked for as soon as the block has read the one before. dk, dv have
-// two stages: one is filled while the other is used, and one barrier a tile vouches for both.
+// of keys and one of values: while the block reads the one the other may come. dk, dv have two stages:
+// one is filled while the other is used, and one barrier a tile vouches for both.
 //
 // Tiles beyond what causality and the window let the block's own rows see are not walked over, nor
 // those whose range of documents does not meet the block's own: what they would add is exactly nothing.
 #ifndef KEYS
-#define KEYS 64  // rows of a tile that the forward walks over; 32 where options take registers
+#define KEYS 64  // rows of a tile that the forward walks over, or 32
 #endif
 
 constexpr int BLOCKS = 8 / WARPS;   // that share a multiprocessor
@@ -172,7 +172,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH;
     const u32 tk = tdo + OWN * PITCH, tv = tk + DQ_KEYS * PITCH;
-    const u32 rows = 2 * (OWN + DQ_KEYS) * PITCH;  // where (2, OWN) floats are: lse, then delta
+    const u32 floats = 2 * (OWN + DQ_KEYS) * PITCH;  // where (2, OWN) of them are: lse, then delta
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
     const int first = query_tile() * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
@@ -186,13 +186,13 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
 
     fetch<OWN>(tq, q + b * q_b + h * q_h, q_t, first, T, d);
     fetch<OWN>(tdo, dout + b * dout_b + h * dout_h, dout_t, first, T, dv);
-    fetch_floats<OWN>(tq + rows, lse, delta, ((i64)b * Hq + h) * T, first, T);
+    fetch_floats<OWN>(tq + floats, lse, delta, ((i64)b * Hq + h) * T, first, T);
     int least = 0, greatest = 0;  // documents of the block's queries
     if (MASKED && ranges) rules.span(first + S - T, last + S - T, least, greatest);
     int j = rules.next_tile(rules.key_begin(first) / DQ_KEYS, tiles, DQ_KEYS, least, greatest);
     if (j < tiles) fetch<DQ_KEYS>(tk, keys, k_t, j * DQ_KEYS, S, d);
     copy_commit();
-    const float* row_lse = (const float*)(memory + rows) + row + g;  // there is no register to keep it
+    const float* row_lse = (const float*)(memory + floats) + row + g;  // there is no register to keep it
     float acc[STRIPS][GROUPS][4];
     clear(acc);
     while (j < tiles) {
@@ -251,8 +251,8 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     SHARED(memory);
     const u32 tk = shared_address(memory), tv = tk + OWN_KEYS * PITCH, stages = tv + OWN_KEYS * PITCH;
     const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs
-    // where (2 stages, 2, QUERIES) floats are: lse, then delta
-    const u32 rows = 2 * OWN_KEYS * PITCH + 2 * stage_bytes;
+    // where (2 stages, 2, QUERIES) of them are: lse, then delta
+    const u32 floats = 2 * OWN_KEYS * PITCH + 2 * stage_bytes;
     const int h0 = blockIdx.x * heads, hk = h0 / (Hq / Hkv), b = blockIdx.y;
     const int first = key_tile() * OWN_KEYS;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
@@ -283,8 +283,8 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
         const u32 stage = stages + turn * stage_bytes;
         fetch<QUERIES>(stage, q + b * q_b + h * q_h, q_t, t0, T, d);
         fetch<QUERIES>(stage + QUERIES * PITCH, dout + b * dout_b + h * dout_h, dout_t, t0, T, dv);
-        fetch_floats<QUERIES>(tk + rows + turn * 2 * QUERIES * 4, lse, delta, ((i64)b * Hq + h) * T, t0,
-                              T);
+        fetch_floats<QUERIES>(tk + floats + turn * 2 * QUERIES * 4, lse, delta, ((i64)b * Hq + h) * T,
+                              t0, T);
     };
 
     fetch<OWN_KEYS>(tk, k + b * k_b + hk * k_h, k_t, first, S, d);
@@ -302,7 +302,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
         if (after < tiles) fetch_queries(after, turn ^ 1);
         copy_commit();
         const u32 tq = stages + turn * stage_bytes, tdo = tq + QUERIES * PITCH;
-        const float* row_lse = (const float*)(memory + rows) + turn * 2 * QUERIES;
+        const float* row_lse = (const float*)(memory + floats) + turn * 2 * QUERIES;
         const int h = h0 + j / each, t0 = begin + j % each * QUERIES;
         const Rules rules = ATTENTION_RULES(b, h);
         float s[STRIPS][QUERIES / 8][4], dp[STRIPS][QUERIES / 8][4];  // transposed: rows are keys

@@ -1,7 +1,7 @@
 // Read reference/study/tiled_attention.py first: m, l, shrink, lse and delta are its.
 //
-// Attention in bf16 by Hopper's products of a warpgroup (warpgroup.cuh): attention_mma.cu's blocks, of
-// two warpgroups with 64 rows each, and its arithmetic. A product reads its right operand, and scores
+// Attention in bf16 by Hopper's products of a warpgroup (warpgroup.cuh): blocks of 128 rows and two
+// warpgroups with 64 each, and attention_mma.cu's arithmetic. A product reads its right operand, and scores
 // their left one, from shared memory once for 64 rows; probabilities and gradients of scores are left
 // operands in registers. What is overlapped follows FlashAttention-3 (Shah et al. 2024, sections 3.1
 // and 3.2):

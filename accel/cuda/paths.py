@@ -214,9 +214,8 @@ def _times(
 ) -> tuple[dict[str, float], str]:
     """Return the seconds of each path, and where they are from, if from earlier."""
     kernels = [sources.join(sources.parts(f"attention_{path}")) for path in attention.TILES]
-    return remembered(
-        "attention", [repr(shapes), *kernels], paths, partial(measure, shapes, paths), remember
-    )
+    decides = [repr(shapes), repr(attention.TILES), *kernels]
+    return remembered("attention", decides, paths, partial(measure, shapes, paths), remember)
 
 
 def remembered(

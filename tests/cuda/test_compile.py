@@ -23,7 +23,7 @@ Defines = dict[str, int]
 Variant = tuple[str, str, Defines]  # architecture, kernel file, macros
 
 ARCHITECTURES = ("sm_80", "sm_90a")
-SMALLER = ("sm_86", "sm_89", "sm_120")  # 99 KiB of shared memory, so attention has its small tiles
+SMALLER = ("sm_86", "sm_89", "sm_120")  # 99 KiB of shared memory, which attention is cut for
 LIMITS = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024, **dict.fromkeys(SMALLER, 99 * 1024)}
 ALL = attention.OPTIONS
 

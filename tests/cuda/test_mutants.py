@@ -179,8 +179,8 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
     ),
     "lse and delta of another tile": (
         "attention_mma:attention_dkv",
-        "tk + rows + turn * 2 * QUERIES * 4",
-        "tk + rows + (turn ^ 1) * 2 * QUERIES * 4",
+        "tk + floats + turn * 2 * QUERIES * 4",
+        "tk + floats + (turn ^ 1) * 2 * QUERIES * 4",
         "long causal",
     ),
     "a query head left out of its group's sum": (
@@ -274,6 +274,15 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "inside(first + row + 31, 1, u0, KEYS)",
         "long causal",
     ),
+    **{
+        f"whole tiles that are not, for a second strip of {kernel}": (
+            f"attention_mma:attention_{kernel}",
+            f"inside(first + row, 16 * STRIPS, u0, {keys})",
+            f"inside(first + row, 16, u0, {keys})",
+            "between strips",
+        )
+        for kernel, keys in (("forward", "KEYS"), ("dq", "DQ_KEYS"))
+    },
     "tail guard of a store": (
         "attention_tiles.cuh",
         "if (first + row + r < n && chunk * 8 < width)",

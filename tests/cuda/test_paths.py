@@ -88,6 +88,10 @@ def test_times_are_kept_for_gpus_of_a_kind_and_shapes_alike(
     monkeypatch.setattr(paths.sources, "join", lambda parts: "another text of the kernels")
     choose(SMALL)
     assert timed.pop() and len([*cache.iterdir()]) == 4
+    other = {"mma": attention.MMA, "wgmma": attention.WGMMA}  # cut in another way
+    monkeypatch.setattr(attention, "TILES", other)
+    choose(SMALL)
+    assert timed.pop() and len([*cache.iterdir()]) == 5
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ def long_attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
         near = (q[:, :140], k[:, :140], v[:, :140])
         yield "attention", f"d = {d}, dv = {dv}, window full", near, {"causal": False, "window": 2}
         yield "attention", f"d = {d}, dv = {dv}, window causal", near, {"window": 66}
+        # the first 16 of 32 queries see all of a tile of keys, the others do not
+        yield "attention", f"d = {d}, dv = {dv}, window between strips", near, {"window": 82}
         few = (q[:, :140], k[:, :9], v[:, :9])  # the first tile of queries sees nothing
         yield "attention", f"d = {d}, dv = {dv}, few keys", few, {}
         packed = (q, k, v, None, None, packed_documents(301))
