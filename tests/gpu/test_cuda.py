@@ -91,6 +91,36 @@ def test_attention_on_tensor_cores(
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("path", attention.TILES)
+def test_as_many_blocks_share_a_multiprocessor_as_attention_is_cut_for(
+    path: str, bf16: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_backends.cuda.api import driver
+
+    if path not in attention.offered():
+        pytest.skip(f"this GPU has no {path}")
+    attention.take(path)
+    device = devices.current()
+    launch, asked = device.launch, []
+
+    def launched(
+        source: str, kernel: str, grid: Any, threads: int, *given: Any, **more: Any
+    ) -> None:
+        launch(source, kernel, grid, threads, *given, **more)
+        key = (source, kernel, tuple(sorted(more["defines"].items())))
+        asked.append((kernel, key, threads, more["shared"]))
+
+    monkeypatch.setattr(device, "launch", launched)
+    x = np.ones((1, 256, 1, 128), np.float32)
+    run_backend(bf16, "attention", rounded((x, x, x)), {})
+    for kernel, key, threads, shared in asked:
+        if kernel in attention.TILES[path] and key[0] == f"attention_{path}":
+            function = device._kernels[key].kernel
+            fit = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, shared)
+            cut = attention.way(path, kernel, 128, set(), device.shared_limit)
+            assert fit >= cut.blocks, (kernel, fit, cut)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 700}, {"documents": True}, {"dropout": 0.1}])
 def test_attention_s_paths_agree_with_the_plain_kernel_and_one_is_chosen(
     options: dict[str, Any], bf16: Any
