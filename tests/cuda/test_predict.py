@@ -11,6 +11,7 @@ from accel.bench import predict, published
 from accel.bench.gpus import MODELS
 from accel.bench.multiprocessor import played
 from accel.bench.predict import Launch, busy, dealt
+from accel.cuda import ops_bf16
 from accel.cuda.device import Product
 from accel.cuda.machine_code import count, hot_loop, loops, read_listing, way
 from tests.cuda_shim import require
@@ -222,6 +223,23 @@ def test_what_a_product_adds_is_read_beside_it() -> None:
 
 def test_a_grid_s_blocks_are_handed_out_in_order() -> None:
     assert dealt([3, 3, 3], 2) == 6 and dealt([1, 1, 2, 4], 2) == 5 and dealt([4, 2, 1, 1], 2) == 4
+
+
+def test_blocks_that_share_a_multiprocessor_take_their_rounds_at_once() -> None:
+    require.nvdisasm()
+    gpu = MODELS["A100"]
+    with predict.recording(gpu) as device:
+        q, k, v = (device.empty((4, 8192, heads, 128), np.uint16) for heads in (14, 2, 2))
+        ops_bf16.attention_forward(q, k, v)
+    (launch,) = (one for one in device.asked if isinstance(one, Launch))
+    assert launch.threads == 128 and launch.tiles.blocks == 2
+    found = predict.predict(launch, gpu)
+    # two blocks' 128 × 64 scores, and as many products with values, 2 operations each
+    assert found.a_round["tensor"] == 2 * 2 * 2 * 128 * 64 * 128 / gpu.tensor
+    tiles = sum(predict.tiles_of_blocks(launch, 64))
+    rounds = tiles / (2 * gpu.processors)
+    least = rounds * found.a_round["a round"] / gpu.clock
+    assert least < found.seconds < 1.1 * least
 
 
 def test_a_published_kernel_at_peak_is_left_with_the_last_wave() -> None:
