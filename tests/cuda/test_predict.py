@@ -236,6 +236,9 @@ def test_blocks_that_share_a_multiprocessor_take_their_rounds_at_once() -> None:
     found = predict.predict(launch, gpu)
     # two blocks' 128 × 64 scores, and as many products with values, 2 operations each
     assert found.a_round["tensor"] == 2 * 2 * 2 * 128 * 64 * 128 / gpu.tensor
+    defines = tuple(sorted(launch.defines.items()))
+    taken = hot_loop(predict._code(launch.source, launch.kernel, defines, gpu.architecture))
+    assert found.a_round["a round"] == predict.round_of(taken, gpu, 4, 2)[0]
     tiles = sum(predict.tiles_of_blocks(launch, 64))
     rounds = tiles / (2 * gpu.processors)
     least = rounds * found.a_round["a round"] / gpu.clock
