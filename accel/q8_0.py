@@ -10,6 +10,8 @@ from accel.jit import jit
 Array = npt.NDArray[Any]
 
 BLOCK = 32  # numbers that share a scale
+PAIRS = BLOCK // 2
+STRIP = 512  # columns of 32 rows that are rounded at once: they stay in a cache
 # The largest float32 below 1/2. Added before digits are cut off, it rounds halves away from zero:
 # 1/2 itself would make 1 of the float32 below 1/2, and this sum of 1/2 rounds up to 1.
 HALF = np.float32(0.5 - 2**-25)
@@ -48,81 +50,66 @@ def to_blocks(x: Array, out: Array | None = None) -> tuple[Array, Array]:
     return d.astype(np.float16).reshape(x.shape[:-1]), q
 
 
-def columns_to_blocks(x: Array, d: Array, q: Array) -> None:
-    """Write the same of the columns of a matrix, reading it by rows.
+def columns_to_blocks(x: Array) -> Array:
+    """Return the blocks of a matrix's columns, (17 n, m) uint16 of x (32 n, m) float32.
 
-    Parameters
-    ----------
-    x : (32 n, m) float32
-        Rows may lie apart, the numbers of one not.
-    d : (m, n) float16
-    q : (m, n, 32) int8
-        Blocks may lie apart.
+    Below each other lie a block's scale, the bits of a float16, and 16 pairs of its numbers, the
+    first in the lower bits. So the transpose of what is returned has the bytes of llama.cpp's rows.
 
     Raises
     ------
     ValueError
         When a number is not finite, or too large.
     """
-    line, row = _line(x)
-    scales = np.empty(d.shape[::-1], np.float32)
-    bits = _round_columns(line, line.view(np.uint32), row, scales, q.view("<u4"))
+    x = np.ascontiguousarray(x)
+    n, m = len(x) // BLOCK, x.shape[1]
+    blocks, scales = np.empty((n, 1 + PAIRS, m), "<u2"), np.empty((n, m), np.float32)
+    bits = _round_columns(x, x.view(np.uint32), scales, blocks)
     if bits > LARGEST_BITS:
         largest = np.uint32(bits).view(np.float32)
         raise ValueError(f"holds {largest:.3g}, and Q8_0 goes to {LARGEST:,}")
-    d[...] = scales.T
+    blocks[:, 0] = scales.astype("<f2").view("<u2")
+    return blocks.reshape(-1, m)
 
 
-def columns_from_blocks(d: Array, q: Array, x: Array) -> None:
-    """Write d q, of the same shapes, to the columns of x (32 n, m)."""
-    _write_columns(d.T.astype(np.float32, order="C"), q.view("<u4"), *_line(x))
-
-
-def _line(x: Array) -> tuple[Array, int]:
-    """Return all that lies from a matrix's first number to its last, and from a row to the next."""
-    row = x.strides[0] // x.itemsize
-    n = (len(x) - 1) * row + x.shape[1]
-    return np.lib.stride_tricks.as_strided(x, (n,), (x.itemsize,)), row
+def columns_from_blocks(blocks: Array) -> Array:
+    """Return the numbers that such blocks stand for: d q."""
+    each = np.ascontiguousarray(blocks).reshape(-1, 1 + PAIRS, blocks.shape[1])
+    x = np.empty((BLOCK * len(each), blocks.shape[1]), np.float32)
+    _write_columns(each[:, 0].view("<f2").astype(np.float32), each, x)
+    return x
 
 
 @jit(**FORM)
-def _round_columns(x: Array, bits: Array, row: int, scales: Array, words: Array) -> Any:
-    """Round 32 rows at a time, all columns of a row in vectors; return the largest |x|'s bits.
-
-    What is transposed are words (m, n, 8) of four rounded numbers, the first in the lowest bits.
-    """
+def _round_columns(x: Array, bits: Array, scales: Array, blocks: Array) -> Any:
+    """Round 32 rows at a time, some columns of each in vectors; return the largest |x|'s bits."""
     n, m = scales.shape
-    most, four = np.empty(m, np.uint32), np.empty(m, np.uint32)
-    factor = np.empty(m, np.float32)
+    most, factor = np.empty(STRIP, np.uint32), np.empty(STRIP, np.float32)
+    found = most.view(np.float32)
     largest = np.uint32(0)
-    for block in range(n):
-        first = BLOCK * block * row
-        most[:] = 0
-        for at in range(first, first + BLOCK * row, row):
-            each = bits[at : at + m]
-            for c in range(m):
-                most[c] = max(most[c], np.uint32(each[c] & np.uint32(0x7FFF_FFFF)))
-        for c in range(m):
-            largest = max(largest, most[c])
-        if largest > LARGEST_BITS:
-            break
-        scale, found = scales[block], most.view(np.float32)
-        for c in range(m):
-            scale[c] = found[c] / np.float32(127)
-            inverse = np.float32(1) / scale[c]
-            factor[c] = inverse if inverse < np.inf else np.float32(0)
-        for word in range(BLOCK // 4):
-            at = first + 4 * word * row
-            x0, x1, x2, x3 = x[at:], x[at + row :], x[at + 2 * row :], x[at + 3 * row :]
-            for c in range(m):
-                four[c] = (
-                    _rounded(x0[c] * factor[c])
-                    | _rounded(x1[c] * factor[c]) << np.uint32(8)
-                    | _rounded(x2[c] * factor[c]) << np.uint32(16)
-                    | _rounded(x3[c] * factor[c]) << np.uint32(24)
-                )
-            for c in range(m):
-                words[c, block, word] = four[c]
+    for low in range(0, m, STRIP):
+        high = min(m, low + STRIP)
+        for b in range(n):
+            most[:] = 0
+            for i in range(BLOCK * b, BLOCK * (b + 1)):
+                each = bits[i, low:high]
+                for c in range(high - low):
+                    most[c] = max(most[c], np.uint32(each[c] & np.uint32(0x7FFF_FFFF)))
+            for c in range(high - low):
+                largest = max(largest, most[c])
+            if largest > LARGEST_BITS:
+                return largest
+            scale = scales[b, low:high]
+            for c in range(high - low):
+                scale[c] = found[c] / np.float32(127)
+                inverse = np.float32(1) / scale[c]
+                factor[c] = inverse if inverse < np.inf else np.float32(0)
+            for pair in range(PAIRS):
+                i = BLOCK * b + 2 * pair
+                x0, x1, to = x[i, low:high], x[i + 1, low:high], blocks[b, 1 + pair, low:high]
+                for c in range(high - low):
+                    second = _rounded(x1[c] * factor[c]) << np.uint32(8)
+                    to[c] = np.uint16(_rounded(x0[c] * factor[c]) | second)
     return largest
 
 
@@ -133,18 +120,16 @@ def _rounded(scaled: Any) -> Any:
 
 
 @jit(**FORM)
-def _write_columns(scales: Array, words: Array, x: Array, row: int) -> None:
+def _write_columns(scales: Array, blocks: Array, x: Array) -> None:
     n, m = scales.shape
-    four = np.empty(m, np.uint32)
-    for block in range(n):
-        scale = scales[block]
-        for word in range(BLOCK // 4):
+    for b in range(n):
+        scale = scales[b]
+        for pair in range(PAIRS):
+            each, i = blocks[b, 1 + pair], BLOCK * b + 2 * pair
+            first, second = x[i], x[i + 1]
             for c in range(m):
-                four[c] = words[c, block, word]
-            for j in range(4):
-                to = x[(BLOCK * block + 4 * word + j) * row :]
-                for c in range(m):
-                    to[c] = scale[c] * np.float32(np.int8(four[c] >> np.uint32(8 * j)))
+                first[c] = scale[c] * np.float32(np.int8(each[c]))
+                second[c] = scale[c] * np.float32(np.int8(each[c] >> np.uint16(8)))
 
 
 @jit(**FORM)

@@ -33,16 +33,6 @@ def transpose(source: Array, target: Array | None = None) -> Array:
     return target
 
 
-def in_columns(x: Array) -> bool:
-    """Whether the numbers of a column lie together: a matrix's transpose, that was not written."""
-    return x.ndim == 2 and x.strides[0] == x.itemsize < x.strides[1]
-
-
-def in_rows(x: Array) -> Array:
-    """Return the same numbers, those of a row together."""
-    return transpose(x.T) if in_columns(x) else np.ascontiguousarray(x)
-
-
 @jit(nogil=True)
 def _transpose(source: Array, target: Array) -> None:
     rows, columns = source.shape

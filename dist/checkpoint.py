@@ -4,7 +4,8 @@ A checkpoint is a folder ``step-N``::
 
     master.bin, m.bin, v.bin   the flat float32 arrays, each rank writing its slice at its offset;
                                v, of a run with Muon, has what AdamW steps alone, without a gap;
-                               what was imported (``weights.py``) has master.bin alone
+                               what was imported (``weights.py``) has master.bin alone, or in its
+                               place kept.bin, the parameters one behind the other as they came
     tokenizer.myllm            so that the folder can be evaluated and generated from by itself
     manifest.json              written last: state, resolved run file, CRCs, checksum of itself
 
@@ -51,6 +52,7 @@ FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
 STRETCH = 4 * SUM_BLOCK  # elements that are read and checked at once: they stay in a cache
 PIECE = 32 << 20  # bytes that are written before the disk is waited for
+KEPT = "kept"  # of what was imported: bytes
 ADVICE = "go on from an older one: --from step-N"
 
 
@@ -90,6 +92,8 @@ class Manifest(State, kw_only=True, frozen=True):
     parameters: Count
     block: int
     crc32: dict[str, tuple[Crc, ...]]  # by array, of its blocks
+    # of numbers, by the names of the parameters that are kept in fewer bits than float32 has
+    kinds: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:
@@ -434,8 +438,12 @@ def read_manifest(path: Path) -> Manifest:
         )
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
     counts = {name: len(crcs) for name, crcs in found.crc32.items()}
-    blocks = {name: len(cutting_of(found).numbers(name)) for name in counts}
-    if found.block != SUM_BLOCK or counts != blocks or set(counts) not in ({*ARRAYS}, {"master"}):
+    try:
+        blocks = {name: len(cutting_of(found).numbers(name)) for name in counts}
+    except ValueError as error:
+        raise ValueError(f"{path / MANIFEST} describes no model: {error}; {ADVICE}") from None
+    known = [{KEPT}] if found.kinds else [{*ARRAYS}, {"master"}]
+    if found.block != SUM_BLOCK or counts != blocks or set(counts) not in known:
         raise ValueError(f"{path / MANIFEST} does not have a CRC for each block; {ADVICE}")
     if step_of(path) not in (None, found.step):
         raise ValueError(f"{path} holds the checkpoint of step {found.step}: it was renamed")
@@ -465,6 +473,10 @@ def kind_of(state: State) -> OptimKind:
 
 def cutting_of(described: Manifest) -> Cutting:
     """Return how the arrays of a checkpoint are cut."""
+    if described.kinds:
+        from dist.numbers import places  # and Numba with it: who reads none does without
+
+        return Cutting(places(decoder_layout(model_of(described)), described.kinds)[""])
     if kind_of(described) == "muon":
         return Cutting.of(decoder_layout(model_of(described)), "muon")
     return Cutting(described.parameters)
@@ -493,8 +505,9 @@ def reading(
 ) -> Iterator[Callable[[Array], None]]:
     """Yield a function that fills memory with the next elements of some whole blocks of an array.
 
-    The CRC of a block is checked when its last element is read. ``cutting`` is
-    ``cutting_of(described)``, and the memory is little-endian float32.
+    The CRC of a block is checked when its last byte is read. ``cutting`` is
+    ``cutting_of(described)``, and the memory is of the type that the elements have on the disk,
+    little-endian float32 or what is ``KEPT``.
 
     Raises
     ------
@@ -502,44 +515,39 @@ def reading(
         When the file does not hold what was written.
     """
     file_path = path / f"{name}.bin"
-    expected, size = 4 * cutting.count(name), file_path.stat().st_size
+    width = 1 if name == KEPT else 4  # bytes of an element
+    expected, size = width * cutting.count(name), file_path.stat().st_size
     if size != expected:
         raise ValueError(
             f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
         )
     numbers, crcs = cutting.numbers(name), described.crc32[name]
     coming = cutting.blocks(*blocks)
-    start = end = at = blocks[0]
+    start = end = at = blocks[0] * width
     crc = 0
 
     def read(data: Array) -> None:
         nonlocal start, end, at, crc
-        left = _bytes_of(data)
+        new = left = _bytes_of(data)
         while left:
             n = file.readinto(left)
             if not n:
                 raise ValueError(f"{file_path} was cut short while it was being read")
             left = left[n:]
-        while data.size:
+        while new:
             if at == end:
-                (start, end), crc = next(coming), 0
-            crc = crc32(data[: end - at].data, crc)
-            at, data = min(end, at + data.size), data[end - at :]
-            if at == end and crc != crcs[numbers[start]]:
+                (start, end), crc = (width * edge for edge in next(coming)), 0
+            crc = crc32(new[: end - at], crc)
+            at, new = min(end, at + len(new)), new[end - at :]
+            if at == end and crc != crcs[numbers[start // width]]:
                 raise ValueError(
-                    f"{file_path} is damaged: elements {start} to {end} do not have the CRC "
-                    f"they were written with; {ADVICE}"
+                    f"{file_path} is damaged: elements {start // width} to {end // width} do not "
+                    f"have the CRC they were written with; {ADVICE}"
                 )
 
     with file_path.open("rb", buffering=0) as file:
-        file.seek(4 * cutting.offset(name, at))
+        file.seek(width * cutting.offset(name, blocks[0]))
         yield read
-
-
-def load_master(path: Path) -> Array:
-    """Return the weights of a checkpoint: (parameters,) float32."""
-    described = read_manifest(path)
-    return read_slices(path, "master", described, [(0, described.parameters)])
 
 
 def load(path: Path, stepper: Stepper, comm: Comm) -> State:

@@ -21,7 +21,7 @@ import numpy as np
 from accel import AUTO
 from accel import load as load_backend
 from accel.system import cores
-from dist import checkpoint, cli, config, mode, monitor, pack, sizing, warm
+from dist import cli, config, mode, monitor, pack, sizing, warm
 from dist.comm import Solo
 from dist.commands import parser
 from dist.corpus import Text, standard_library
@@ -33,6 +33,7 @@ from dist.launch import find_mpirun, launch
 from dist.model import Model, load_model
 from dist.sizing import Size
 from dist.use import draw
+from dist.weights import load_master
 from reference import ops as reference_ops
 from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
@@ -362,7 +363,7 @@ def gradient_error(ops: Ops, model: Model, windows: Windows) -> tuple[float, str
     """
     batch = windows.batch(0, 1)
     layout = decoder_layout(model.config)
-    master = checkpoint.load_master(model.path)
+    master = load_master(model.path)
     found = gradient(ops, ops.parameters(layout.views(ops.from_numpy(master))), model, batch)
     exact = gradient(reference_ops, layout.views(master.astype(np.float64)), model, batch)
     errors = {

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from accel import load as load_backend
 from dist import checkpoint
 from dist.shards import TOKENIZER
+from dist.weights import load_master
 from reference.config import Config
 from reference.ops import Ops
 from reference.params import decoder_layout
@@ -30,7 +31,7 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
     state = checkpoint.read_manifest(found)
     config = checkpoint.model_of(state)
     layout = decoder_layout(config)
-    master = checkpoint.load_master(found)
+    master = load_master(found)
     ops = load_backend(backend, compute=compute)
     if backend == "cuda":
         from accel.cuda import attention, products

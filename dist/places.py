@@ -133,10 +133,11 @@ class Steady:
                 if not self._past or error.errno != errno.EINVAL:
                     raise
                 self._past = past_memory(self._file.fileno(), on=False)  # it said so, and cannot
-        if not self._past and time.monotonic() > self._due:
-            self._due = time.monotonic() + PAUSE
+        if time.monotonic() > self._due:
             os.fsync(self._file.fileno())
-            forget(self._file.fileno())
+            if not self._past:
+                forget(self._file.fileno())
+            self._due = time.monotonic() + PAUSE
 
 
 def _sync_file(path: Path) -> None:

@@ -6,19 +6,21 @@ is written, as many as the memory of the largest and 256 MiB holds (``accel.ahea
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from accel.ahead import some_ahead
+from accel.ahead import in_order, some_ahead
 from dist import checkpoint, manifest
 from dist.comm import Comm, together
 from dist.config import RunFile
 from dist.evaluate import load_tokenizer
 from dist.manifest import crc32
 from dist.monitor import Memory
+from dist.numbers import KINDS, converted, places, size_of
 from dist.places import new_place, steadily
 from dist.shards import TOKENIZER
 from dist.step import initial_weights
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 BAND = 32  # rows: of what has blocks along columns, such as Q8_0, whole ones
 STRETCH = 4 * SUM_BLOCK  # elements of rows that are read at once: they stay in a cache
+STRIP = 16 * SUM_BLOCK  # elements of rows that a thread reads and converts
 PART = 64 * SUM_BLOCK  # elements of rows that are held at once
 
 
@@ -43,19 +46,22 @@ class Part(NamedTuple):
     low: int
     high: int
     shape: tuple[int, ...]
-    start: int  # in the flat buffer
-    end: int
 
 
 def parts(layout: Layout, name: str, *, whole: bool) -> Iterator[Part]:
     """Yield a parameter in stretches of its rows, or the whole of it."""
-    start, spec = layout.offsets[name]
-    rows, *others = spec.shape
-    row = math.prod(others)
-    step = rows if whole else max(1, PART // row)
+    shape = layout.offsets[name][1].shape
+    part = Part(name, 0, shape[0], shape)
+    yield from [part] if whole else strips(part, PART)
+
+
+def strips(part: Part, size: int = STRIP) -> Iterator[Part]:
+    """Yield a part in strips of its rows: 32 at least, and else no more than ``size`` elements."""
+    rows, *others = part.shape
+    step = max(1, size // BAND // math.prod(others)) * BAND
     for low in range(0, rows, step):
-        high = min(low + step, rows)
-        yield Part(name, low, high, (high - low, *others), start + low * row, start + high * row)
+        n = min(step, rows - low)
+        yield Part(part.name, part.low + low, part.low + low + n, (n, *others))
 
 
 class Weights:
@@ -73,6 +79,7 @@ class Weights:
         self.config = checkpoint.model_of(self.manifest)
         self.layout = decoder_layout(self.config)
         self._cutting = checkpoint.cutting_of(self.manifest)
+        self._places = places(self.layout, self.manifest.kinds)
         if self.layout.size != self.manifest.parameters:
             raise ValueError(
                 f"{self.path} holds {self.manifest.parameters:,} parameters, but its config "
@@ -86,26 +93,55 @@ class Weights:
 
     def read(self, name: str) -> Array:
         """Return one parameter, float32, its CRCs checked."""
+        found = np.empty(self.layout.offsets[name][1].shape, np.float32)
+        self._read_into(name, found)
+        return found
+
+    def master(self) -> Array:
+        """Return all of them: (parameters,) float32."""
+        flat = np.empty(self.layout.size, np.float32)
+        views = self.layout.views(flat)
+        for _ in in_order(lambda name: self._read_into(name, views[name]), views):
+            pass
+        return flat
+
+    def _read_into(self, name: str, out: Array) -> None:
         (part,) = parts(self.layout, name, whole=True)
-        return np.concatenate([rows for _, rows in self.rows(part)])
+        for first, kept in self.rows(part):
+            rows = converted(kept, self.kind(name), "F32")
+            out[first : first + len(rows)] = rows
+
+    def kind(self, name: str) -> str:
+        """Return the kind of numbers that a parameter is kept as."""
+        return self.manifest.kinds.get(name, "F32")
 
     def rows(self, part: Part) -> Iterator[tuple[int, Array]]:
-        """Yield some rows of a part at a time, float32, after the number of the first among them.
+        """Yield some rows of a part at a time, as they are kept, after the number of the first.
 
         They are multiples of 32, but for the last; of a vector, all. The CRCs of all that was
         yielded are checked when the iteration ends.
         """
         n, *others = part.shape
         step = max(1, STRETCH // BAND // math.prod(others)) * BAND if others else n
-        low, high = self._cutting.around(part.start, part.end)
-        whole = checkpoint.reading(self.path, "master", self.manifest, self._cutting, (low, high))
+        kind = self.kind(part.name)
+        array, width = (checkpoint.KEPT, 1) if self.manifest.kinds else ("master", 4)
+        start = self._places[part.name] + size_of(part.low * math.prod(others), kind)
+        end = start + size_of(math.prod(part.shape), kind)
+        blocks = self._cutting.around(start // width, end // width)
+        whole = checkpoint.reading(self.path, array, self.manifest, self._cutting, blocks)
         with whole as read:
-            read(np.empty(part.start - low, "<f4"))
+            read(np.empty(start - width * blocks[0], np.uint8))
+            room = np.empty(KINDS[kind].shape((min(step, n), *others)), KINDS[kind].element)
             for first in range(0, n, step):
-                some = np.empty((min(step, n - first), *others), "<f4")
+                some = room[: KINDS[kind].row(n - first) if others else n]
                 read(some.reshape(-1))
-                yield first, some.astype(np.float32, copy=False)
-            read(np.empty(high - part.end, "<f4"))
+                yield first, some
+            read(np.empty(width * blocks[1] - end, np.uint8))
+
+
+def load_master(path: str | Path) -> Array:
+    """Return the weights of a checkpoint, or of the best of a run folder: (parameters,) float32."""
+    return Weights(path).master()
 
 
 # ---- where a run begins --------------------------------------------------------------------------
@@ -216,6 +252,7 @@ def write_weights(
     fill: Callable[[Part, Array], None],
     tokenizer: "Tokenizer | None",
     whole: Collection[str] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint that holds weights alone.
 
@@ -225,34 +262,41 @@ def write_weights(
         A folder that is not there yet.
     config : Config
     fill : callable
-        Takes a part and memory of its shape, little-endian float32, and writes it there; called
-        for all in the order of the flat buffer, in another thread.
+        Takes a part and memory for its elements, and writes them there; called for all in the order
+        of the flat buffer, in another thread.
     tokenizer : Tokenizer or None
     whole : collection of str
         The parameters that are to be one part.
+    kinds : mapping of str
+        The parameters that are kept in fewer bits than float32 has, and the kinds of their numbers.
     """
     if path.name.startswith("step-"):
         raise ValueError(f"{path} is named as a run names its checkpoints: choose another name")
     layout = decoder_layout(config)
-    crcs = [0] * -(-layout.size // SUM_BLOCK)
+    array, block = (checkpoint.KEPT, SUM_BLOCK) if kinds else ("master", 4 * SUM_BLOCK)  # bytes
+    crcs = [0] * -(-places(layout, kinds)[""] // block)
+    at = 0
 
-    def filled(part: Part, flat: Array) -> Array:
+    def filled(part: Part, room: Array) -> Array:
         """Fill a part, and go on with the CRCs of the blocks that it lies in."""
-        fill(part, flat.reshape(part.shape))
-        at, left = part.start, flat
+        nonlocal at
+        kind = kinds.get(part.name, "F32")
+        left = room.view(np.uint8)[: size_of(math.prod(part.shape), kind)]
+        fill(part, left.view(KINDS[kind].element).reshape(KINDS[kind].shape(part.shape)))
+        done = left
         while left.size:
-            block, size = at // SUM_BLOCK, SUM_BLOCK - at % SUM_BLOCK
-            crcs[block] = crc32(left[:size].data, crcs[block])
-            at, left = at + size, left[size:]
-        return flat
+            number, size = at // block, block - at % block
+            crcs[number] = crc32(left[:size].data, crcs[number])
+            at, left = at + min(size, left.size), left[size:]
+        return done
 
     with new_place(path) as part:
         part.mkdir()
-        with steadily(part / "master.bin") as file:
+        with steadily(part / f"{array}.bin") as file:
             named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
-            sizes = [(part, part.end - part.start) for those in named for part in those]
-            for flat in some_ahead(filled, sizes):
-                file.write(flat.data)
+            sizes = [(part, math.prod(part.shape)) for those in named for part in those]
+            for written in some_ahead(filled, sizes):
+                file.write(written.data)
         if tokenizer is not None:
             tokenizer.save(part / TOKENIZER)
         manifest.write(
@@ -268,6 +312,7 @@ def write_weights(
                 monitor=Memory(),
                 parameters=layout.size,
                 block=SUM_BLOCK,
-                crc32={"master": tuple(crcs)},
+                crc32={array: tuple(crcs)},
+                kinds=dict(kinds),
             ),
         )

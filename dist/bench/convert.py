@@ -8,8 +8,8 @@ system given seconds to hand the memory that held it to whom it pleases (a virtu
 host), so that all find memory for files in the same state. Medians are taken; memory is the most
 that the process had resident, beyond what it had when it began.
 
-A file of fewer bits is shorter than the checkpoint on the other side, which is read or written all
-the same. So each conversion also stands beside a copy of as many bytes as it reads and writes.
+A file of fewer bits is shorter than the checkpoint that an export reads all the same. So each
+conversion also stands beside a copy of as many bytes as it reads and writes.
 """
 
 import os
@@ -114,14 +114,15 @@ def _measure(folder: Path, shape: Config, kind: str, n: int) -> Iterator[Row]:
     sides["export"]()
     (folder / again).rename(folder / theirs)
     sides["copy"]()  # reads it
-    file = sum(f.stat().st_size for f in _files(folder / theirs))
-    both = (file + 4 * decoder_layout(shape).size) / (2 * file)  # bytes, to those of a copy
     taken = list(rounds(sides, n))
+    file = _size(folder / theirs)
+    other = {"export": _size(folder / "mine"), "import": _size(folder / "back")}
     _remove(folder / theirs)
     seconds = {k: statistics.median(turn[k].seconds for turn in taken) for k in sides}
     most = max(spec.size for _, spec in decoder_layout(shape).offsets.values())
     for what in ("export", "import"):
         yield Row(f"{kind}: {what} / copying", seconds[what], seconds["copy"], SLOWEST)
+        both = (file + other[what]) / (2 * file)  # bytes, to those of a copy
         yield Row(f"{kind}: {what} / copying as many bytes", seconds[what], both * seconds["copy"])
         needed = max(turn[what].memory for turn in taken)
         yield Row(f"{kind}: {what}, memory", needed, bar=1.2 * 4 * most + SPARE, unit="B")
@@ -165,6 +166,10 @@ def _copied(source: Path, target: Path) -> Taken:
 
 def _files(path: Path) -> list[Path]:
     return [*path.iterdir()] if path.is_dir() else [path]
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in _files(path))
 
 
 def _cleared(path: Path) -> None:

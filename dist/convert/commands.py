@@ -90,8 +90,8 @@ def import_(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     reader = huggingface.read if source.is_dir() else READERS[suffix]
     found = reader(source, with_tokenizer=not given.without_tokenizer)
-    fill, whole = parameters(found, source)
-    write_weights(out, found.config, fill, found.tokenizer, whole)
+    fill, whole, kinds = parameters(found, source)
+    write_weights(out, found.config, fill, found.tokenizer, whole, kinds)
     weights = Weights(out)
     print(
         f"{source} -> {out}: {found.family.name}, {weights.layout.size:,} parameters in "

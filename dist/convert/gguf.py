@@ -23,10 +23,11 @@ from dist import checkpoint
 from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Family, Tensor, choose, named, shown
-from dist.convert.numbers import Stored, size_of, write_tensors
+from dist.convert.tensors import Stored, write_tensors
 from dist.convert.text import gguf_keys, gguf_tokenizer
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
+from dist.numbers import size_of
 from dist.places import Steady, new_place, steadily
 from dist.weights import Weights
 

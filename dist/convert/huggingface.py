@@ -14,10 +14,11 @@ import msgspec
 
 from dist.convert.families import HUGGING_FACE
 from dist.convert.mapping import Family, Tensor, choose, named, shown
-from dist.convert.numbers import Stored, size_of, write_tensors
+from dist.convert.tensors import Stored, write_tensors
 from dist.convert.text import chat_template, check_fits, special_names
 from dist.convert.transfer import Found
 from dist.evaluate import load_tokenizer
+from dist.numbers import size_of
 from dist.places import new_place, steadily
 from dist.weights import Weights
 from reference.config import Config

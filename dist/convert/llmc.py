@@ -14,8 +14,9 @@ import numpy as np
 
 from dist.convert.families import LLM_C
 from dist.convert.mapping import Family, choose
-from dist.convert.numbers import Stored, size_of, write_tensors
+from dist.convert.tensors import Stored, write_tensors
 from dist.convert.transfer import Found
+from dist.numbers import size_of
 from dist.places import new_place, steadily
 from dist.weights import Weights
 

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from accel.transpose import transpose
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
@@ -69,57 +68,46 @@ class Tensor(NamedTuple):
         for first in range(low, high, rows):
             yield first, min(first + rows, high)
 
-    def _of(self, part: Array, first: int, low: int, high: int) -> Array:
-        """Return what rows low .. high - 1 of theirs are in rows of ours from the first on."""
-        if self.by_rows:
-            return part[low - first : high - first, self.columns]
-        column = self.columns.start
-        return part[..., column + low : column + high]
-
     def part(self, low: int, high: int) -> tuple[int, ...]:
         """Return the shape of what rows low .. high - 1 of ours are among theirs."""
         return (high - low, *self.shape[1:]) if self.by_rows else self.shape
 
-    def take(self, first: int, rows: Array, out: Array, encode: Callable[[Array], Array]) -> None:
-        """Encode rows of a part of ours, from its row ``first`` on, to where they lie among theirs.
+    # what is moved are elements (``numbers.Kind``): of ours down the columns where those of theirs
+    # are along the rows of a transpose
+
+    def take(self, first: int, ours: Array, theirs: Array) -> None:
+        """Move rows of a part of ours, from its row ``first`` on, to where they lie among theirs.
 
         Parameters
         ----------
-        rows : (n, ...) or (n,) float32
-            Some of a matrix, or all of a vector.
-        out : (rows of theirs, bytes of one) uint8
+        ours : (n, ...) or (n,)
+            Some rows of a matrix, or all of a vector.
+        theirs : (rows of theirs, elements of one)
             All of the part; of a vector one row.
         """
-        ours = rows[..., self.columns]
+        rows = ours if self.by_rows else ours[..., self.columns]
         if self.head:  # ours has both sides of a pair together, theirs all first sides, then others
-            pairs = ours.reshape(*ours.shape[:-1], -1, self.head // 2, 2)
-            ours = pairs.swapaxes(-1, -2).reshape(ours.shape)
+            pairs = rows.reshape(*rows.shape[:-1], -1, self.head // 2, 2)
+            rows = pairs.swapaxes(-1, -2).reshape(rows.shape)
         if self.transposed:
-            theirs = encode(ours.T).view(np.uint8).reshape(len(out), -1)
-            at = out.shape[1] * first // self.shape[1]
-            out[:, at : at + theirs.shape[1]] = theirs
+            transpose(rows, theirs[:, first : first + len(rows)])
         else:
-            theirs = encode(ours).view(np.uint8).reshape(-1, out.shape[1])
-            out[first : first + len(theirs)] = theirs
+            rows = rows.reshape(-1, theirs.shape[1])
+            theirs[first : first + len(rows)] = rows
 
-    def put(
-        self,
-        part: Array,
-        first: int,
-        low: int,
-        high: int,
-        theirs: Array,
-        decode: Callable[[Array, Array], bool],
-    ) -> bool:
-        """Write rows low .. high - 1 of theirs, encoded, into rows of ours from the first on.
-
-        What is returned is what ``decode`` tells: whether all are finite.
-        """
-        ours = self._of(part, first, low, high)
+    def put(self, ours: Array, first: int, low: int, high: int, theirs: Array) -> None:
+        """Move rows low .. high - 1 of theirs (n,) into rows of ours from the first on."""
+        theirs = theirs.reshape(high - low, -1)
         if self.head:
-            sides = theirs.reshape(-1, 2, self.head // 2, theirs.size // (high - low))
-            theirs = sides.swapaxes(1, 2)
-        return decode(theirs.reshape(-1), ours.T if self.transposed else ours)
+            sides = theirs.reshape(-1, 2, self.head // 2, theirs.shape[1])
+            theirs = sides.swapaxes(1, 2).reshape(theirs.shape)
+        column = self.columns.start
+        if self.transposed:
+            transpose(theirs, ours[:, column + low : column + high])
+        elif self.by_rows:
+            ours[low - first : high - first] = theirs
+        else:
+            ours[column + low : column + high] = theirs[:, 0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from accel.ahead import in_order
+from accel.q8_0 import BLOCK
 from dist.convert.mapping import Family, Tensor, named, shown
-from dist.convert.numbers import KINDS, Stored
+from dist.convert.tensors import Stored
+from dist.numbers import KINDS, size_of, turned
 from dist.weights import Part
 from reference.config import Config
 from reference.types import Array
@@ -27,8 +29,18 @@ class Found(NamedTuple):
     tokenizer: "Tokenizer | None"
 
 
-def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None], set[str]]:
-    """Return the function that reads a part of ours, as ``write_weights`` asks, and what is whole.
+class Parameters(NamedTuple):
+    """What ``write_weights`` asks of a model of others."""
+
+    fill: Callable[[Part, Array], None]
+    whole: set[str]
+    kinds: dict[str, str]
+
+
+def parameters(found: Found, where: Path) -> Parameters:
+    """Return how a model of theirs becomes ours: its numbers are kept as they are.
+
+    Vectors are kept as float32, and so are parameters whose tensors are not all of one kind.
 
     Raises
     ------
@@ -52,23 +64,31 @@ def parameters(found: Found, where: Path) -> tuple[Callable[[Part, Array], None]
     of: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         of.setdefault(tensor.ours, []).append(tensor)
+    kinds = {}
+    for name, those in of.items():
+        (kind, *others) = {stored[tensor.name].kind for tensor in those}
+        if kind != "F32" and not others and len(those[0].shape) > 1:
+            kinds[name] = turned(kind) if those[0].transposed else kind
 
     def fill(part: Part, ours: Array) -> None:
         def fetch(at: tuple[Tensor, tuple[int, int]]) -> None:
             tensor, (low, high) = at
-            raw, kind = stored[tensor.name].raw(low, high), KINDS[stored[tensor.name].kind]
-            if not tensor.put(ours, part.low, low, high, raw, kind.decode):
+            theirs, kind = stored[tensor.name].raw(low, high), KINDS[stored[tensor.name].kind]
+            if not kind.finite(theirs):
                 raise ValueError(f"{where}: the tensor {tensor.name} is not finite everywhere")
+            if part.name not in kinds:
+                theirs = kind.decode(theirs)
+            tensor.put(ours, part.low, low, high, theirs)
 
         chunks = (
             (t, chunk)
             for t in of[part.name]
-            for chunk in t.chunks(part.low, part.high, KINDS[stored[t.name].kind].width)
+            for chunk in t.chunks(part.low, part.high, size_of(BLOCK, stored[t.name].kind) / BLOCK)
         )
         for _ in in_order(fetch, chunks):
             pass
 
-    return fill, {tensor.ours for tensor in tensors if not tensor.by_rows}
+    return Parameters(fill, {tensor.ours for tensor in tensors if not tensor.by_rows}, kinds)
 
 
 def _named(found: Found, where: Path) -> dict[str, Stored]:

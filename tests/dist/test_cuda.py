@@ -25,6 +25,7 @@ from dist.slices import bounds_of_slices
 from dist.stopping import StopRequest
 from dist.train import Trainer
 from dist.watchdog import Watch
+from dist.weights import load_master
 from reference.params import Layout, decoder_layout
 from reference.types import Array
 from tests.cuda_shim import require
@@ -51,7 +52,7 @@ def on(backend: str, config: RunFile, compute: str = "float32") -> RunFile:
 
 
 def weights(config: RunFile) -> Array:
-    return checkpoint.load_master(checkpoint.find(config.run.out))
+    return load_master(checkpoint.find(config.run.out))
 
 
 # ---- a run ---------------------------------------------------------------------------------------

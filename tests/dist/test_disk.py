@@ -15,6 +15,7 @@ import pytest
 
 from dist import checkpoint, cli, pack, places
 from dist.config import RunFile
+from dist.weights import load_master
 from tests.helpers.damage import contents, words
 from tests.helpers.runs import (
     digest,
@@ -103,7 +104,7 @@ def test_a_full_disk_is_one_sentence_and_a_run_goes_on_when_there_is_room(
         said = capsys.readouterr().err
         assert (status == 1 and said.count("\n") == 1 and "No space left" in said) or room == 100
         folder = out / "checkpoints"
-        assert all(checkpoint.load_master(folder / checkpoint.folder_name(s)).size
+        assert all(load_master(folder / checkpoint.folder_name(s)).size
                    for s in checkpoint.steps(folder))  # fmt: skip
         small_disk(1000)
         assert cli.main(["train", str(tmp_path / "run.toml")]) == 0

@@ -18,7 +18,7 @@ from dist import checkpoint, cli, monitor
 from dist.comm import Solo
 from dist.config import RunFile, load
 from dist.train import CHECKPOINTS, Trainer
-from dist.weights import Weights
+from dist.weights import Weights, load_master
 from reference.config import Config
 from tests.helpers import ROOT
 from tests.helpers.runs import VOCAB, digest, prepare, tables, text, train, write_dataset
@@ -46,7 +46,7 @@ def test_a_run_begins_with_the_weights_and_all_else_anew(
     assert source.name != "step-00000000" and (tmp_path / "run/checkpoints/best").is_file()
     new = replace(begun(old, tmp_path / "run"), run=replace(old.run, out=str(tmp_path / "new")))
     trainer = Trainer(new, Solo())
-    np.testing.assert_array_equal(trainer.stepper.master, checkpoint.load_master(source))
+    np.testing.assert_array_equal(trainer.stepper.master, load_master(source))
     assert not trainer.stepper.m.any() and not trainer.stepper.v.any()
     assert (trainer.step, trainer.stepper.updates, trainer.best) == (0, 0, None)
     trainer._held.close()

@@ -13,6 +13,7 @@ from dist.comm import Solo
 from dist.config import RunFile
 from dist.stopping import StopRequest
 from dist.train import Trainer
+from dist.weights import load_master
 from tests.helpers.damage import flip
 from tests.helpers.runs import (
     digest,
@@ -130,7 +131,7 @@ def test_no_damage_to_a_file_is_accepted_in_silence(run: RunFile, capsys: Said) 
     pristine = base.parent.parent / "pristine"
     shutil.copytree(base.parent, pristine)
     assert train(longer, *command) == 0
-    whole = checkpoint.load_master(checkpoint.find(base / "checkpoints/step-00000007"))
+    whole = load_master(checkpoint.find(base / "checkpoints/step-00000007"))
     harmless = set()
     files = sorted(p.relative_to(pristine) for p in pristine.rglob("*") if p.is_file())
     passed = ("step-00000003", "lock")  # an older checkpoint, and a file without content
@@ -148,7 +149,7 @@ def test_no_damage_to_a_file_is_accepted_in_silence(run: RunFile, capsys: Said) 
             said = capsys.readouterr().err
             if status == 0:
                 harmless.add((str(name), what))
-                got = checkpoint.load_master(base / "checkpoints/step-00000007")
+                got = load_master(base / "checkpoints/step-00000007")
                 np.testing.assert_array_equal(got, whole)
             else:
                 # it is named, or what is beside it and does not fit

@@ -26,6 +26,7 @@ from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.stopping import NOHUP, StopRequest
 from dist.train import Trainer, same_learning
+from dist.weights import load_master
 from reference.params import decoder_layout
 from tests.helpers.processes import wait_for
 from tests.helpers.runs import (
@@ -180,7 +181,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert waited == [[True] * 5] and digest(meanwhile) == whole
     for step in (3, 6):
         name = f"checkpoints/{checkpoint.folder_name(step)}"
-        one, other = (checkpoint.load_master(Path(c.run.out) / name) for c in (config, meanwhile))
+        one, other = (load_master(Path(c.run.out) / name) for c in (config, meanwhile))
         np.testing.assert_array_equal(one, other)
     saves = [r for r in monitor.read_metrics(Path(meanwhile.run.out)) if "save_ms" in r]
     assert [r["step"] for r in saves] == [3, 6] and saves[0]["save_ms"] < 0.2 * saves[0]["write_ms"]

@@ -20,6 +20,7 @@ import pytest
 from dist import checkpoint, launch
 from dist.config import RunFile
 from dist.monitor import read_metrics
+from dist.weights import load_master
 from tests.helpers import ROOT
 from tests.helpers import runs as here
 from tests.helpers.processes import of_processor, of_run, run_file, start, wait_for
@@ -301,7 +302,7 @@ def test_a_disk_that_fails_one_rank_is_one_sentence_and_the_run_goes_on(
     assert err.startswith("myllm train: ") and "Traceback" not in err
     folder = Path(config.run.out) / "checkpoints"
     for step in checkpoint.steps(folder):
-        checkpoint.load_master(folder / checkpoint.folder_name(step))
+        load_master(folder / checkpoint.folder_name(step))
     assert train(config, 2)[0] == 0 and digest(config) == digest(whole)
 
 
@@ -368,7 +369,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_taken_on_none(
     assert status == 0, err
     steps = [r for r in read_metrics(Path(config.run.out)) if "skipped" in r]
     assert [r["step"] for r in steps if r["skipped"]] == [3] and len(steps) == 6
-    weights = checkpoint.load_master(checkpoint.find(config.run.out))
+    weights = load_master(checkpoint.find(config.run.out))
     assert np.isfinite(weights).all()
 
 

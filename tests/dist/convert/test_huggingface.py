@@ -14,7 +14,7 @@ from safetensors import safe_open
 from dist import cli, weights
 from dist.convert import huggingface, mapping
 from dist.convert.families import HUGGING_FACE
-from dist.weights import Weights
+from dist.weights import Weights, load_master
 from reference.config import Config
 from tests.helpers.models import MODELS
 from tests.helpers.weights import (
@@ -36,7 +36,7 @@ def out_and_back(folder: Path, config: Config, *words: str) -> tuple[bytes, byte
     assert cli.main(["export", str(folder / "mine"), str(folder / "hf"), *words]) == 0
     assert cli.main(["import", str(folder / "hf"), "-o", str(folder / "back")]) == 0
     assert Weights(folder / "back").config == config
-    return tuple((folder / name / "master.bin").read_bytes() for name in ("mine", "back"))  # type: ignore[return-value]
+    return load_master(folder / "mine").tobytes(), load_master(folder / "back").tobytes()
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

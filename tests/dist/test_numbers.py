@@ -1,13 +1,27 @@
 """Numbers as files hold them."""
 
+import itertools
 import math
 import re
 
 import numpy as np
 import pytest
 
-from accel.q8_0 import to_blocks
-from dist.convert.numbers import KINDS, Kind, from_bf16, from_q8_0, to_bf16, to_q8_0
+from accel.q8_0 import columns_from_blocks, columns_to_blocks, to_blocks
+from accel.transpose import transpose
+from dist.numbers import (
+    KINDS,
+    converted,
+    from_bf16,
+    from_q8_0,
+    places,
+    size_of,
+    to_bf16,
+    to_q8_0,
+    turned,
+)
+from reference.params import decoder_layout
+from tests.helpers.weights import LLAMA
 
 # halfway between two bfloat16, once with the even one below and once above, and what lies beside
 TIES = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3e38, 1e-40], np.float32)
@@ -35,55 +49,89 @@ def test_bf16_rounds_ties_to_even() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_came_back_goes_out_the_same(name: str) -> None:
     kind = KINDS[name]
-    x = np.random.default_rng(1).standard_normal(640).astype(np.float32)
-    raw = np.ascontiguousarray(kind.encode(x)).view(np.uint8).reshape(-1)
-    assert raw.size == x.size // kind.numbers * kind.n_bytes
-    once, twice = np.empty_like(x), np.empty_like(x)
-    assert kind.decode(raw, once)
-    kind.decode(np.ascontiguousarray(kind.encode(once)).view(np.uint8).reshape(-1), twice)
-    np.testing.assert_allclose(twice, once, rtol=2e-3 if name == "Q8_0" else 0)
+    x = np.random.default_rng(1).standard_normal((64, 160)).astype(np.float32)
+    elements = kind.encode(x)
+    assert elements.shape == kind.shape(x.shape) and elements.dtype == kind.element
+    assert elements.nbytes == size_of(x.size, name)
+    once = kind.decode(elements)
+    assert once.dtype == np.float32 and once.shape == x.shape
+    again = converted(elements, name, "F32")
+    np.testing.assert_array_equal(again, once)
+    assert converted(elements, name, name) is elements
+    twice = kind.decode(converted(once, "F32", name))
+    np.testing.assert_allclose(twice, once, rtol=2e-3 if "Q8_0" in name else 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name[-1] != "T"])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_one_number_that_is_not_finite_is_seen(name: str, wrong: float) -> None:
     kind = KINDS[name]
-    raw = np.ascontiguousarray(kind.encode(np.ones(96, np.float32))).view(np.uint8).reshape(-1)
-    out = np.empty(96, np.float32)
-    assert kind.decode(raw, out)
-    if name == "Q8_0":
-        raw[34:36] = np.float16([wrong]).view(np.uint8)
-    else:
-        one = np.ascontiguousarray(kind.encode(np.full(1, wrong, np.float32))).view(np.uint8)
-        raw[41 * kind.n_bytes : 42 * kind.n_bytes] = one
-    assert not kind.decode(raw, out)
-    assert not kind.decode(raw, out.reshape(3, 32).T.copy().T)
+    for at in (0, 34, 68, 95):
+        elements = kind.encode(np.full(96, -1, np.float32)).copy()
+        assert kind.finite(elements)
+        if name == "Q8_0":
+            elements[at // 32 * 17] = np.float16(wrong).view("<u2")
+        else:
+            elements[at] = kind.encode(np.full(1, wrong, np.float32))[0]
+        assert not kind.finite(elements)
+    largest = np.full(96, -65_504, np.float32)
+    assert kind.finite(kind.encode(largest))
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 67])
+@pytest.mark.parametrize("name", [name for name in KINDS if name[-1] != "T"])
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 67, 512, 515])
 @pytest.mark.parametrize("rows", [32, 96])
-def test_columns_are_stored_as_rows_of_the_transpose(kind: Kind, columns: int, rows: int) -> None:
-    wide = np.random.default_rng(5).standard_normal((rows, columns + 5), np.float32)
-    wide[:, 2:4] *= np.array([1e-38, 1e3], np.float32)
-    wide[32:64, 2] = 0
-    wide[0, 2:], wide[1, 2:], wide[2, 2:] = 127, 0.5, -0.5  # a scale of 1, where nothing is larger
-    x = wide[:, 2 : 2 + columns].T
-    raw = np.ascontiguousarray(kind.encode(x)).tobytes()
-    assert raw == np.ascontiguousarray(kind.encode(np.ascontiguousarray(x))).tobytes()
-    expected, around = np.empty(x.shape, np.float32), np.full_like(wide, 7)
-    kind.decode(np.frombuffer(raw, np.uint8), expected)
-    kind.decode(np.frombuffer(raw, np.uint8), around[:, 2 : 2 + columns].T)
-    np.testing.assert_array_equal(around[:, 2 : 2 + columns].T, expected)
-    assert (around[:, :2] == 7).all() and (around[:, 2 + columns :] == 7).all()
-    assert np.abs(expected - x).max() <= 0.51 * np.abs(wide).max() / 127
+def test_what_is_kept_of_the_transpose_is_its_transpose(name: str, columns: int, rows: int) -> None:
+    x = np.random.default_rng(5).standard_normal((rows, columns), np.float32)
+    x[:, columns // 2] *= np.float32(1e-38)
+    x[:32, columns // 3] = 0
+    x[0], x[1], x[2] = 127, 0.5, -0.5  # a scale of 1, where nothing is larger
+    ours, theirs = KINDS[turned(name)], KINDS[name]
+    kept, expected = ours.encode(x), theirs.encode(transpose(x))
+    assert kept.shape == ours.shape(x.shape)
+    np.testing.assert_array_equal(kept.T, expected)
+    np.testing.assert_array_equal(ours.decode(kept), theirs.decode(expected).T)
+    assert np.abs(ours.decode(kept) - x).max() <= 0.51 * np.abs(x).max() / 127
+    firsts = [ours.row(i) for i in range(0, rows, 32)]
+    for first, low in zip(firsts, range(0, rows, 32), strict=True):
+        np.testing.assert_array_equal(
+            ours.decode(kept[first : first + ours.row(32)]), ours.decode(kept)[low : low + 32]
+        )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_numbers_that_are_not_whole_blocks_are_refused(name: str) -> None:
+    kind = KINDS[name]
+    if kind.numbers == 1:
+        assert kind.shape((5, 7)) == (5, 7) and kind.shape((7,)) == (7,)
+        return
+    wrong = [(33, 64), (64,)] if kind.in_columns else [(64, 33), (33,)]
+    for shape in wrong:
+        with pytest.raises(ValueError, match="whole blocks"):
+            kind.shape(shape)
+
+
+def test_each_parameter_begins_where_the_one_before_ends() -> None:
+    layout = decoder_layout(LLAMA)
+    kinds = {"embedding.weight": "BF16", "layers.1.attention.wo": "Q8_0T"}
+    found = [*places(layout, kinds).items()]
+    assert [name for name, _ in found] == [*layout.offsets, ""]
+    for (name, at), (_, end) in itertools.pairwise(found):
+        width = {"BF16": 2, "Q8_0T": 34 / 32}.get(kinds.get(name, ""), 4)
+        assert end - at == width * layout.offsets[name][1].size
+    with pytest.raises(ValueError, match="does not have"):
+        places(layout, {"embedding": "BF16"})
+    with pytest.raises(ValueError, match="no known kind"):
+        places(layout, {"embedding.weight": "Q4_0"})
+    with pytest.raises(ValueError, match="whole blocks"):
+        places(layout, {"final_norm.gain": "Q8_0T"})
 
 
 def test_a_block_of_zeros_is_zeros_and_halves_go_away_from_zero() -> None:
     assert not to_q8_0(np.zeros(32, np.float32)).any()
     block = np.zeros(32, np.float32)
     block[:4] = 127, 0.5, -0.5, 1.5
-    assert to_q8_0(block)[0, 2:6].view(np.int8).tolist() == [127, 1, -1, 2]
+    assert to_q8_0(block)[1:3].view(np.int8).tolist() == [127, 1, -1, 2]
 
 
 def test_bf16_is_integer_arithmetic_on_each_number() -> None:
@@ -146,10 +194,8 @@ def test_a_block_too_small_for_a_scale_is_zeros() -> None:
     x = np.zeros((2, 32), np.float32)
     x[0, :3] = 1e-40, -1e-38, 0
     x[1, :2] = 1e-44, -0.0
-    for blocks in (to_q8_0(x.reshape(-1)), to_q8_0(np.hstack([x.T, x.T]).T)):
-        back = np.empty(len(blocks) * 32, np.float32)
-        from_q8_0(blocks.reshape(-1), back)
-        assert not back.any()
+    assert not from_q8_0(to_q8_0(x)).any()
+    assert not columns_from_blocks(columns_to_blocks(transpose(x))).any()
     assert not to_blocks(x)[1].any()
 
 
@@ -159,6 +205,11 @@ def test_q8_0_refuses_what_it_cannot_hold(wrong: float, at: int) -> None:
     x = np.ones((3, 32), np.float32)
     x[1, at] = wrong
     message = re.escape(f"holds {abs(wrong):.3g}, and Q8_0 goes to")
-    for numbers in (x, np.hstack([np.ones_like(x), x]).T.copy().T):
+    with pytest.raises(ValueError, match=message):
+        to_q8_0(x)
+    wide = np.ones((32, 600), np.float32)
+    for column in (0, 511, 512, 599):
+        wide[at, column] = wrong
         with pytest.raises(ValueError, match=message):
-            to_q8_0(numbers)
+            columns_to_blocks(wide)
+        wide[at, column] = 1
