@@ -45,6 +45,10 @@ class Kind(NamedTuple):
         shape[axis] = shape[axis] // self.numbers * self.elements
         return tuple(shape)
 
+    def n_bytes(self, n: int) -> int:
+        """Return the bytes that ``n`` numbers take."""
+        return n // self.numbers * self.elements * np.dtype(self.element).itemsize
+
     def row(self, number: int) -> int:
         """Return the row of elements where a row of numbers is, or the block that it begins."""
         return number // self.numbers * self.elements if self.in_columns else number
@@ -165,8 +169,7 @@ def converted(elements: Array, kind: str, wanted: str) -> Array:
 
 def size_of(n: int, kind: str) -> int:
     """Return the bytes that ``n`` numbers take."""
-    numbers, elements = KINDS[kind].numbers, KINDS[kind].elements
-    return n // numbers * elements * np.dtype(KINDS[kind].element).itemsize
+    return KINDS[kind].n_bytes(n)
 
 
 def places(layout: Layout, kinds: Mapping[str, str]) -> dict[str, int]:

@@ -20,7 +20,6 @@ from dist.config import RunFile
 from dist.evaluate import load_tokenizer
 from dist.manifest import crc32
 from dist.monitor import Memory
-from dist.numbers import KINDS, converted, places, size_of
 from dist.places import new_place, steadily
 from dist.shards import TOKENIZER
 from dist.step import initial_weights
@@ -74,12 +73,15 @@ class Weights:
     """
 
     def __init__(self, path: str | Path) -> None:
+        from dist.numbers import KINDS, places  # and Numba with it: who reads none does without
+
         self.path = checkpoint.find(path)
         self.manifest = checkpoint.read_manifest(self.path)
         self.config = checkpoint.model_of(self.manifest)
         self.layout = decoder_layout(self.config)
         self._cutting = checkpoint.cutting_of(self.manifest)
         self._places = places(self.layout, self.manifest.kinds)
+        self._kinds = {name: KINDS[self.kind(name)] for name in self.layout.offsets}
         if self.layout.size != self.manifest.parameters:
             raise ValueError(
                 f"{self.path} holds {self.manifest.parameters:,} parameters, but its config "
@@ -108,7 +110,7 @@ class Weights:
     def _read_into(self, name: str, out: Array) -> None:
         (part,) = parts(self.layout, name, whole=True)
         for first, kept in self.rows(part):
-            rows = converted(kept, self.kind(name), "F32")
+            rows = self._kinds[name].decode(kept)
             out[first : first + len(rows)] = rows
 
     def kind(self, name: str) -> str:
@@ -118,22 +120,22 @@ class Weights:
     def rows(self, part: Part) -> Iterator[tuple[int, Array]]:
         """Yield some rows of a part at a time, as they are kept, after the number of the first.
 
-        They are multiples of 32, but for the last; of a vector, all. The CRCs of all that was
-        yielded are checked when the iteration ends.
+        They are multiples of 32, but for the last; of a vector, all. The next lie where these did.
+        The CRCs of all that was yielded are checked when the iteration ends.
         """
         n, *others = part.shape
         step = max(1, STRETCH // BAND // math.prod(others)) * BAND if others else n
-        kind = self.kind(part.name)
+        kind = self._kinds[part.name]
         array, width = (checkpoint.KEPT, 1) if self.manifest.kinds else ("master", 4)
-        start = self._places[part.name] + size_of(part.low * math.prod(others), kind)
-        end = start + size_of(math.prod(part.shape), kind)
+        start = self._places[part.name] + kind.n_bytes(part.low * math.prod(others))
+        end = start + kind.n_bytes(math.prod(part.shape))
         blocks = self._cutting.around(start // width, end // width)
         whole = checkpoint.reading(self.path, array, self.manifest, self._cutting, blocks)
         with whole as read:
             read(np.empty(start - width * blocks[0], np.uint8))
-            room = np.empty(KINDS[kind].shape((min(step, n), *others)), KINDS[kind].element)
+            room = np.empty(kind.shape((min(step, n), *others)), kind.element)
             for first in range(0, n, step):
-                some = room[: KINDS[kind].row(n - first) if others else n]
+                some = room[: kind.row(n - first) if others else n]
                 read(some.reshape(-1))
                 yield first, some
             read(np.empty(width * blocks[1] - end, np.uint8))
@@ -270,6 +272,8 @@ def write_weights(
     kinds : mapping of str
         The parameters that are kept in fewer bits than float32 has, and the kinds of their numbers.
     """
+    from dist.numbers import KINDS, places, size_of
+
     if path.name.startswith("step-"):
         raise ValueError(f"{path} is named as a run names its checkpoints: choose another name")
     layout = decoder_layout(config)
@@ -277,11 +281,14 @@ def write_weights(
     crcs = [0] * -(-places(layout, kinds)[""] // block)
     at = 0
 
+    def n_bytes(part: Part) -> int:
+        return size_of(math.prod(part.shape), kinds.get(part.name, "F32"))
+
     def filled(part: Part, room: Array) -> Array:
         """Fill a part, and go on with the CRCs of the blocks that it lies in."""
         nonlocal at
         kind = kinds.get(part.name, "F32")
-        left = room.view(np.uint8)[: size_of(math.prod(part.shape), kind)]
+        left = room.view(np.uint8)[: n_bytes(part)]
         fill(part, left.view(KINDS[kind].element).reshape(KINDS[kind].shape(part.shape)))
         done = left
         while left.size:
@@ -294,7 +301,7 @@ def write_weights(
         part.mkdir()
         with steadily(part / f"{array}.bin") as file:
             named = [parts(layout, name, whole=name in whole) for name in layout.offsets]
-            sizes = [(part, math.prod(part.shape)) for those in named for part in those]
+            sizes = [(part, -(-n_bytes(part) // 4)) for those in named for part in those]
             for written in some_ahead(filled, sizes):
                 file.write(written.data)
         if tokenizer is not None:

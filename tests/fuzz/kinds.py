@@ -147,6 +147,26 @@ def checkpoints(rng: random.Random, world: World) -> Input:
     return Input("checkpoints", {name: data}, [rng.choice(uses)])
 
 
+def imports(rng: random.Random, world: World) -> Input:
+    """What an imported checkpoint keeps."""
+    name = rng.choice(["kept/manifest.json"] * 2 + ["kept/kept.bin"])
+    data = world.read(name)
+    if name.endswith(".bin"):
+        data = mutate.data(rng, data)
+    elif rng.random() < 0.5:
+        tree = json.loads(data)
+        kinds = tree["kinds"]
+        for parameter in rng.sample([*kinds, "final_norm.gain", "none"], 2):
+            kinds[parameter] = rng.choice(["F32", "F16", "BF16", "Q8_0", "Q8_0T", "Q4_0", ""])
+        data = mutate.dumped(sealed(tree))
+    else:
+        data = _manifest(rng, data)
+    uses = [["generate", "kept", *GENERATE[2:]], ["score", "kept", *SCORE[2:]]]
+    uses += [[*ANEW, "--set", "train.init=kept"]]
+    uses += [["export", "kept", out] for out in ("new", "new.gguf")]
+    return Input("imports", {name: data}, [rng.choice(uses)])
+
+
 def folders(rng: random.Random, world: World) -> Input:
     """Hugging Face's folder of a model."""
     name = rng.choice(["config.json"] * 3 + ["model.safetensors"] * 3 + ["tokenizer.json"])
@@ -502,7 +522,7 @@ KINDS: dict[Kind, int] = {  # how often, in parts
     **dict.fromkeys([run_files, settings, tokenizers, huggingface, json_lines], 3),
     **dict.fromkeys([shard_manifests, shards, checkpoints, pointers, journals, prompts], 2),
     **dict.fromkeys([metrics, tiktokens, numbers, regexes, folders, ggufs, tasks, texts], 2),
-    **dict.fromkeys([archives, kernel_caches, llm_c], 1),
+    **dict.fromkeys([archives, kernel_caches, llm_c, imports], 1),
 }
 
 

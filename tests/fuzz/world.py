@@ -119,6 +119,7 @@ class World:
                 "train run.toml",
                 "export run hf",
                 "export run m.gguf --dtype q8_0",
+                "import m.gguf -o kept",
             ):
                 if cli.main(words.split()) != 0:
                     raise RuntimeError(f"the world cannot be made: myllm {words}")
