@@ -439,7 +439,7 @@ def read_manifest(path: Path) -> Manifest:
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
     counts = {name: len(crcs) for name, crcs in found.crc32.items()}
     try:
-        blocks = {name: len(cutting_of(found).numbers(name)) for name in counts}
+        blocks = {name: cutting_of(found).n_blocks(name) for name in counts}
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST} describes no model: {error}; {ADVICE}") from None
     known = [{KEPT}] if found.kinds else [{*ARRAYS}, {"master"}]
@@ -515,11 +515,12 @@ def reading(
         When the file does not hold what was written.
     """
     file_path = path / f"{name}.bin"
+    advice = ADVICE if set(described.crc32) == {*ARRAYS} else "import it again"
     width = 1 if name == KEPT else 4  # bytes of an element
     expected, size = width * cutting.count(name), file_path.stat().st_size
     if size != expected:
         raise ValueError(
-            f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {ADVICE}"
+            f"{file_path} should have {expected:,} bytes but has {size:,}: it is damaged; {advice}"
         )
     numbers, crcs = cutting.numbers(name), described.crc32[name]
     coming = cutting.blocks(*blocks)
@@ -541,8 +542,9 @@ def reading(
             at, new = min(end, at + len(new)), new[end - at :]
             if at == end and crc != crcs[numbers[start // width]]:
                 raise ValueError(
-                    f"{file_path} is damaged: elements {start // width} to {end // width} do not "
-                    f"have the CRC they were written with; {ADVICE}"
+                    f"{file_path} is damaged: {'bytes' if name == KEPT else 'elements'} "
+                    f"{start // width} to {end // width} do not have the CRC they were written "
+                    f"with; {advice}"
                 )
 
     with file_path.open("rb", buffering=0) as file:

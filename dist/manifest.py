@@ -19,6 +19,7 @@ except ImportError:  # where pip could not come; the same numbers, a tenth as fa
     from zlib import crc32 as crc32
 
 SEALED_SINCE = 2  # format_version; files of version 1 have no checksum and are read all the same
+NEWEST = 3  # of what older readers cannot make anything of
 
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -46,8 +47,14 @@ def _checksum(tables: dict[str, Any]) -> str:
 
 
 def write(path: Path, record: Record) -> None:
-    """Write a manifest durably and whole, or not at all."""
+    """Write a manifest durably and whole, or not at all.
+
+    A mapping that may be absent is left out when it is empty: older readers do not know it.
+    """
     tables = msgspec.to_builtins(record)
+    for field in msgspec.structs.fields(record):
+        if field.default_factory is dict and not tables[field.name]:
+            del tables[field.name]
     tables["checksum"] = _checksum(tables)
     replace_durably(path, msgspec.json.format(msgspec.json.encode(tables), indent=0) + b"\n")
 
@@ -78,10 +85,10 @@ def read(path: Path, kind: type[R], name: str, advice: str) -> R:
     if not isinstance(tables, dict) or tables.get("format") != name:
         raise ValueError(f"{path} is not a manifest of the format {name}; {advice}")
     version = tables.get("format_version")
-    if not (isinstance(version, int) and 1 <= version <= SEALED_SINCE):
+    if not (isinstance(version, int) and 1 <= version <= NEWEST):
         raise ValueError(
             f"{path} has version {version!r} of the format {name}, and this version of MyLLM reads "
-            f"1 to {SEALED_SINCE}; use a newer MyLLM, or {advice}"
+            f"1 to {NEWEST}; use a newer MyLLM, or {advice}"
         )
     if version >= SEALED_SINCE and tables.get("checksum") != _checksum(tables):
         raise ValueError(

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from accel import load as load_backend
 from dist import checkpoint
-from dist.shards import TOKENIZER
-from dist.weights import load_master
+from dist.weights import Weights
 from reference.config import Config
 from reference.ops import Ops
-from reference.params import decoder_layout
 from reference.types import Array
 
 
@@ -27,11 +25,8 @@ class Model(NamedTuple):
 
 def load_model(path: str | Path, backend: str, compute: str = "float32") -> Model:
     """Load the weights of a checkpoint, or of the best of a run folder, into a backend."""
-    found = checkpoint.find(path)
-    state = checkpoint.read_manifest(found)
-    config = checkpoint.model_of(state)
-    layout = decoder_layout(config)
-    master = load_master(found)
+    weights = Weights(path)
+    state, master = weights.manifest, weights.master()
     ops = load_backend(backend, compute=compute)
     if backend == "cuda":
         from accel.cuda import attention, products
@@ -41,7 +36,5 @@ def load_model(path: str | Path, backend: str, compute: str = "float32") -> Mode
             attention.take(state.attention)
         with contextlib.suppress(ImportError):
             products.take(state.products)
-    params = ops.parameters(layout.views(ops.from_numpy(master)))
-    return Model(
-        ops, config, params, found, state, found / TOKENIZER if state.tokenizer_sha256 else None
-    )
+    params = ops.parameters(weights.layout.views(ops.from_numpy(master)))
+    return Model(ops, weights.config, params, weights.path, state, weights.tokenizer)

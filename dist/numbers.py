@@ -49,6 +49,11 @@ class Kind(NamedTuple):
         """Return the bytes that ``n`` numbers take."""
         return n // self.numbers * self.elements * np.dtype(self.element).itemsize
 
+    @property
+    def width(self) -> float:
+        """The bytes that a number takes."""
+        return self.n_bytes(self.numbers) / self.numbers
+
     def row(self, number: int) -> int:
         """Return the row of elements where a row of numbers is, or the block that it begins."""
         return number // self.numbers * self.elements if self.in_columns else number

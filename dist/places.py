@@ -19,7 +19,7 @@ from accel.system import forget, fresh_memory, move, past_memory, sync_folder
 from reference.types import Array
 
 ROOM = 4 << 20  # bytes that are gathered and written at once
-PAUSE = 0.05  # seconds in which what is not written past memory gathers there
+PAUSE = 0.05  # seconds, at least, in which what is written gathers before the disk is waited for
 Buffer: TypeAlias = bytes | memoryview
 
 
@@ -73,7 +73,9 @@ class Steady:
 
     On Linux it goes past the system's memory (O_DIRECT), which takes longer to find than the disk
     takes to write (``checkpoint._settle``). Where there is no such way the memory is given back
-    each time, so that a large file goes through the same memory again and again.
+    each time, so that a large file goes through the same memory again and again. Either way the
+    disk is waited for now and then, for no more than half of the time: what it has not put down is
+    a second's work at the end else, when nothing is left to be done meanwhile.
     """
 
     def __init__(self, file: io.FileIO, pool: ThreadPoolExecutor) -> None:
@@ -133,11 +135,13 @@ class Steady:
                 if not self._past or error.errno != errno.EINVAL:
                     raise
                 self._past = past_memory(self._file.fileno(), on=False)  # it said so, and cannot
-        if time.monotonic() > self._due:
+        began = time.monotonic()
+        if began > self._due:
             os.fsync(self._file.fileno())
             if not self._past:
                 forget(self._file.fileno())
-            self._due = time.monotonic() + PAUSE
+            ended = time.monotonic()
+            self._due = ended + max(PAUSE, ended - began)
 
 
 def _sync_file(path: Path) -> None:

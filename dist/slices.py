@@ -81,6 +81,12 @@ class Cutting:
         first, last = self.muon
         return element - (last - first if array == "v" and element >= last else 0)
 
+    def n_blocks(self, array: str) -> int:
+        """Return how many blocks an array has."""
+        first, last = self.muon if array == "v" else (self.size, self.size)
+        pieces = self.pieces(0, self.size)
+        return sum(-(-(b - a) // SUM_BLOCK) for a, b in pieces if not first <= a < last)
+
     def numbers(self, array: str) -> dict[int, int]:
         """Return the blocks of an array, by their first element, numbered in order."""
         if array not in self._numbers:

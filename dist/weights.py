@@ -15,6 +15,7 @@ import numpy as np
 
 from accel.ahead import in_order, some_ahead
 from dist import checkpoint, manifest
+from dist.checkpoint import STRETCH
 from dist.comm import Comm, together
 from dist.config import RunFile
 from dist.evaluate import load_tokenizer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 BAND = 32  # rows: of what has blocks along columns, such as Q8_0, whole ones
-STRETCH = 4 * SUM_BLOCK  # elements of rows that are read at once: they stay in a cache
 STRIP = 16 * SUM_BLOCK  # elements of rows that a thread reads and converts
 PART = 64 * SUM_BLOCK  # elements of rows that are held at once
 
@@ -310,6 +310,7 @@ def write_weights(
             part / checkpoint.MANIFEST,
             checkpoint.Manifest(
                 format=checkpoint.FORMAT,
+                format_version=manifest.NEWEST if kinds else manifest.SEALED_SINCE,
                 step=0,
                 updates=0,
                 position=0,

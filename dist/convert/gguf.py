@@ -291,7 +291,7 @@ def read(path: Path, *, with_tokenizer: bool) -> Found:
                 f"{path}: its tokenizer cannot be imported: {error}; --without-tokenizer imports "
                 "the weights alone"
             ) from None
-    return Found(family, config, stored, tokenizer)
+    return Found(family, config, stored, tuple(TYPES), tokenizer)
 
 
 def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -> dict[str, Any]:
@@ -309,6 +309,8 @@ def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -
             raise ValueError(f"{rope.GGUF_TENSOR} has shape {divided.shape[:8]}")
         said[rope.GGUF_SAID] = rope.scaling_of(divided.rows(0, divided.shape[0]), base)
     table = stored.get("token_embd.weight")
-    if f"{arch}.vocab_size" not in keys and table is not None:  # older files leave it out
+    if (
+        f"{arch}.vocab_size" not in keys and table is not None and table.shape
+    ):  # older files leave it out
         said[f"{arch}.vocab_size"] = table.shape[0]
     return said

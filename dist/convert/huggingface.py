@@ -177,7 +177,7 @@ def read(folder: Path, *, with_tokenizer: bool) -> Found:
         tokenizer = _tokenizer(folder)
         if tokenizer is not None:
             check_fits(tokenizer, config, str(folder))
-    return Found(family, config, _stored(folder), tokenizer)
+    return Found(family, config, _stored(folder), tuple(TORCH_NAMES), tokenizer)
 
 
 def family_of(described: dict[str, Any], path: Path) -> Family:

@@ -12,12 +12,15 @@ biases and the gains of QK-norm.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.transpose import transpose
 from reference.config import Config
 from reference.params import decoder_layout
 from reference.types import Array
+
+if TYPE_CHECKING:
+    from dist.numbers import Kind
 
 DROPOUT = {f.name for f in dataclasses.fields(Config) if f.name.startswith("dropout_")}
 CHUNK = 1 << 20  # bytes of theirs that are converted at once, so that they stay in a cache
@@ -55,16 +58,15 @@ class Tensor(NamedTuple):
         """Whether rows of ours are rows of theirs."""
         return not self.transposed and len(self.shape) > 1
 
-    def chunks(self, low: int, high: int, width: float) -> Iterator[tuple[int, int]]:
+    def chunks(self, low: int, high: int, kind: "Kind") -> Iterator[tuple[int, int]]:
         """Yield stretches of rows low .. high - 1 of theirs, whole heads, of which none is large.
 
-        A number of theirs takes ``width`` bytes. Where rows of ours are others, that is all of
-        theirs.
+        Of a vector they are whole blocks. Where rows of ours are others, that is all of theirs.
         """
         if not self.by_rows:
             low, high = 0, self.shape[0]
-        whole = self.head or 1
-        rows = max(1, int(CHUNK / width) // math.prod(self.shape[1:]) // whole) * whole
+        whole = (self.head or 1) * (kind.numbers if len(self.shape) == 1 else 1)
+        rows = max(1, int(CHUNK / kind.width) // math.prod(self.shape[1:]) // whole) * whole
         for first in range(low, high, rows):
             yield first, min(first + rows, high)
 

@@ -9,11 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.ahead import in_order, some_ahead
-from dist.convert.mapping import Tensor, named
+from accel.threads import threads
+from dist.checkpoint import STRETCH
+from dist.convert.mapping import Tensor
 from dist.numbers import KINDS, converted, size_of, turned
 from dist.places import Steady
-from dist.weights import Part, Weights, parts, strips
+from dist.weights import BAND, Part, Weights, parts, strips
 from reference.types import Array
+
+ROOM = 1 << 27  # bytes that all threads together hold of rows, where one does not hold more
 
 
 def write_tensors(
@@ -48,13 +52,15 @@ def write_tensors(
             for first, kept in weights.rows(some):
                 try:
                     elements = converted(kept, weights.kind(part.name), ours)
-                except ValueError as error:
-                    raise ValueError(f"{named([t.name for t, *_ in those])} {error}") from None
+                except ValueError:
+                    numbers = converted(kept, weights.kind(part.name), "F32")
+                    raise _blamed([t for t, *_ in those], numbers, ours) from None
                 row = KINDS[ours].row(some.low - part.low + first)
                 for (tensor, *_), out in zip(those, found, strict=True):
                     tensor.take(row, elements, out)
 
-        for _ in in_order(put, strips(part)):
+        each = 12 * max(STRETCH, BAND * math.prod(part.shape[1:]))  # bytes that a thread holds
+        for _ in in_order(put, strips(part), max(1, min(threads(), ROOM // each))):
             pass
         return found
 
@@ -75,6 +81,16 @@ def write_tensors(
             file.write(stored.reshape(-1).data)
             if part.high == weights.layout.offsets[part.name][1].shape[0]:
                 yield tensor
+
+
+def _blamed(tensors: list[Tensor], rows: Array, kind: str) -> ValueError:
+    """Return what is said of the tensor, side by side with others, that its kind cannot hold."""
+    for tensor in tensors:
+        try:
+            KINDS[kind].encode(np.ascontiguousarray(rows[..., tensor.columns]))
+        except ValueError as error:
+            return ValueError(f"{tensor.name} {error}")
+    raise AssertionError("what tensors hold side by side, each of them holds")
 
 
 class Stored(NamedTuple):

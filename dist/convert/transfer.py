@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from accel.ahead import in_order
-from accel.q8_0 import BLOCK
 from dist.convert.mapping import Family, Tensor, named, shown
 from dist.convert.tensors import Stored
-from dist.numbers import KINDS, size_of, turned
+from dist.numbers import KINDS, turned
 from dist.weights import Part
 from reference.config import Config
 from reference.types import Array
@@ -26,6 +25,7 @@ class Found(NamedTuple):
     family: Family
     config: Config
     stored: Mapping[str, Stored]
+    kinds: tuple[str, ...]  # of numbers that such files hold
     tokenizer: "Tokenizer | None"
 
 
@@ -51,10 +51,10 @@ def parameters(found: Found, where: Path) -> Parameters:
     stored = _named(found, where)
     for tensor in tensors:
         kind = stored[tensor.name].kind
-        if kind not in KINDS:
+        if kind not in found.kinds:
             raise ValueError(
                 f"{where}: the tensor {tensor.name} holds {shown(kind)}; known are "
-                f"{', '.join(KINDS)}"
+                f"{', '.join(found.kinds)}"
             )
         if stored[tensor.name].shape != tensor.shape:
             raise ValueError(
@@ -83,7 +83,7 @@ def parameters(found: Found, where: Path) -> Parameters:
         chunks = (
             (t, chunk)
             for t in of[part.name]
-            for chunk in t.chunks(part.low, part.high, size_of(BLOCK, stored[t.name].kind) / BLOCK)
+            for chunk in t.chunks(part.low, part.high, KINDS[stored[t.name].kind])
         )
         for _ in in_order(fetch, chunks):
             pass

@@ -48,6 +48,32 @@ def test_a_file_holds_what_was_written_in_pieces_of_any_size(
     assert (tmp_path / "file").read_bytes() == data.tobytes()
 
 
+@pytest.mark.parametrize("past", [True, False])
+def test_the_disk_is_waited_for_while_there_is_more_to_be_written(
+    past: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not past:
+        monkeypatch.setattr(places, "past_memory", refused)
+    now, waited = [0.0], []
+    fsync = os.fsync
+
+    def slow(file: int) -> None:
+        waited.append(now[0])
+        now[0] += 3  # as long as three rooms take to be filled
+        fsync(file)
+
+    monkeypatch.setattr(places.os, "fsync", slow)
+    monkeypatch.setattr(places.time, "monotonic", lambda: now[0])
+    with steadily(tmp_path / "file") as file:
+        for _ in range(20):
+            now[0] += 1
+            file.write(bytes(ROOM))
+            file._wait()
+    *during, last = waited
+    assert len(during) == 5 and min(np.diff(during)) > 6  # no more than half of the time
+    assert last == now[0] - 3  # and at the end, whatever was before
+
+
 def test_many_pages_are_written_as_they_lie_and_the_rest_is_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -444,6 +444,10 @@ def header_of(n_tensors: int, n_keys: int, rest: bytes = b"", version: int = 3) 
 
 
 NAMED = struct.pack("<Q", 1) + b"a"
+LLAMA_SAID = b"".join(
+    [struct.pack("<Q", 20), b"general.architecture", struct.pack("<IQ", 8, 5), b"llama"]
+)
+NO_AXES = struct.pack("<Q", 17) + b"token_embd.weight" + struct.pack("<IIQ", 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -465,6 +469,7 @@ NAMED = struct.pack("<Q", 1) + b"a"
         (header_of(1, 0, NAMED + struct.pack("<IQIQ", 1, 4, 0, 0)), "reaches past its end"),
         (header_of(2, 0, 2 * (NAMED + struct.pack("<IQIQ", 1, 0, 0, 0)) + bytes(64)), "a twice"),
         (header_of(0, 0), "the architecture None is not known"),
+        (header_of(1, 1, LLAMA_SAID + NO_AXES + bytes(64)), "llama.vocab_size is missing"),
     ],
 )
 def test_damaged_files_end_in_a_sentence(
