@@ -162,7 +162,7 @@ def test_what_an_older_version_wrote_is_read_and_what_is_unchecked_is_said(
         (lambda f: f.update(tokens=10**400), "is damaged"),
         (lambda f: f.update(tokens=f["tokens"] + 1), "do not add up"),
         (lambda f: f.update(surprise=1), "unknown field `surprise`"),
-        (lambda f: f.update(format_version=3), "version 3"),
+        (lambda f: f.update(format_version=4), "version 4"),
         (lambda f: f.update(format_version="1"), "version '1'"),
     ],
 )
