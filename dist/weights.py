@@ -15,7 +15,6 @@ import numpy as np
 
 from accel.ahead import in_order, some_ahead
 from dist import checkpoint, manifest
-from dist.checkpoint import STRETCH
 from dist.comm import Comm, together
 from dist.config import RunFile
 from dist.evaluate import load_tokenizer
@@ -34,7 +33,9 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 BAND = 32  # rows: of what has blocks along columns, such as Q8_0, whole ones
-STRIP = 16 * SUM_BLOCK  # elements of rows that a thread reads and converts
+# elements of rows that are read at once, some bands of 32 where rows are wide: they stay in a cache
+STRETCH = 10 * SUM_BLOCK
+STRIP = 32 * SUM_BLOCK  # elements of rows that a thread reads and converts
 PART = 64 * SUM_BLOCK  # elements of rows that are held at once
 
 

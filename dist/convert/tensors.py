@@ -10,11 +10,10 @@ import numpy as np
 
 from accel.ahead import in_order, some_ahead
 from accel.threads import threads
-from dist.checkpoint import STRETCH
 from dist.convert.mapping import Tensor
 from dist.numbers import KINDS, converted, size_of, turned
 from dist.places import Steady
-from dist.weights import BAND, Part, Weights, parts, strips
+from dist.weights import BAND, STRETCH, Part, Weights, parts, strips
 from reference.types import Array
 
 ROOM = 1 << 27  # bytes that all threads together hold of rows, where one does not hold more

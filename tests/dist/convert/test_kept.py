@@ -281,7 +281,7 @@ def test_threads_hold_no_more_rows_than_there_is_room_for(
     monkeypatch.setattr(tensors, "threads", lambda: 64)
     assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
     rows = 32 * 2 * d_ff  # of gate and up
-    assert min(taken) == max(1, min(64, tensors.ROOM // (12 * max(rows, 1 << 18))))
+    assert min(taken) == max(1, min(64, tensors.ROOM // (12 * max(rows, tensors.STRETCH))))
 
 
 def test_tensors_of_several_kinds_become_float32_where_they_share_a_parameter(
