@@ -439,9 +439,10 @@ def read_manifest(path: Path) -> Manifest:
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
     counts = {name: len(crcs) for name, crcs in found.crc32.items()}
     try:
-        blocks = {name: cutting_of(found).n_blocks(name) for name in counts}
+        cutting = cutting_of(found)
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST} describes no model: {error}; {ADVICE}") from None
+    blocks = {name: cutting.n_blocks(name) for name in counts}
     known = [{KEPT}] if found.kinds else [{*ARRAYS}, {"master"}]
     if found.block != SUM_BLOCK or counts != blocks or set(counts) not in known:
         raise ValueError(f"{path / MANIFEST} does not have a CRC for each block; {ADVICE}")

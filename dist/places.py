@@ -73,9 +73,9 @@ class Steady:
 
     On Linux it goes past the system's memory (O_DIRECT), which takes longer to find than the disk
     takes to write (``checkpoint._settle``). Where there is no such way the memory is given back
-    each time, so that a large file goes through the same memory again and again. Either way the
-    disk is waited for now and then, for no more than half of the time: what it has not put down is
-    a second's work at the end else, when nothing is left to be done meanwhile.
+    each time, so that a large file goes through the same memory again and again. Either way it
+    is fsynced again and again, for no more than half of the time: a disk that is asked at the end
+    alone takes a second or more for a gigabyte, when nothing is left to be done beside it.
     """
 
     def __init__(self, file: io.FileIO, pool: ThreadPoolExecutor) -> None:
