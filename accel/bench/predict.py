@@ -21,7 +21,6 @@ under way, and ways that are run less often. GPUS.md says how much longer two GP
 
 import contextlib
 import functools
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -39,6 +38,7 @@ from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file
 from accel.cuda.device import Argument, Device, Multiply, Product
 from accel.cuda.machine_code import WARP, Code, Counts, count, disassemble, hot_loop, way
+from accel.cuda.order import dealt, turned
 from accel.cuda.sources import signature
 from reference.config import Config
 from reference.flops import attention_flops, training_flops
@@ -107,6 +107,7 @@ class Recorder:
 
     def __init__(self, gpu: Gpu | Device):
         self.shared_limit, self.warpgroups = gpu.shared_limit, gpu.warpgroups
+        self.processors = gpu.processors
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
         self.asked: list[Launch | Product] = []
@@ -246,28 +247,10 @@ def round_of(taken: Code, gpu: Gpu, warps: int, blocks: int = 1) -> tuple[float,
 
 
 def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
-    """Return the tiles of ``rows`` rows that each block of attention walks over, most first."""
-    g = launch.given
-    T, S, behind, ahead = (int(g[name]) for name in ("T", "S", "behind", "ahead"))
-    by_keys = launch.kernel == "attention_dkv"
-    n, walked, back, fore = (S, T, ahead, behind) if by_keys else (T, S, behind, ahead)
-    shift = T - S if by_keys else S - T  # of positions
-    block = launch.tiles.block
-    found = []
-    for first in range(0, n, block):
-        begin = max(0, first + shift - back)
-        end = min(walked, min(first + block, n) + shift + fore)
-        tiles = -(-end // rows) - begin // rows if end > begin else 0
-        found.append(tiles * int(g.get("heads", 1)))
-    return sorted(found * (launch.grid[0] * launch.grid[1]), reverse=True)
-
-
-def dealt(blocks: Sequence[float], places: int) -> float:
-    """Return how long the blocks of a grid take, each handed out as soon as there is a place."""
-    free = [0.0] * places
-    for cycles in blocks:
-        heapq.heapreplace(free, free[0] + cycles)
-    return max(free)
+    """Return the tiles of ``rows`` rows of each block of attention, as they are handed out."""
+    lengths = attention.blocks(launch.kernel, launch.tiles.block, rows, launch.given)
+    alike = launch.grid[0] * launch.grid[1]
+    return [n for n in turned(lengths, launch.given["rising"]) for _ in range(alike)]
 
 
 def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:

@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel.bench.gpus import MODELS
-from accel.bench.predict import dealt, round_of
+from accel.bench.predict import round_of
 from accel.bench.report import Row
 from accel.cuda.machine_code import count, disassemble, hot_loop, tool
+from accel.cuda.order import dealt
 
 TOKENS, WIDTH = 16_384, 2_048
 OWN = 128  # rows of a block

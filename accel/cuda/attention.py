@@ -14,7 +14,7 @@ square), of which the two kernels do 7·T²·d, since both make the scores again
 or a window hides from a whole block are not walked over.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -23,6 +23,7 @@ from accel import Attention
 from accel.cuda.arrays import contiguous, packs, strides, to_dtype
 from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
+from accel.cuda.order import rising, walked
 from reference.types import Array, Dropout, DropoutKey
 from reference.visibility import Visibility
 
@@ -224,7 +225,8 @@ def _launch_dkv(dk: Array, dvalue: Array, given: dict[str, Any]) -> None:
 
 def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention.cu with ``floats`` floats of shared memory."""
-    launch("attention", kernel, (heads, len(given["q"]), tiles), 128, 4 * floats, **given)
+    grid = heads, len(given["q"]), tiles
+    launch("attention", kernel, grid, 128, 4 * floats, **given, rising=0)
 
 
 def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
@@ -242,7 +244,24 @@ def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None
         tiles.shared(head),
         **given,
         **macros,
+        rising=rising(
+            blocks(kernel, tiles.block, tiles.rows, given),
+            grid[0] * grid[1],
+            current().processors * tiles.blocks,
+        ),
     )
+
+
+def blocks(kernel: str, block: int, rows: int, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tiles of ``rows`` rows that the blocks of a head walk over, the last tile first.
+
+    Of a kernel whose blocks own keys it is the first tile first: under causality the longest.
+    """
+    T, S, behind, ahead = (int(given[name]) for name in ("T", "S", "behind", "ahead"))
+    if kernel == "attention_dkv":
+        heads = int(given["heads"])
+        return tuple(heads * n for n in walked(S, T, block, rows, ahead, behind))
+    return walked(T, S, block, rows, behind, ahead)[::-1]
 
 
 def _path() -> str:

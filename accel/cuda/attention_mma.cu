@@ -108,7 +108,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     SHARED(memory);
     const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + KEYS * PITCH;
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
-    const int first = query_tile() * OWN;
+    const int first = query_tile(rising) * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
     const int g = lane / 4, c = lane % 4 * 2;
     const Rules rules = ATTENTION_RULES(b, h);
@@ -174,7 +174,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     const u32 tk = tdo + OWN * PITCH, tv = tk + DQ_KEYS * PITCH;
     const u32 floats = 2 * (OWN + DQ_KEYS) * PITCH;  // where (2, OWN) of them are: lse, then delta
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
-    const int first = query_tile() * OWN;
+    const int first = query_tile(DROPOUT ? 0 : rising) * OWN;  // no register for it
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
     const int g = lane / 4, c = lane % 4 * 2;
     const Rules rules = ATTENTION_RULES(b, h);
@@ -254,7 +254,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     // where (2 stages, 2, QUERIES) of them are: lse, then delta
     const u32 floats = 2 * OWN_KEYS * PITCH + 2 * stage_bytes;
     const int h0 = blockIdx.x * heads, hk = h0 / (Hq / Hkv), b = blockIdx.y;
-    const int first = key_tile() * OWN_KEYS;
+    const int first = key_tile(rising) * OWN_KEYS;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
     const int g = lane / 4, c = lane % 4 * 2;
     const float scale2 = scale * LOG2E;

@@ -73,7 +73,7 @@ KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, ele
     const u32 stage = KEYS * PITCH;
     const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + 3 * stage;
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
-    const int first = query_tile() * OWN;
+    const int first = query_tile(rising) * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const u32 group = uniform(threadIdx.x / 128), own = tq + group * 64 * 128;
     const Rules rules = ATTENTION_RULES(b, h);
@@ -159,7 +159,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, tk = tdo + OWN * PITCH;
     const u32 stage = DQ_KEYS * PITCH, tv = tk + 4 * stage;
     const int h = blockIdx.x, b = blockIdx.y, hk = h / (Hq / Hkv);
-    const int first = query_tile() * OWN;
+    const int first = query_tile(rising) * OWN;
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const u32 group = uniform(threadIdx.x / 128), own = group * 64 * 128;
     const Rules rules = ATTENTION_RULES(b, h);
@@ -253,7 +253,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     const u32 rows = 2 * OWN * PITCH + 3 * stage_bytes;  // where (3 stages, 2, QUERIES) floats are:
                                                          // lse, then delta
     const int h0 = blockIdx.x * heads, hk = h0 / (Hq / Hkv), b = blockIdx.y;
-    const int first = key_tile() * OWN;
+    const int first = key_tile(MASKED ? 0 : rising) * OWN;  // no register for it
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16, g = lane / 4, c = lane % 4 * 2;
     const u32 own = uniform(threadIdx.x / 128) * 64 * 128;
     const float scale2 = scale * LOG2E;

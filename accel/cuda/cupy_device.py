@@ -35,7 +35,7 @@ POINTER_MODE_HOST = 0
 # otherwise be free to add them up in the type of the result, bf16
 DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t
 # cudaDeviceAttr
-COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 75, 97
+MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 75, 97
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 
@@ -122,6 +122,7 @@ class CuPyDevice:
         self.shared_limit = int(
             runtime.deviceGetAttribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index)
         )
+        self.processors = int(runtime.deviceGetAttribute(MULTIPROCESSORS, index))
         capability = self._gpu.compute_capability  # "90", say
         self.warpgroups = capability == "90"
         self.attention = ""

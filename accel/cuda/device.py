@@ -68,6 +68,7 @@ class Device(Protocol):
 
     arena: Arena  # of its steps
     shared_limit: int  # bytes of shared memory that a block can have
+    processors: int  # its multiprocessors
     warpgroups: bool  # whether it multiplies by wgmma: Hopper alone
     attention: str  # the path that attention takes, of those in attention.py; "": the first it has
     products: dict[Product, Multiply]  # those of bf16 that go another way than gemm_ex's

@@ -78,6 +78,30 @@ def whole_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "ENOUGH_EQUAL", 0)
 
 
+@pytest.mark.parametrize("case", [case for case in WHOLE_CASES if "long" in case[1]])
+@pytest.mark.parametrize("warpgroups", [False, True])
+def test_the_order_of_blocks_changes_no_bit(
+    case: Any,
+    warpgroups: bool,
+    shims: dict[str, ShimDevice],
+    hoppers: dict[str, ShimDevice],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices.use((hoppers if warpgroups else shims)["forward"])
+    op, _, arrays, options = case
+    expected = run_backend(ops_bf16, op, rounded(arrays), options)
+    asked: list[int] = []
+
+    def first(lengths: tuple[int, ...], alike: int, places: int) -> int:
+        asked.append(len(lengths))
+        return asked[-1]
+
+    monkeypatch.setattr(attention, "rising", first)
+    for a, b in zip(run_backend(ops_bf16, op, rounded(arrays), options), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(asked) == 3 and min(asked) > 1
+
+
 @pytest.mark.parametrize("case", quick(WHOLE_CASES, "72, causal", "everything", "long", "few"))
 def test_so_do_blocks_that_walk_over_a_group_of_heads(
     case: Any, shims: dict[str, ShimDevice], monkeypatch: pytest.MonkeyPatch

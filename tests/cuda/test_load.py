@@ -118,7 +118,7 @@ def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.Mo
     cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
     # 97 is cudaDevAttrMaxSharedMemoryPerBlockOptin
     runtime = SimpleNamespace(
-        deviceGetAttribute=lambda what, index: {(97, 3): 101_376}[what, index]
+        deviceGetAttribute=lambda what, index: {(97, 3): 101_376, (16, 3): 108}[what, index]
     )
     for name, module in {
         "cupy": cupy,
@@ -129,7 +129,8 @@ def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.Mo
     }.items():
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
     device = cupy_device.CuPyDevice(3)
-    assert (device.shared_limit, device.architecture) == (101_376, "sm_89")
+    assert (device.shared_limit, device.processors) == (101_376, 108)
+    assert device.architecture == "sm_89"
 
 
 def test_a_gpu_of_another_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

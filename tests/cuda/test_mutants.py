@@ -52,6 +52,7 @@ def caught(
         # blocks of dk and dv walk over a group of heads in these cases, over one in the others
         whole = any(word in what for word in ("long", "everything", "more keys", "few"))
         attention.ENOUGH = attention.ENOUGH_EQUAL = 0 if whole else 1025
+        attention.rising = lambda lengths, alike, places: len(lengths)  # type: ignore[assignment]
         results = []
         for shim in shims:
             before = devices.use(shim)
@@ -223,6 +224,18 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "attention_mma",
         "const int tiles = heads * each;",
         "const int tiles = (heads - 1) * each;",
+        "causal",
+    ),
+    "the first tile of those that are turned round forgotten": (
+        "attention.cuh",
+        "z < rising ? rising - 1 - z : z",
+        "z < rising - 1 ? rising - 1 - z : z",
+        "causal",
+    ),
+    "tiles that are turned round one place off": (
+        "attention.cuh",
+        "z < rising ? rising - 1 - z : z",
+        "z < rising ? rising - z : z",
         "causal",
     ),
     "the diagonal masked": ("attention.cuh", "-distance > ahead", "-distance >= ahead", "causal"),
