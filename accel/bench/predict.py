@@ -250,7 +250,7 @@ def tiles_of_blocks(launch: Launch, rows: int) -> list[int]:
     """Return the tiles of ``rows`` rows of each block of attention, as they are handed out."""
     lengths = attention.blocks(launch.kernel, launch.tiles.block, rows, launch.given)
     alike = launch.grid[0] * launch.grid[1]
-    return [n for n in turned(lengths, launch.given["rising"]) for _ in range(alike)]
+    return [n for n in turned(lengths, launch.given.get("rising", 0)) for _ in range(alike)]
 
 
 def predict(asked: Launch | Product, gpu: Gpu) -> Prediction:

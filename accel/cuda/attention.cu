@@ -36,7 +36,7 @@ KERNEL attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
     float* to = tv + KEYS * dv;                // (QUERIES, dv), each element one lane's
     float* tp = to + QUERIES * dv;             // (QUERIES, KEYS + 1)
     const int h = blockIdx.x, b = blockIdx.y, group = Hq / Hkv;
-    const int first = query_tile(rising) * QUERIES;
+    const int first = query_tile() * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
@@ -161,7 +161,7 @@ KERNEL attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout
     float* tv = tk + KEYS * (d + 1);     // (KEYS, dv + 1)
     float* tds = tv + KEYS * (dv + 1);   // (QUERIES, KEYS + 1)
     const int h = blockIdx.x, b = blockIdx.y, group = Hq / Hkv;
-    const int first = query_tile(rising) * QUERIES;
+    const int first = query_tile() * QUERIES;
     const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * ROWS;
     const Rules rules = ATTENTION_RULES(b, h);
     load_rows(tq, d, q + b * q_b + h * q_h, q_t, first, QUERIES, T, d);
@@ -214,7 +214,7 @@ KERNEL attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dou
     float* tdo = tq + QUERIES * d;             // (QUERIES, dv)
     float* tp = tdo + QUERIES * dv;            // (QUERIES, KEYS + 1)
     float* tds = tp + QUERIES * (KEYS + 1);    // (QUERIES, KEYS + 1)
-    const int hk = blockIdx.x, b = blockIdx.y, group = Hq / Hkv, first = key_tile(rising) * KEYS;
+    const int hk = blockIdx.x, b = blockIdx.y, group = Hq / Hkv, first = key_tile() * KEYS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = warp * ROWS;
     const int key0 = warp * (KEYS / WARPS);
     load_rows(tk, d + 1, k + b * k_b + hk * k_h, k_t, first, KEYS, S, d);

@@ -11,11 +11,11 @@
 // tile, all about equally long, come one after the other; of causal attention the longest come first,
 // the last tile of queries and the first of keys, and the shortest fill the gaps at the end. The first
 // `rising` of them come in the reverse of that order: order.py says why.
-DEVICE int key_tile(u32 rising) {
+DEVICE int key_tile(u32 rising = 0) {
     const u32 z = blockIdx.z;
     return z < rising ? rising - 1 - z : z;
 }
-DEVICE int query_tile(u32 rising) { return gridDim.z - 1 - key_tile(rising); }
+DEVICE int query_tile(u32 rising = 0) { return gridDim.z - 1 - key_tile(rising); }
 
 // What a variant is compiled for; what is off costs nothing.
 #ifndef MASKED
@@ -36,7 +36,7 @@ constexpr int RANGE = 32;  // positions whose documents are summed up in a pair 
         const elem *v, i64 v_b, i64 v_t, i64 v_h, const float *alibi, const bool *key_mask,     \
         const int *documents, const int *ranges, int T, int S, int Hq, int Hkv, int d, int dv,  \
         int behind, int ahead, float scale, int dropping, float keep_scale, u32 threshold,      \
-        u32 sample, u32 step, u32 site, u32 k0, u32 k1, u32 rising
+        u32 sample, u32 step, u32 site, u32 k0, u32 k1
 
 // The rules of one (batch, query head). Query t stands at position t + S - T and sees the keys from
 // `behind` positions before it to `ahead` after it, if the other rules allow: causal attention has

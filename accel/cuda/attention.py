@@ -54,6 +54,7 @@ class Tiles(NamedTuple):
     block: int = OWN  # rows that a block owns
     warps: int = 8  # of a block; of eight, one block fits a multiprocessor's registers
     without: tuple[str, ...] = ()  # options for which it has no registers
+    turns: bool = True  # whether its blocks take another order than the longest first
 
     @property
     def blocks(self) -> int:
@@ -85,8 +86,8 @@ MMA = {
         Tiles(2, 2, 64, 2 * OWN),
     ),
     "attention_dkv": (
-        Tiles(2, 4, 32, 4 * 32, block=64, warps=4),
-        Tiles(2, 4, 32, 4 * 32),
+        Tiles(2, 4, 32, 4 * 32, block=64, warps=4, turns=False),
+        Tiles(2, 4, 32, 4 * 32, turns=False),
     ),
 }
 WGMMA = {
@@ -225,17 +226,20 @@ def _launch_dkv(dk: Array, dvalue: Array, given: dict[str, Any]) -> None:
 
 def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention.cu with ``floats`` floats of shared memory."""
-    grid = heads, len(given["q"]), tiles
-    launch("attention", kernel, grid, 128, 4 * floats, **given, rising=0)
+    launch("attention", kernel, (heads, len(given["q"]), tiles), 128, 4 * floats, **given)
 
 
 def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own a part of n rows."""
     tiles, head = _tiles(kernel, given), _head(given)
     keys = _tiles("attention_forward", given).rows  # from which wgmma's dk, dv take theirs
-    macros = {"HEAD": head, "KEYS": keys, "WARPS": tiles.warps}
-    macros |= {option: int(option in _options(given)) for option in OPTIONS}
+    more = {"HEAD": head, "KEYS": keys, "WARPS": tiles.warps}
+    more |= {option: int(option in _options(given)) for option in OPTIONS}
     grid = heads, len(given["q"]), ceil_div(n, tiles.block)
+    if tiles.turns:
+        lengths = blocks(kernel, tiles.block, tiles.rows, given)
+        places = current().processors * tiles.blocks
+        more["rising"] = rising(lengths, grid[0] * grid[1], places)
     launch(
         f"attention_{_path()}",
         kernel,
@@ -243,12 +247,7 @@ def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None
         32 * tiles.warps,
         tiles.shared(head),
         **given,
-        **macros,
-        rising=rising(
-            blocks(kernel, tiles.block, tiles.rows, given),
-            grid[0] * grid[1],
-            current().processors * tiles.blocks,
-        ),
+        **more,
     )
 
 

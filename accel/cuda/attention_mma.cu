@@ -103,7 +103,7 @@ DEVICE void fetch_floats(u32 to, const float* lse, const float* delta, i64 head,
 
 // Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS, BLOCKS)
-    attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
+    attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse, u32 rising) {
     constexpr int STRIPS = OF_QUERIES;
     SHARED(memory);
     const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + KEYS * PITCH;
@@ -167,7 +167,8 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
 // Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS, BLOCKS)
     attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
-                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
+                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h,
+                 u32 rising) {
     constexpr int STRIPS = OF_QUERIES;
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH;
@@ -254,7 +255,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     // where (2 stages, 2, QUERIES) of them are: lse, then delta
     const u32 floats = 2 * OWN_KEYS * PITCH + 2 * stage_bytes;
     const int h0 = blockIdx.x * heads, hk = h0 / (Hq / Hkv), b = blockIdx.y;
-    const int first = key_tile(rising) * OWN_KEYS;
+    const int first = key_tile() * OWN_KEYS;  // another order would make the loop slower
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 * STRIPS;
     const int g = lane / 4, c = lane % 4 * 2;
     const float scale2 = scale * LOG2E;

@@ -68,7 +68,8 @@ DEVICE void my_turn(u32 group) { barrier_wait<THREADS>(1 + group); }
 DEVICE void pass_on(u32 group) { barrier_arrive<THREADS>(2 - group); }
 
 // Grid: (Hq, B, query tiles).
-KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse) {
+KERNEL __launch_bounds__(THREADS, 1)
+    attention_forward(ATTENTION_PARAMETERS, elem* out, float* lse, u32 rising) {
     SHARED(memory);
     const u32 stage = KEYS * PITCH;
     const u32 tq = shared_address(memory), tk = tq + OWN * PITCH, tv = tk + 3 * stage;
@@ -154,7 +155,8 @@ KERNEL __launch_bounds__(THREADS, 1) attention_forward(ATTENTION_PARAMETERS, ele
 // Grid: (Hq, B, query tiles).
 KERNEL __launch_bounds__(THREADS, 1)
     attention_dq(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
-                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h) {
+                 const float* lse, const float* delta, elem* dq, i64 dq_b, i64 dq_t, i64 dq_h,
+                 u32 rising) {
     SHARED(memory);
     const u32 tq = shared_address(memory), tdo = tq + OWN * PITCH, tk = tdo + OWN * PITCH;
     const u32 stage = DQ_KEYS * PITCH, tv = tk + 4 * stage;
@@ -246,7 +248,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     attention_dkv(ATTENTION_PARAMETERS, const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h,
                   const float* lse, const float* delta, elem* dk, i64 dk_b, i64 dk_t, i64 dk_h,
                   elem* dvalue, i64 dvalue_b, i64 dvalue_t, i64 dvalue_h, int heads,
-                  float* dk_parts, float* dv_parts) {
+                  float* dk_parts, float* dv_parts, u32 rising) {
     SHARED(memory);
     const u32 tk = shared_address(memory), tv = tk + OWN * PITCH, stages = tv + OWN * PITCH;
     const u32 stage_bytes = 2 * QUERIES * PITCH;  // queries, then gradients of outputs

@@ -65,7 +65,7 @@ def work_of_blocks(launch: Launch, tile: int) -> Array:
     device = ShimDevice(extra={"probe": probe})
     by_keys = launch.kernel == "attention_dkv"
     work = device.upload(np.zeros(int(np.prod(launch.grid)), np.int32))
-    rules = (launch.given[name] for name in ("T", "S", "behind", "ahead", "rising"))
+    rules = (launch.given.get(name, 0) for name in ("T", "S", "behind", "ahead", "rising"))
     arguments = (launch.tiles.block, tile, *rules, int(by_keys))
     numbers = (np.int32(n) for n in arguments)
     device.launch(

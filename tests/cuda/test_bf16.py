@@ -99,7 +99,7 @@ def test_the_order_of_blocks_changes_no_bit(
     monkeypatch.setattr(attention, "rising", first)
     for a, b in zip(run_backend(ops_bf16, op, rounded(arrays), options), expected, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert len(asked) == 3 and min(asked) > 1
+    assert len(asked) == (3 if warpgroups else 2) and min(asked) > 1
 
 
 @pytest.mark.parametrize("case", quick(WHOLE_CASES, "72, causal", "everything", "long", "few"))
