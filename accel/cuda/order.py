@@ -67,7 +67,7 @@ def rising(lengths: tuple[int, ...], alike: int, places: int) -> int:
     def time(first: int) -> float:
         return dealt([n for n in turned(lengths, first) for _ in range(alike)], places)
 
-    if len(lengths) * alike <= places or sum(lengths) * alike >= EVEN * places * time(0):
+    if sum(lengths) * alike >= EVEN * places * time(0):
         return 0
     step = -(-len(lengths) // TRIED)
     return min(range(0, len(lengths) + 1, step), key=time)

@@ -134,6 +134,17 @@ def test_attention_in_a_window_keeps_the_multiprocessors_busy(
         assert tiles_of_blocks(launch, tile) == list(work)
 
 
+def test_two_sequences_of_half_the_length_come_in_an_order_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them would stay in order, so all blocks of a tile must have been counted."""
+    monkeypatch.setitem(globals(), "T", 4096)
+    launch = launches(2, "H200-mma")["attention_forward"]
+    lengths = tuple(range(32, 0, -1))
+    assert not rising(lengths, HQ, 2 * SMS) and launch.given["rising"]
+    assert efficiency(work_of_blocks(launch, rows_of(launch, "H200-mma")), 2) >= 0.97
+
+
 def used(lengths: Sequence[int], alike: int, places: int) -> float:
     """Return the share of all places' time that is used by ``alike`` blocks of each length."""
     work = [n for n in lengths for _ in range(alike)]
