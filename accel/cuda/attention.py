@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
     block: int = OWN  # rows that a block owns
     warps: int = 8  # of a block; of eight, one block fits a multiprocessor's registers
     without: tuple[str, ...] = ()  # options for which it has no registers
-    turns: bool = True  # whether its blocks take another order than the longest first
+    ordered: bool = True  # whether order.py says in which order its blocks come
 
     @property
     def blocks(self) -> int:
@@ -86,8 +86,8 @@ MMA = {
         Tiles(2, 2, 64, 2 * OWN),
     ),
     "attention_dkv": (
-        Tiles(2, 4, 32, 4 * 32, block=64, warps=4, turns=False),
-        Tiles(2, 4, 32, 4 * 32, turns=False),
+        Tiles(2, 4, 32, 4 * 32, block=64, warps=4, ordered=False),
+        Tiles(2, 4, 32, 4 * 32, ordered=False),
     ),
 }
 WGMMA = {
@@ -236,7 +236,7 @@ def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None
     more = {"HEAD": head, "KEYS": keys, "WARPS": tiles.warps}
     more |= {option: int(option in _options(given)) for option in OPTIONS}
     grid = heads, len(given["q"]), ceil_div(n, tiles.block)
-    if tiles.turns:
+    if tiles.ordered:
         lengths = blocks(kernel, tiles.block, tiles.rows, given)
         places = current().processors * tiles.blocks
         more["rising"] = rising(lengths, grid[0] * grid[1], places)

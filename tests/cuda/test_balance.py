@@ -75,13 +75,18 @@ def work_of_blocks(launch: Launch, tile: int) -> Array:
     return device.download(work) * heads
 
 
+def used(lengths: Sequence[int], alike: int, places: int) -> float:
+    """Return the share of all places' time that is used by ``alike`` blocks of each length."""
+    work = [int(n) for n in lengths for _ in range(alike)]
+    return sum(work) / places / dealt(work, places)
+
+
 def efficiency(work: Sequence[int], blocks: int = 1) -> float:
     """Return the share of the multiprocessors' time that is used until the last block ends.
 
     ``blocks`` share a multiprocessor.
     """
-    places = SMS * blocks
-    return float(sum(work) / places / dealt([int(n) for n in work], places))
+    return used(work, 1, SMS * blocks)
 
 
 def test_blocks_handed_out_one_by_one_are_counted_as_the_hardware_would() -> None:
@@ -143,12 +148,6 @@ def test_two_sequences_of_half_the_length_come_in_an_order_of_their_own(
     lengths = tuple(range(32, 0, -1))
     assert not rising(lengths, HQ, 2 * SMS) and launch.given["rising"]
     assert efficiency(work_of_blocks(launch, rows_of(launch, "H200-mma")), 2) >= 0.97
-
-
-def used(lengths: Sequence[int], alike: int, places: int) -> float:
-    """Return the share of all places' time that is used by ``alike`` blocks of each length."""
-    work = [n for n in lengths for _ in range(alike)]
-    return sum(work) / places / dealt(work, places)
 
 
 @pytest.mark.parametrize(

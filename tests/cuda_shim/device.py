@@ -75,8 +75,6 @@ class ShimDevice:
         More kernel sources, name -> text.
     shared_limit : int
         Bytes of shared memory that a block can have: 227 KiB on Hopper, 99 KiB on RTX 30, 40, 50.
-    processors : int
-        Multiprocessors, by which launchers order a grid's blocks.
     warpgroups : bool
         Whether there is wgmma, as on Hopper.
     races : bool
@@ -91,7 +89,6 @@ class ShimDevice:
         edits: Edits | None = None,
         extra: Mapping[str, str] | None = None,
         shared_limit: int = 227 * 1024,
-        processors: int = 132,
         warpgroups: bool = False,
         races: bool = False,
     ):
@@ -99,7 +96,7 @@ class ShimDevice:
             raise ValueError("a race is seen whenever copies land, so with races they land late")
         self.order = order
         self.shared_limit = shared_limit
-        self.processors = processors
+        self.processors = 132
         self.warpgroups = warpgroups
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
