@@ -246,6 +246,8 @@ def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_s
     synced, new = threading.Semaphore(0), tmp_path / "new"
     monkeypatch.setattr(places, "past_memory", lambda file, *, on: False)
     monkeypatch.setattr(places, "PAUSE", 0.0)
+    # However long the disk takes, more than that has passed before it is written to again.
+    monkeypatch.setattr("time.monotonic", (3.0**n for n in itertools.count()).__next__)
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.release())
     before = threading.active_count()
     with pytest.raises(ValueError, match="what the body says"), places.steadily(new) as file:
