@@ -16,7 +16,7 @@ from numba import prange
 
 from accel.bench.cases import BY_BYTES, OpCase, small_ops
 from accel.bench.report import Row
-from accel.bench.timing import Function, alternate, check, relative_error
+from accel.bench.timing import Function, alternate, check, relative_error, settled
 from accel.bench.training import PARAMETERS, adamw, adamw_state
 from accel.cpu.kernels import MAP, PIECE, address
 from accel.cpu.memory import empty
@@ -94,13 +94,13 @@ def calls(ops: Ops, cases: Iterable[OpCase]) -> Iterator[tuple[str, Function, fl
 def rows(ops: Ops, *, quick: bool) -> Iterator[Row]:
     """Yield a row for each op: its bytes a second, the copy's, and their ratio."""
     far = copies(FAR)
-    with ops.step():
-        for what, call, n_bytes in calls(ops, small_ops()):
-            near = {f"as many {way}": copy for way, copy in copies(n_bytes).items()}
-            functions = {"op": call, **far, **near}
+    for what, call, n_bytes in calls(ops, small_ops()):
+        near = {f"as many {way}": copy for way, copy in copies(n_bytes).items()}
+        functions = {"op": call, **far, **near}
+        with settled(ops, call):
             times = alternate(functions, sample=0.02, want=7, budget=8, quick=quick)
-            rate = n_bytes / times["op"] / 1e9
-            copied = FAR / min(times[way] for way in far) / 1e9
-            cached = n_bytes / min(times[way] for way in near) / 1e9
-            note = f"{times['op'] * 1e3:.3g} ms, {rate / cached:.2f} of a copy of as many"
-            yield Row(f"{what} / a copy", rate, copied, BAR, "GB/s", note)
+        rate = n_bytes / times["op"] / 1e9
+        copied = FAR / min(times[way] for way in far) / 1e9
+        cached = n_bytes / min(times[way] for way in near) / 1e9
+        note = f"{times['op'] * 1e3:.3g} ms, {rate / cached:.2f} of a copy of as many"
+        yield Row(f"{what} / a copy", rate, copied, BAR, "GB/s", note)

@@ -20,7 +20,7 @@ from accel import READING, load
 from accel.bench import bandwidth, llmc, report, scaling
 from accel.bench.cases import OpCase, attention, small_ops
 from accel.bench.report import Row
-from accel.bench.timing import Function, alternate, check, relative_error, within
+from accel.bench.timing import Function, alternate, check, relative_error, settled, within
 from accel.bench.training import SMALL, Training, adamw, adamw_state
 from accel.cpu.ops import SOURCES
 from accel.threads import alone, available_cores, set_threads, threads
@@ -145,9 +145,9 @@ class Bench:
         return Row(what, whole - inside, whole, 0.08)
 
     def ops(self, ops: Ops, cases: Iterable[OpCase], **how: Any) -> Iterator[Row]:
-        """Compare ops, forward and backward together, within one step as in training."""
-        with ops.step():
-            for case in cases:
+        """Compare ops, forward and backward together, within a step as in training."""
+        for case in cases:
+            with settled(ops, partial(case.run, ops)):
                 yield from self.op(ops, case, **how)
 
     def op(self, ops: Ops, case: OpCase, *, mode: str = "float32", **how: Any) -> Iterator[Row]:

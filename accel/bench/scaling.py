@@ -27,7 +27,7 @@ from accel import load
 from accel.bench.bandwidth import ADAMW_BYTES
 from accel.bench.cases import attention
 from accel.bench.report import Row
-from accel.bench.timing import Function, alternate
+from accel.bench.timing import Function, alternate, settled
 from accel.bench.training import PARAMETERS, SMALL, Training, adamw, adamw_state
 from accel.threads import available_cores, set_threads, threads
 from reference.ops import Ops
@@ -106,8 +106,8 @@ def rows(modes: list[str], *, quick: bool) -> Iterator[Row]:
     try:
         for make in makers:
             yield from _threads(make(), quick=quick)
-        with ops.step():
-            for work in op_works(ops):
+        for work in op_works(ops):
+            with settled(ops, work.call):
                 yield from _threads(work, quick=quick)
     finally:
         set_threads(before)

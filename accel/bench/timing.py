@@ -9,12 +9,15 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from reference.ops import Ops
 
 Array = npt.NDArray[Any]
 Function = Callable[[], object]
@@ -113,6 +116,19 @@ def _median(samples: list[tuple[float, float]]) -> float:
     if len(clean) < 3:  # no sample was clean: those that waited least
         clean = [seconds for seconds, _ in sorted(samples, key=lambda s: s[1])[:3]]
     return statistics.median(clean)
+
+
+@contextmanager
+def settled(ops: Ops, call: Callable[[], object]) -> Iterator[None]:
+    """Open a step behind one that made the same call, as the steps of a training are.
+
+    The first that is as large gives memory back to the system, and would be timed with the page
+    faults that follow.
+    """
+    with ops.step():
+        call()
+    with ops.step():
+        yield
 
 
 def within(call: Function, *functions: Callable[..., object]) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from accel.cpu.attention_layout import (
     backward_passes,
     lay_out,
 )
-from accel.cpu.kernels import address
+from accel.cpu.kernels import address, scratch
 from accel.cpu.memory import empty
 from accel.threads import team
 from reference.types import Array, Dropout
@@ -166,11 +166,6 @@ def readable(x: Array) -> Array:
     if x.strides[3] != x.itemsize or any(steps) or not x.flags.aligned:
         return np.ascontiguousarray(x)
     return x
-
-
-def scratch(elements: int, dtype: np.dtype) -> Array:
-    """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
-    return empty((team(), -(-elements // 16) * 16), dtype)
 
 
 def gradients(sizes: Sizes, dtype: np.dtype) -> tuple[Array, Array, Array]:

@@ -15,6 +15,7 @@ from accel.cpu.kernels import MAP, PIECE, address, contiguous, like, sum_rows
 from accel.cpu.memory import empty
 from accel.cpu.philox import philox
 from accel.cpu.simd import at, pointer
+from accel.cpu.streaming import AHEAD, ask, is_far, landing, leave, part, settle
 from accel.jit import jit
 from reference.types import Dropout
 
@@ -30,11 +31,20 @@ class AddCache(NamedTuple):
 
 
 @jit(**MAP)
-def _add(like: Any, a: int, b: int, out: int, n: int) -> None:
+def _add(like: Any, a: int, b: int, out: int, n: int, far: Any) -> None:
     x, y, z = pointer(a, like), pointer(b, like), pointer(out, like)
     for piece in prange((n + PIECE - 1) // PIECE):
-        for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            z[i] = x[i] + y[i]
+        first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
+        while first < last:
+            count, u, v = part(last - first, far), at(x, first), at(y, first)
+            w = landing(at(z, first), far)
+            ask(at(u, AHEAD), count, far)
+            ask(at(v, AHEAD), count, far)
+            for i in range(count):
+                w[i] = u[i] + v[i]
+            leave(w, at(z, first), count, far)
+            first += count
+        settle(far)
 
 
 @jit(**MAP)
@@ -66,7 +76,7 @@ def add_forward(a: Array, b: Array) -> tuple[Array, AddCache]:
         a, b = np.broadcast_to(a, shape), np.broadcast_to(b, shape)
     a, b = contiguous(a), contiguous(b)
     out = empty(a.shape, a.dtype)
-    _add(like(a), address(a), address(b), address(out), out.size)
+    _add(like(a), address(a), address(b), address(out), out.size, is_far(out))
     return out, cache
 
 
@@ -100,16 +110,25 @@ def _sum_to(dout: Array, shape: tuple[int, ...]) -> Array:
 
 
 @jit(**MAP)
-def _scale(factor: Any, a: int, out: int, n: int) -> None:
+def _scale(factor: Any, a: int, out: int, n: int, far: Any) -> None:
     x, z = pointer(a, factor), pointer(out, factor)
     for piece in prange((n + PIECE - 1) // PIECE):
-        for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            z[i] = factor * x[i]
+        first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
+        while first < last:
+            count, u = part(last - first, far), at(x, first)
+            w = landing(at(z, first), far)
+            ask(at(u, AHEAD), count, far)
+            for i in range(count):
+                w[i] = factor * u[i]
+            leave(w, at(z, first), count, far)
+            first += count
+        settle(far)
 
 
 def scale_into(x: Array, factor: float, out: Array) -> None:
     """Write factor · x into ``out``; both contiguous."""
-    _scale(x.dtype.type(factor), address(x), address(out), x.size)
+    far = None if out is x else is_far(out)  # in place, its lines have been read anyhow
+    _scale(x.dtype.type(factor), address(x), address(out), x.size, far)
 
 
 def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
@@ -140,29 +159,46 @@ class ReLUCache(NamedTuple):
 
 
 @jit(**MAP)
-def _relu_forward(like: Any, kind: Any, a: int, out: int, n: int) -> None:
+def _relu_forward(like: Any, kind: Any, a: int, out: int, n: int, far: Any) -> None:
     x, z = pointer(a, kind), pointer(out, like)
     zero = like
     for piece in prange((n + PIECE - 1) // PIECE):
-        for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            v = as_type(like, x[i])
-            z[i] = zero if v < zero else v  # NaN is not below zero, and so stays
+        first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
+        while first < last:
+            count, u = part(last - first, far), at(x, first)
+            w = landing(at(z, first), far)
+            ask(at(u, AHEAD), count, far)
+            for i in range(count):
+                v = as_type(like, u[i])
+                w[i] = zero if v < zero else v  # NaN is not below zero, and so stays
+            leave(w, at(z, first), count, far)
+            first += count
+        settle(far)
 
 
 @jit(**MAP)
-def _relu_backward(like: Any, kind: Any, a: int, dout: int, out: int, n: int) -> None:
+def _relu_backward(like: Any, kind: Any, a: int, dout: int, out: int, n: int, far: Any) -> None:
     x, dy, z = pointer(a, kind), pointer(dout, like), pointer(out, like)
     zero = like
     for piece in prange((n + PIECE - 1) // PIECE):
-        for i in range(piece * PIECE, min(n, (piece + 1) * PIECE)):
-            z[i] = dy[i] if as_type(like, x[i]) > zero else zero
+        first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
+        while first < last:
+            count, u, d = part(last - first, far), at(x, first), at(dy, first)
+            w = landing(at(z, first), far)
+            ask(at(u, AHEAD), count, far)
+            ask(at(d, AHEAD), count, far)
+            for i in range(count):
+                w[i] = d[i] if as_type(like, u[i]) > zero else zero
+            leave(w, at(z, first), count, far)
+            first += count
+        settle(far)
 
 
 def relu_forward(x: Array) -> tuple[Array, ReLUCache]:
     """Return max(x, 0)."""
     x = contiguous(x)
     out = empty(x.shape, wide(x))
-    _relu_forward(like(out), like(x), address(x), address(out), x.size)
+    _relu_forward(like(out), like(x), address(x), address(out), x.size, is_far(out))
     return out, ReLUCache(x)
 
 
@@ -171,7 +207,9 @@ def relu_backward(dout: Array, cache: ReLUCache) -> Array:
     x = cache.x
     dout = contiguous(dout)
     out = empty(x.shape, dout.dtype)
-    _relu_backward(like(dout), like(x), address(x), address(dout), address(out), x.size)
+    _relu_backward(
+        *(like(dout), like(x), address(x), address(dout), address(out), x.size, is_far(out))
+    )
     return out
 
 

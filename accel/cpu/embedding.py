@@ -25,6 +25,7 @@ from accel.cpu.kernels import (
 from accel.cpu.memory import empty
 from accel.cpu.packing import prefetch
 from accel.cpu.simd import at, pointer, vector_columns
+from accel.cpu.streaming import ROOM, ask, is_far, landing, leave, settle
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
@@ -32,7 +33,7 @@ Array = npt.NDArray[Any]
 # A task makes some rows and some columns. Rows are cut so that rows and positions together are
 # divided evenly; columns, so that one id at most positions still leaves work for several threads.
 PIECES = 64
-COLUMNS = 1024
+COLUMNS = ROOM
 
 
 class EmbeddingCache(NamedTuple):
@@ -42,7 +43,7 @@ class EmbeddingCache(NamedTuple):
 
 
 @jit(**MAP)
-def _gather(like: Any, ids: int, table: int, out: int, n: int, width: int) -> None:
+def _gather(like: Any, ids: int, table: int, out: int, n: int, width: int, far: Any) -> None:
     index, rows, y = pointer(ids, np.int32(0)), pointer(table, like), pointer(out, like)
     line = vector_columns(rows)  # elements of a vector, which is a cache line or a part of one
     for piece in prange((n + ROW_PIECE - 1) // ROW_PIECE):
@@ -50,8 +51,11 @@ def _gather(like: Any, ids: int, table: int, out: int, n: int, width: int) -> No
             if i + 1 < n:  # rows lie anywhere: the processor does not see the next one coming
                 prefetch(at(rows, np.int64(index[i + 1]) * width), 0, width, line)
             u, z = at(rows, np.int64(index[i]) * width), at(y, i * width)
-            for j in range(width):
-                z[j] = u[j]
+            if far is None:
+                for j in range(width):
+                    z[j] = u[j]
+            leave(u, z, width, far)
+        settle(far)
 
 
 @jit(**SERIAL)
@@ -96,6 +100,7 @@ def _scatter(
     width: int,
     vocabulary: int,
     add: bool,
+    far: Any,
 ) -> None:
     position, end = pointer(order, np.int64(0)), pointer(ends, np.int64(0))
     dy, table = pointer(dout, like), pointer(out, like)
@@ -108,14 +113,22 @@ def _scatter(
         i = end[low - 1] if low > 0 else 0
         for v in range(low, high):
             z = at(table, v * width + first)
+            w = landing(z, far)
             if not add:
                 for j in range(count):
-                    z[j] = like
+                    w[j] = like
+            elif far is not None:
+                for j in range(count):
+                    w[j] = z[j]
             while i < end[v]:
                 u = at(dy, position[i] * width + first)
-                for j in range(count):
-                    z[j] += u[j]
                 i += 1
+                if i < n:  # the next one lies anywhere
+                    ask(at(dy, position[i] * width + first), count, True)
+                for j in range(count):
+                    w[j] += u[j]
+            leave(w, z, count, far)
+        settle(far)
 
 
 def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
@@ -123,7 +136,10 @@ def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
     table = contiguous(table)
     flat = np.ascontiguousarray(ids, dtype=np.int32).reshape(-1)
     out = empty((*ids.shape, table.shape[1]), table.dtype)
-    _gather(like(table), address(flat), address(table), address(out), flat.size, table.shape[1])
+    _gather(
+        *(like(table), address(flat), address(table), address(out), *(flat.size, table.shape[1])),
+        is_far(out),
+    )
     return out, EmbeddingCache(flat, ids.shape, table.shape)
 
 
@@ -141,6 +157,6 @@ def embedding_backward(
     _sort(address(cache.ids), address(order), address(ends), n, vocabulary)
     _scatter(
         *(like(dout), address(order), address(ends), address(dout), address(dtable)),
-        *(n, width, vocabulary, accumulate),
+        *(n, width, vocabulary, accumulate, is_far(dtable)),
     )
     return delivered(dtable, elsewhere)

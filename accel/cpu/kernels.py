@@ -26,6 +26,7 @@ from numba import prange
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
+from accel.threads import team
 
 Array = npt.NDArray[Any]
 
@@ -129,6 +130,11 @@ def delivered(filled: Array, out: Array | None) -> Array:
     if out is not None:
         np.copyto(out, filled)
     return filled
+
+
+def scratch(elements: int, dtype: npt.DTypeLike) -> Array:
+    """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
+    return empty((team(), -(-elements // 16) * 16), dtype)
 
 
 @jit(**SERIAL)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange, types
+from numba import get_thread_id, prange, types
 from numba.extending import intrinsic, overload
 
 from accel.cpu.elementwise import scale_into, scaled
@@ -20,6 +20,7 @@ from accel.cpu.gemm import DEPTH, depth_of, gemm
 from accel.cpu.kernels import (
     COMPILED,
     FEW_THREADS,
+    ROW_PIECE,
     SERIAL,
     SUM,
     address,
@@ -27,10 +28,13 @@ from accel.cpu.kernels import (
     contiguous,
     delivered,
     receiver,
+    scratch,
     sum_rows,
 )
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp, pointer
+from accel.cpu.simd import start as start_of
+from accel.cpu.streaming import ask, is_far, leave, part, settle
 from accel.jit import jit
 from accel.threads import team
 from reference.types import Loss
@@ -91,18 +95,34 @@ def _row_max(x: Any, n: int) -> Any:
 
 
 @jit(**SUM)
-def _softmax(one: Any, x: int, out: int, rows: int, width: int) -> None:
+def _softmax(one: Any, x: int, out: int, rooms: Any, rows: int, width: int, far: Any) -> None:
     a, y = pointer(x, one), pointer(out, one)
-    for i in prange(rows):
-        u, z = at(a, i * width), at(y, i * width)
-        top = _row_max(u, width)
-        s = one - one
-        for j in range(width):
-            z[j] = exp(u[j] - top)
-            s += z[j]
-        r = one / s
-        for j in range(width):
-            z[j] *= r
+    for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
+        last = min(rows, (piece + 1) * ROW_PIECE) - 1
+        top = _row_max(at(a, piece * ROW_PIECE * width), width)
+        for i in range(piece * ROW_PIECE, last + 1):
+            u, z = at(a, i * width), at(y, i * width)
+            e = z
+            if far is not None:
+                e = at(start_of(rooms), get_thread_id() * rooms.shape[1])
+            s, first = one - one, 0
+            while first < width:
+                n, v, w = part(width - first, far), at(u, first), at(e, first)
+                ask(at(v, width), n, far)
+                for j in range(n):
+                    w[j] = exp(v[j] - top)
+                    s += w[j]
+                first += n
+            # The maximum of the next row waits for nothing, where all else waits for the sum.
+            top = _row_max(at(a, min(i + 1, last) * width), width)
+            r, first = one / s, 0
+            while first < width:
+                n, w = part(width - first, far), at(e, first)
+                for j in range(n):
+                    w[j] *= r
+                leave(w, at(z, first), n, far)
+                first += n
+        settle(far)
 
 
 @jit(**SERIAL)
@@ -160,7 +180,9 @@ def softmax(x: Array) -> Array:
     out = empty(x.shape, x.dtype)
     width = x.shape[-1]
     if out.size:
-        _softmax(x.dtype.type(1), address(x), address(out), x.size // width, width)
+        one, far = x.dtype.type(1), is_far(out)
+        rooms = scratch(width if far else 0, x.dtype)
+        _softmax(one, address(x), address(out), rooms, x.size // width, width, far)
     return out
 
 

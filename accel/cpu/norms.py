@@ -25,6 +25,7 @@ from accel.cpu.kernels import (
 )
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
+from accel.cpu.streaming import ask, is_far, landing, leave, part, settle
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
@@ -47,7 +48,16 @@ class RMSNormCache(NamedTuple):
 
 @jit(**SUM)
 def _rmsnorm_forward(
-    eps: Any, one: Any, inv: Any, x: int, gain: int, out: int, rstd: int, rows: int, width: int
+    eps: Any,
+    one: Any,
+    inv: Any,
+    x: int,
+    gain: int,
+    out: int,
+    rstd: int,
+    rows: int,
+    width: int,
+    far: Any,
 ) -> None:
     a, g, y, rs = pointer(x, eps), pointer(gain, eps), pointer(out, eps), pointer(rstd, eps)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
@@ -58,8 +68,16 @@ def _rmsnorm_forward(
                 s += u[j] * u[j]
             r = one / np.sqrt(s * inv + eps)
             rs[i] = r
-            for j in range(width):
-                z[j] = u[j] * r * g[j]
+            first = 0
+            while first < width:
+                n, v, k = part(width - first, far), at(u, first), at(g, first)
+                w = landing(at(z, first), far)
+                ask(at(v, width), n, far)
+                for j in range(n):
+                    w[j] = v[j] * r * k[j]
+                leave(w, at(z, first), n, far)
+                first += n
+        settle(far)
 
 
 @jit(**SUM)
@@ -74,6 +92,7 @@ def _rmsnorm_backward(
     rows: int,
     width: int,
     plus: int,
+    far: Any,
 ) -> None:
     a, g, rs = pointer(x, inv), pointer(gain, inv), pointer(rstd, inv)
     dy, da, sums = pointer(dout, inv), pointer(dx, inv), pointer(partial, inv)
@@ -90,11 +109,22 @@ def _rmsnorm_backward(
             for j in range(width):
                 s += d[j] * g[j] * (u[j] * r)
             mean = s * inv
-            for j in range(width):
-                n = u[j] * r
-                dg[j] += d[j] * n
-                into = r * (d[j] * g[j] - n * mean)
-                z[j] = _sum(e[j], into) if plus else into
+            first = 0
+            while first < width:
+                count, v, c = part(width - first, far), at(u, first), at(d, first)
+                k, t, f, w = at(g, first), at(dg, first), at(e, first), landing(at(z, first), far)
+                ask(at(v, width), count, far)
+                ask(at(c, width), count, far)
+                if plus:
+                    ask(at(f, width), count, far)
+                for j in range(count):
+                    n = v[j] * r
+                    t[j] += c[j] * n
+                    into = r * (c[j] * k[j] - n * mean)
+                    w[j] = _sum(f[j], into) if plus else into
+                leave(w, at(z, first), count, far)
+                first += count
+        settle(far)
 
 
 def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNormCache]:
@@ -107,6 +137,7 @@ def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, RMSNor
     _rmsnorm_forward(
         *(number(eps), number(1), number(1 / max(width, 1))),
         *(address(x), address(gain), address(out), address(rstd), rows, width),
+        is_far(out),
     )
     return out, RMSNormCache(x, gain, rstd)
 
@@ -124,7 +155,7 @@ def rmsnorm_backward(
     _rmsnorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(rstd)),
         *(address(dout), address(dx), address(partial), rows, width),
-        address(plus),
+        *(address(plus), is_far(dx)),
     )
     dgain, elsewhere = receiver(out[0], gain.shape, x.dtype)
     sum_partials(partial, dgain)
@@ -152,6 +183,7 @@ def _layernorm_forward(
     stats: int,
     rows: int,
     width: int,
+    far: Any,
 ) -> None:
     a, g, b = pointer(x, eps), pointer(gain, eps), pointer(bias, eps)
     y, st = pointer(out, eps), pointer(stats, eps)
@@ -169,8 +201,16 @@ def _layernorm_forward(
             r = one / np.sqrt(s * inv + eps)
             st[i] = mean
             st[rows + i] = r
-            for j in range(width):
-                z[j] = (u[j] - mean) * r * g[j] + b[j]
+            first = 0
+            while first < width:
+                n, v, k, c = part(width - first, far), at(u, first), at(g, first), at(b, first)
+                w = landing(at(z, first), far)
+                ask(at(v, width), n, far)
+                for j in range(n):
+                    w[j] = (v[j] - mean) * r * k[j] + c[j]
+                leave(w, at(z, first), n, far)
+                first += n
+        settle(far)
 
 
 @jit(**SUM)
@@ -186,6 +226,7 @@ def _layernorm_backward(
     rows: int,
     width: int,
     plus: int,
+    far: Any,
 ) -> None:
     a, g, st = pointer(x, inv), pointer(gain, inv), pointer(stats, inv)
     dy, da = pointer(dout, inv), pointer(dx, inv)
@@ -208,18 +249,29 @@ def _layernorm_backward(
                 along += dn * ((u[j] - mean) * r)
             s *= inv
             along *= inv
-            if plus:  # which LLVM does not take out of a loop of this size
-                for j in range(width):
-                    n = (u[j] - mean) * r
-                    dg[j] += d[j] * n
-                    db[j] += d[j]
-                    z[j] = _sum(e[j], r * (d[j] * g[j] - s - n * along))
-            else:
-                for j in range(width):
-                    n = (u[j] - mean) * r
-                    dg[j] += d[j] * n
-                    db[j] += d[j]
-                    z[j] = r * (d[j] * g[j] - s - n * along)
+            first = 0
+            while first < width:
+                count, v, c = part(width - first, far), at(u, first), at(d, first)
+                k, t, q, f = at(g, first), at(dg, first), at(db, first), at(e, first)
+                w = landing(at(z, first), far)
+                ask(at(v, width), count, far)
+                ask(at(c, width), count, far)
+                if plus:  # which LLVM does not take out of a loop of this size
+                    ask(at(f, width), count, far)
+                    for j in range(count):
+                        n = (v[j] - mean) * r
+                        t[j] += c[j] * n
+                        q[j] += c[j]
+                        w[j] = _sum(f[j], r * (c[j] * k[j] - s - n * along))
+                else:
+                    for j in range(count):
+                        n = (v[j] - mean) * r
+                        t[j] += c[j] * n
+                        q[j] += c[j]
+                        w[j] = r * (c[j] * k[j] - s - n * along)
+                leave(w, at(z, first), count, far)
+                first += count
+        settle(far)
 
 
 def layernorm_forward(
@@ -234,6 +286,7 @@ def layernorm_forward(
     _layernorm_forward(
         *(number(eps), number(1), number(1 / max(width, 1)), address(x), address(gain)),
         *(address(bias), address(out), address(stats), rows, width),
+        is_far(out),
     )
     return out, LayerNormCache(x, gain, stats)
 
@@ -255,7 +308,7 @@ def layernorm_backward(
     _layernorm_backward(
         *(x.dtype.type(1 / max(width, 1)), address(x), address(gain), address(stats)),
         *(address(dout), address(dx), address(partial[0]), address(partial[1]), rows, width),
-        address(plus),
+        *(address(plus), is_far(dx)),
     )
     dgain, gain_elsewhere = receiver(out[0], gain.shape, x.dtype)
     dbias, bias_elsewhere = receiver(out[1], gain.shape, x.dtype)

@@ -59,21 +59,27 @@ def _transpose(typingctx: Any, source: Any, step: Any, target: Any, width: Any) 
     return types.none(source, types.int64, target, types.int64), codegen
 
 
-@intrinsic
-def _prefetch(typingctx: Any, p: Any) -> Any:
-    """Ask for the cache line at ``p``, to be read from the second-level cache soon."""
+def prefetching(level: int) -> Any:
+    """Make the intrinsic that asks for a cache line, to be read soon from that level's cache."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Value:
-        f = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [args[0].type, _INT32, _INT32, _INT32]),
-            "llvm.prefetch.p0",
-        )
-        read, second_level, data = (ir.Constant(_INT32, n) for n in (0, 2, 1))
-        builder.call(f, [args[0], read, second_level, data])
-        return context.get_dummy_value()
+    @intrinsic
+    def line(typingctx: Any, p: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Value:
+            f = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(ir.VoidType(), [args[0].type, _INT32, _INT32, _INT32]),
+                "llvm.prefetch.p0",
+            )
+            read, near, data = (ir.Constant(_INT32, n) for n in (0, 4 - level, 1))
+            builder.call(f, [args[0], read, near, data])
+            return context.get_dummy_value()
 
-    return types.none(p), codegen
+        return types.none(p), codegen
+
+    return line
+
+
+_prefetch = prefetching(2)
 
 
 @jit(nogil=True)
