@@ -20,6 +20,7 @@ from accel.bench import bandwidth, cpu, llmc, report, scaling, timing
 from accel.bench.cases import BY_BYTES, small_ops
 from accel.bench.report import Row
 from accel.bench.training import SMALL, Training
+from accel.cpu import memory
 from accel.threads import available_cores, threads
 from dist import cli
 from reference.presets import GPT2_SMALL
@@ -392,6 +393,28 @@ def test_beside_busy_processes_a_step_is_held_to_a_fair_share(
     assert [row.theirs for row in (idle, one, two)] == pytest.approx([0.08, 0.06, 0.08])
     assert [row.bar for row in (idle, one, two)] == [1.03, 1.5, 1.5]
     assert two.note == "waiting as GNU does 200 ms"
+
+
+def test_what_is_timed_gives_no_memory_back_to_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a first step does, which then pays for page faults."""
+    given: list[int] = []
+    monkeypatch.setattr(memory, "_arena", memory.Arena())
+    monkeypatch.setattr(memory, "PLANNED", 8 << 20)
+    monkeypatch.setattr(memory, "give_back", lambda *where: given.append(where[-1]))
+    ops = load("cpu")
+
+    def call() -> None:
+        for _ in range(2):
+            memory.empty(16 << 20, np.uint8)
+
+    with timing.settled(ops, call):
+        assert given  # by the step before
+        given.clear()
+        for _ in range(3):
+            call()
+    assert not given
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
