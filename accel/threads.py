@@ -94,6 +94,12 @@ def team() -> int:
     return int(parallel._get_num_threads())  # the public one takes seven times as long
 
 
+def share() -> None:
+    """Let the kernels that follow leave cores to others that want them (``waiting.fair``)."""
+    if _pool_started:
+        parallel._set_num_threads(waiting.fair(threads()))
+
+
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function's kernels run in the caller's thread, and in no other.
 

@@ -4,7 +4,13 @@ GNU's OpenMP turns in a loop for so many times (``$GOMP_SPINCOUNT``) and then sl
 thread takes longer than most pauses between kernels: where threads sleep early, a step of a small
 model takes up to 15 % longer. But where another process wants the core, every kernel waits for a
 thread that only turns, and a step takes many times as long. So this looks which of the two it is:
-twice a second it asks for how long threads of this process were ready to run and had no core.
+four times a second it asks for how long threads of this process were ready to run and had no core.
+
+And while others want cores, no more threads take part than a fair share of the cores comes to: of
+T threads beside k others on N cores, T N/(T + k). One thread fewer is faster than a kernel that
+waits for a thread that shares its core. As T of them want to run all the time, and have N/(T + k)
+of a core each, their waiting says what k is. Fewer threads, which wait for nothing, do not notice
+when the others have gone; so now and then all take part again.
 
 OpenMP reads its environment once. But where a process has more OpenMP threads than there are cores,
 it lets them turn 1,000 times at most, if ``$OMP_WAIT_POLICY`` is active (libgomp's manual,
@@ -28,12 +34,21 @@ from accel import system
 LONG = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}  # turns: GNU's, some milliseconds
 BRIEF = {"GOMP_SPINCOUNT": "2000"}  # where nobody looks: some tens of microseconds
 BUSY = 0.1  # of a second without a core, in a second
-PERIOD = 0.5  # seconds
+PERIOD = 0.25  # seconds
+AGAIN = 5.0  # seconds after which all threads take part, to see whether the others are still there
+
+_watch: "Watch | None" = None
+
+
+def fair(n: int) -> int:
+    """Return how many of ``n`` threads shall take part in what begins now."""
+    return n if _watch is None else _watch.fair(n)
 
 
 @contextmanager
 def chosen() -> Iterator[None]:
     """Let the threads of the pool that is started within wait so; what the user has said stays."""
+    global _watch
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         yield
         return
@@ -48,12 +63,12 @@ def chosen() -> Iterator[None]:
     if watched and numba.threading_layer() == "omp":
         pool = ctypes.CDLL(sys.modules["numba.np.ufunc.omppool"].__file__)
         if hasattr(pool, "GOMP_parallel"):  # else it is not GNU's, and has heard nothing
-            watch = Watch(pool.GOMP_parallel)
-            threading.Thread(target=watch.run, daemon=True, name="watch").start()
+            _watch = Watch(pool.GOMP_parallel)
+            threading.Thread(target=_watch.run, daemon=True, name="watch").start()
 
 
 class Watch:
-    """Lets OpenMP's threads wait briefly while others want their cores.
+    """Sees how much others want of the cores, and lets OpenMP's threads wait briefly meanwhile.
 
     Parameters
     ----------
@@ -64,7 +79,17 @@ class Watch:
     def __init__(self, parallel: Callable[..., Any]) -> None:
         self._parallel = parallel
         self._crowd: threading.Event | None = None  # set to let the second team go
+        self._all = self._some = 1  # threads that may take part, and that do
+        self._others = 0.0  # threads of others that want a core
+        self._seen = 0.0  # when so many were seen, in seconds
         self._before = self._now()
+
+    def fair(self, n: int) -> int:
+        """Return how many of ``n`` threads shall take part."""
+        cores = system.cores()
+        self._all = n
+        self._some = max(1, round(min(n, n * cores / (n + self._others))))
+        return self._some
 
     def run(self) -> None:
         """Look for ever."""
@@ -73,14 +98,21 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Make the second team, or let it go."""
+        """See what others want; make the second team, or let it go."""
         (starved, then), self._before = self._before, self._now()
-        busy = self._before[0] - starved > BUSY * (self._before[1] - then)
+        waited = (self._before[0] - starved) / (self._before[1] - then)  # all threads, in a second
+        busy, n = waited > BUSY, self._some
+        if busy or n == self._all:
+            each = max(1 - waited / n, 0.01)  # of a core
+            self._others = max(0.0, system.cores() / each - n) if busy else 0.0
+            self._seen = self._before[1]
+        elif self._before[1] - self._seen > AGAIN:
+            self._others = 0.0
         if busy and self._crowd is None:
             self._crowd = threading.Event()
             crowd = threading.Thread(target=self._stay, args=(self._crowd,), daemon=True)
             crowd.start()
-        elif not busy and self._crowd is not None:
+        elif not busy and not self._others and self._crowd is not None:
             self._crowd.set()
             self._crowd = None
 

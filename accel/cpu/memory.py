@@ -34,6 +34,7 @@ import numpy.typing as npt
 from accel.cpu.plan import Plan
 from accel.free_list import FreeList
 from accel.system import fresh_memory, give_back
+from accel.threads import share
 from reference.memory import memory as memory  # arrays lie where NumPy's do
 
 Array = npt.NDArray[Any]
@@ -200,6 +201,7 @@ def step() -> Iterator[None]:
     global _depth
     if not _depth:
         _arena.begin()
+        share()
     _depth += 1
     try:
         yield

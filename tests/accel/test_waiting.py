@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accel import system, waiting
-from accel.threads import available_cores
+from accel import load, system, waiting
+from accel.threads import available_cores, set_threads, team, threads
 from tests.helpers import ROOT, forked
 
 counted = pytest.mark.skipif(system.starved() is None, reason="Linux alone counts it")
@@ -79,14 +79,84 @@ def test_a_second_team_is_there_while_threads_starve(monkeypatch: pytest.MonkeyP
     look(-1)  # a thread that had starved has ended
     teams[1][1].join(60)
     assert not teams[1][1].is_alive()
+    # and as long as threads are left out, which may be why none starves
+    monkeypatch.setattr(system, "cores", lambda: 2)
+    made.clear()
+    assert watch.fair(2) == 2
+    look(1)
+    assert made.wait(60) and watch.fair(2) == 1
+    look(0)
+    assert watch.fair(2) == 1
+    teams[2][1].join(0.1)
+    assert teams[2][1].is_alive()
+    now[1] += waiting.AGAIN
+    look(0)
+    teams[2][1].join(60)
+    assert not teams[2][1].is_alive() and watch.fair(2) == 2
 
 
-# prints Numba's pool, and by turns, where cores are free and where they are wanted: the threads,
-# and the milliseconds of the processor that a kernel takes with the waiting behind it
+def beside(others: list[float], cores: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return how many threads take part in each second beside so many others that want cores."""
+    now = [0.0, 0.0]
+    monkeypatch.setattr(system, "starved", lambda: now[0])
+    monkeypatch.setattr(system, "cores", lambda: cores)
+    monkeypatch.setattr(time, "monotonic", lambda: now[1])
+    watch = waiting.Watch(lambda *arguments: None)
+    seconds: list[list[int]] = []
+    for wanted in others:
+        seconds.append([])
+        for _ in range(4):
+            n = watch.fair(cores)
+            seconds[-1].append(n)
+            now[0] += 0.25 * n * max(0.0, 1 - cores / (n + wanted))
+            now[1] += 0.25
+            watch.look()
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("cores", "others", "threads"),
+    [(1, 3, 1), (2, 0.3, 2), (2, 1, 1), (2, 2, 1), (8, 0.1, 8), (8, 1, 7), (8, 3, 6), (8, 8, 4)],
+)
+def test_as_many_threads_take_part_as_a_fair_share_of_the_cores_comes_to(
+    cores: int, others: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = beside([0.0, 0.0] + [others] * 20 + [0.0] * 7, cores, monkeypatch)
+    assert seconds[0] == seconds[1] == [cores] * 4
+    assert seconds[2] == [cores] + [threads] * 3  # at once
+    # but for the moments in which all look whether others are still there
+    tried = [n for second in seconds[3:22] for n in second]
+    assert set(tried) <= {threads, cores} and tried.count(threads) >= 0.9 * len(tried)
+    assert seconds[-1] == [cores] * 4  # when they have gone
+
+
+@counted
+@pytest.mark.skipif(available_cores() < 2, reason="one core has one thread")
+def test_a_step_leaves_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, before = load("cpu"), threads()
+    monkeypatch.setattr(waiting, "fair", lambda n: n - 1)
+    try:
+        set_threads(2)
+        assert team() == 2
+        with ops.step():
+            assert team() == 1
+            with ops.step():
+                assert team() == 1
+        monkeypatch.setattr(waiting, "fair", lambda n: n)
+        with ops.step():
+            assert team() == 2
+    finally:
+        set_threads(before)
+
+
+# prints Numba's pool, and by turns, where cores are free and where they are wanted: the threads
+# of the process, the milliseconds of the processor that a kernel takes with the waiting behind it,
+# and the threads that take part in a step
 KERNELS = """
 import os, time
 import numba, numpy as np
 from accel import load, system, waiting
+from accel.threads import set_threads, team
 
 taken, wanted = 0, False
 
@@ -95,7 +165,7 @@ def starved():
     taken += wanted
     return taken
 
-system.starved, waiting.PERIOD = starved, 0.01
+system.starved, waiting.PERIOD, waiting.AGAIN = starved, 0.01, 0.1
 ops, x = load("cpu"), np.ones((1024, 64), np.float32)
 
 def spent():
@@ -109,7 +179,12 @@ ops.relu_forward(x)
 print(numba.threading_layer())
 for wanted in (False, True, False, True):
     time.sleep(0.5)
-    print(len(os.listdir("/proc/self/task")), spent())
+    threads, taken_by_it = len(os.listdir("/proc/self/task")), spent()
+    with ops.step():
+        time.sleep(0.5)
+    with ops.step():
+        print(threads, taken_by_it, team())
+    set_threads(2)
 """
 
 
@@ -124,8 +199,9 @@ def test_openmp_s_threads_sleep_soon_while_cores_are_wanted() -> None:
     if pool != "omp":
         pytest.skip(f"Numba's pool is {pool} here, not OpenMP")
     free, wanted, free_again, wanted_again = (
-        (int(threads), float(spent)) for threads, spent in map(str.split, lines)
+        (int(threads), float(spent), int(part)) for threads, spent, part in map(str.split, lines)
     )
+    assert (free[2], wanted[2], free_again[2], wanted_again[2]) == (2, 1, 2, 1)
     assert wanted[0] == wanted_again[0] == free[0] + 1 + system.cores()
     assert free_again[0] == free[0]
     assert 3 * max(wanted[1], wanted_again[1]) < min(free[1], free_again[1])
