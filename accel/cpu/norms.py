@@ -105,15 +105,18 @@ def _rmsnorm_backward(
         for i in range(piece * SUM_PIECE, min(rows, (piece + 1) * SUM_PIECE)):
             u, d, z, r = at(a, i * width), at(dy, i * width), at(da, i * width), rs[i]
             e = at(others, i * width)
-            s = zero
-            for j in range(width):
-                s += d[j] * g[j] * (u[j] * r)
+            s, first = zero, 0
+            while first < width:
+                count, v, c, k = part(width - first, far), at(u, first), at(d, first), at(g, first)
+                ask(at(v, width), count, far)
+                for j in range(count):
+                    s += c[j] * k[j] * (v[j] * r)
+                first += count
             mean = s * inv
             first = 0
             while first < width:
                 count, v, c = part(width - first, far), at(u, first), at(d, first)
                 k, t, f, w = at(g, first), at(dg, first), at(e, first), landing(at(z, first), far)
-                ask(at(v, width), count, far)
                 ask(at(c, width), count, far)
                 if plus:
                     ask(at(f, width), count, far)
@@ -196,8 +199,13 @@ def _layernorm_forward(
             mean = s * inv
             # The variance of the centred row, in a second pass: mean(x²) - mean(x)² would cancel.
             s = one - one
-            for j in range(width):
-                s += (u[j] - mean) * (u[j] - mean)
+            first = 0
+            while first < width:
+                n, v = part(width - first, far), at(u, first)
+                ask(at(v, width), n, far)
+                for j in range(n):
+                    s += (v[j] - mean) * (v[j] - mean)
+                first += n
             r = one / np.sqrt(s * inv + eps)
             st[i] = mean
             st[rows + i] = r
@@ -205,7 +213,6 @@ def _layernorm_forward(
             while first < width:
                 n, v, k, c = part(width - first, far), at(u, first), at(g, first), at(b, first)
                 w = landing(at(z, first), far)
-                ask(at(v, width), n, far)
                 for j in range(n):
                     w[j] = (v[j] - mean) * r * k[j] + c[j]
                 leave(w, at(z, first), n, far)
@@ -243,10 +250,15 @@ def _layernorm_backward(
             e, mean, r = at(others, i * width), st[i], st[rows + i]
             s = zero
             along = zero
-            for j in range(width):
-                dn = d[j] * g[j]
-                s += dn
-                along += dn * ((u[j] - mean) * r)
+            first = 0
+            while first < width:
+                count, v, c, k = part(width - first, far), at(u, first), at(d, first), at(g, first)
+                ask(at(v, width), count, far)
+                for j in range(count):
+                    dn = c[j] * k[j]
+                    s += dn
+                    along += dn * ((v[j] - mean) * r)
+                first += count
             s *= inv
             along *= inv
             first = 0
@@ -254,7 +266,6 @@ def _layernorm_backward(
                 count, v, c = part(width - first, far), at(u, first), at(d, first)
                 k, t, q, f = at(g, first), at(dg, first), at(db, first), at(e, first)
                 w = landing(at(z, first), far)
-                ask(at(v, width), count, far)
                 ask(at(c, width), count, far)
                 if plus:  # which LLVM does not take out of a loop of this size
                     ask(at(f, width), count, far)

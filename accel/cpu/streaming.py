@@ -101,7 +101,10 @@ def _fence(typingctx: Any) -> Any:
 
 @jit(nogil=True)
 def part(n: int, far: Any) -> int:
-    """Return how many of ``n`` elements to make before they leave."""
+    """Return how many of ``n`` elements to make before they leave, and others are asked for.
+
+    A row's sum, too, is one of such parts, so its bits depend on whether the array is far.
+    """
     return n if far is None else min(n, LANDING)
 
 
