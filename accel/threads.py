@@ -1,12 +1,14 @@
 """The threads: one number governs all of the project's own parallelism.
 
 It comes from ``set_threads``, else ``$MYLLM_THREADS``, else the processor cores this process may
-use, divided among the ranks that MPI started on this machine.
+use, divided among the ranks that MPI started on this machine. A step takes fewer while other
+processes want the cores (``sharing``).
 """
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -19,6 +21,7 @@ MOST = 1024  # threads that a caller may ask for
 
 _threads: int | None = None
 _pool_started = False
+_whole = 0  # threads that take part where nobody else wants cores; 0 outside of ``sharing``
 
 
 def available_cores() -> int:
@@ -94,10 +97,30 @@ def team() -> int:
     return int(parallel._get_num_threads())  # the public one takes seven times as long
 
 
-def share() -> None:
-    """Let the kernels that follow leave cores to others that want them (``waiting.fair``)."""
-    if _pool_started:
-        parallel._set_num_threads(waiting.fair(threads()))
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Let kernels that are called within leave cores to others who want them (``waiting.fair``)."""
+    global _whole
+    if not _pool_started:
+        yield
+        return
+    before, asked = parallel._get_num_threads(), _threads
+    parallel._set_num_threads(waiting.fair(before))
+    _whole = before
+    try:
+        yield
+    finally:
+        _whole = 0
+        if _threads == asked:  # else the user has said anew how many
+            parallel._set_num_threads(before)
+
+
+def most() -> int:
+    """Return on how many threads a parallel kernel might run that is called now.
+
+    With those that ``sharing`` leaves out: memory for each thread is the same so in every step.
+    """
+    return max(team(), _whole)
 
 
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ from accel.cpu.memory import empty
 from accel.cpu.packing import prefetch
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from accel.threads import team
+from accel.threads import most, team
 
 Array = npt.NDArray[Any]
 
@@ -191,7 +191,7 @@ def multiply_rows(
     enable()
     row_panels, column_panels = _group(panels(rows), b.shape[0])
     own = row_panels * panels(depth) * STEP + _SPARE
-    scratch = empty((team(), own), np.uint32)
+    scratch = empty((most(), own), np.uint32)
     _multiply_rows(
         address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
         out.strides[0] // 4, address(bias), address(plus), address(packed),

@@ -117,9 +117,6 @@ def _scatter(
             if not add:
                 for j in range(count):
                     w[j] = like
-            elif far is not None:
-                for j in range(count):
-                    w[j] = z[j]
             while i < end[v]:
                 u = at(dy, position[i] * width + first)
                 i += 1
@@ -157,6 +154,6 @@ def embedding_backward(
     _sort(address(cache.ids), address(order), address(ends), n, vocabulary)
     _scatter(
         *(like(dout), address(order), address(ends), address(dout), address(dtable)),
-        *(n, width, vocabulary, accumulate, is_far(dtable)),
+        *(n, width, vocabulary, accumulate, None if accumulate else is_far(dtable)),
     )
     return delivered(dtable, elsewhere)

@@ -26,7 +26,7 @@ from numba import prange
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from accel.threads import team
+from accel.threads import most
 
 Array = npt.NDArray[Any]
 
@@ -134,7 +134,7 @@ def delivered(filled: Array, out: Array | None) -> Array:
 
 def scratch(elements: int, dtype: npt.DTypeLike) -> Array:
     """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
-    return empty((team(), -(-elements // 16) * 16), dtype)
+    return empty((most(), -(-elements // 16) * 16), dtype)
 
 
 @jit(**SERIAL)

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from accel.cpu.plan import Plan
 from accel.free_list import FreeList
 from accel.system import fresh_memory, give_back
-from accel.threads import share
+from accel.threads import sharing
 from reference.memory import memory as memory  # arrays lie where NumPy's do
 
 Array = npt.NDArray[Any]
@@ -197,14 +197,18 @@ _poison = False
 
 @contextlib.contextmanager
 def step() -> Iterator[None]:
-    """Open a scope in which arrays come from the arena; scopes may be nested."""
+    """Open a scope in which arrays come from the arena; scopes may be nested.
+
+    Within the outermost, kernels leave cores to other processes that want them.
+    """
     global _depth
-    if not _depth:
+    outermost = not _depth
+    if outermost:
         _arena.begin()
-        share()
     _depth += 1
     try:
-        yield
+        with sharing() if outermost else contextlib.nullcontext():
+            yield
     finally:
         _depth -= 1
 

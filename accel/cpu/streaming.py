@@ -8,7 +8,7 @@ whole lines are written. LLVM makes no vectors of loops with such stores: so a k
 then: a row's passes over itself leave the memory idle in between.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy.typing as npt
 from llvmlite import ir
@@ -23,18 +23,18 @@ from accel.jit import jit
 
 LANDING = 256  # elements that most kernels send on at once
 AHEAD = 2 * LANDING  # how far flat arrays are asked for ahead
-ROOM = 1024  # the most that a kernel may send on at once
+ROOM = 1024  # that a landing has room for
 FAR = 32 << 20  # bytes: the last cache that two cores of today's processors have, and more
 
 _prefetch = prefetching(1)
 
 
-def is_far(out: npt.NDArray[Any]) -> bool | None:
+def is_far(out: npt.NDArray[Any]) -> Literal[True] | None:
     """Return True where no cache holds ``out``, which then is written past them.
 
     Else None, for which kernels are compiled apart: they write to where the results belong.
     """
-    return True if out.nbytes > FAR else None
+    return True if out.nbytes > FAR and out.flags.aligned else None
 
 
 @intrinsic

@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 import accel
-from accel.cpu import memory, streaming
+from accel.cpu import embedding, memory, streaming
 from accel.cpu.simd import pointer
 from accel.threads import set_threads, threads
 from reference.ops import Ops
@@ -78,6 +78,31 @@ def test_it_is_what_is_written_to_the_caches(
 def test_only_what_no_cache_holds_goes_past_them() -> None:
     assert not streaming.is_far(np.empty(streaming.FAR // 4, np.float32))
     assert streaming.is_far(np.empty(streaming.FAR // 4 + 1, np.float32))
+
+
+def test_an_array_that_lies_across_its_elements_is_no_landing_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streaming, "FAR", -1)
+    out = np.frombuffer(bytearray(4 * 1000 + 1), np.float32, 1000, 1)
+    x = np.arange(1000, dtype=np.float32)
+    accel.load("cpu").scale_forward(x, factor=0.5, out=out)
+    np.testing.assert_array_equal(out, x / 2)
+
+
+def test_a_gradient_that_is_added_to_is_touched_only_where_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows whose ids do not occur would be read and written, most of a large table."""
+    far: list[Any] = []
+    monkeypatch.setattr(streaming, "FAR", -1)
+    monkeypatch.setattr(embedding, "_scatter", lambda *arguments: far.append(arguments[-1]))
+    ops = accel.load("cpu")
+    ids, table = np.zeros(2, np.int32), np.zeros((3, 4), np.float32)
+    out, cache = ops.embedding_forward(ids, table)
+    ops.embedding_backward(out, cache, out=table, accumulate=True)
+    ops.embedding_backward(out, cache, out=table)
+    assert far == [None, True]
 
 
 @njit  # type: ignore[untyped-decorator]

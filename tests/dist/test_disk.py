@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,7 +248,8 @@ def test_what_is_written_goes_to_the_disk_meanwhile_and_a_failure_beside_it_is_s
     monkeypatch.setattr(places, "past_memory", lambda file, *, on: False)
     monkeypatch.setattr(places, "PAUSE", 0.0)
     # However long the disk takes, more than that has passed before it is written to again.
-    monkeypatch.setattr("time.monotonic", (3.0**n for n in itertools.count()).__next__)
+    clock = map(pow, itertools.repeat(3.0), itertools.count())
+    monkeypatch.setattr("dist.places.time", SimpleNamespace(monotonic=clock.__next__))
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.release())
     before = threading.active_count()
     with pytest.raises(ValueError, match="what the body says"), places.steadily(new) as file:
