@@ -38,6 +38,7 @@ BUSY = 0.1  # of a second without a core, in a second
 PERIOD = 0.25  # seconds
 AGAIN = 5.0  # seconds after which all threads take part, to see whether the others are still there,
 RARELY = 20  # or so many steps, if these take longer
+PAUSE = 1.0  # seconds, at least, behind which steps begin with all threads
 
 _watch: "Watch | None" = None
 
@@ -95,7 +96,10 @@ class Watch:
         One that would have to share its core for most of the time does not.
         """
         cores, now = system.cores(), time.monotonic()
-        self._lasts, self._begun = now - self._begun, now
+        lasted, self._begun = now - self._begun, now
+        if lasted > max(PAUSE, 3 * self._lasts):
+            self._others = 0.0  # what was seen was not seen of steps: kernels were compiled, say
+        self._lasts = lasted
         some = max(1, int(min(n, n * cores / (n + self._others)) + 0.4))
         self._changed |= some != self._some
         self._all, self._some = n, some

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from accel.threads import set_threads, threads
 from reference.ops import Ops
 
 Array = npt.NDArray[Any]
@@ -123,11 +124,12 @@ def settled(ops: Ops, call: Callable[[], object]) -> Iterator[None]:
     """Open a step behind one that made the same call, as the steps of a training are.
 
     The first that is as large gives memory back to the system, and would be timed with the page
-    faults that follow.
+    faults that follow. All threads take part, also where others want cores.
     """
     with ops.step():
         call()
     with ops.step():
+        set_threads(threads())
         yield
 
 

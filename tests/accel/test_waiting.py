@@ -175,6 +175,22 @@ def test_two_threads_that_share_one_core_of_two_become_one(monkeypatch: pytest.M
     assert {*seconds[2]} == {1}
 
 
+def test_what_was_wanted_before_a_pause_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While several processes compile kernels, nobody asks how many take part in a step."""
+    now = [0.0, 0.0]
+    monkeypatch.setattr(system, "starved", lambda: now[0])
+    monkeypatch.setattr(system, "cores", lambda: 2)
+    monkeypatch.setattr(time, "monotonic", lambda: now[1])
+    watch = waiting.Watch(lambda *arguments: None)
+    for pause in (30.0, 0.1, 0.1, 30.0):
+        for _ in range(8):
+            now[0] += 0.25
+            now[1] += 0.25
+            watch.look()
+        now[1] += pause
+        assert watch.fair(2) == (2 if pause > 1 else 1)
+
+
 def test_it_goes_on_looking_where_it_could_not(monkeypatch: pytest.MonkeyPatch) -> None:
     class Over(Exception):
         pass

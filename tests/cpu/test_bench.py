@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel import load
+from accel import load, waiting
 from accel.bench import bandwidth, cpu, llmc, report, scaling, timing
 from accel.bench.cases import BY_BYTES, small_ops
 from accel.bench.report import Row
 from accel.bench.training import SMALL, Training
 from accel.cpu import memory
-from accel.threads import available_cores, threads
+from accel.threads import available_cores, team, threads
 from dist import cli
 from reference.presets import GPT2_SMALL
 from tests.helpers.weights import write_random
@@ -395,7 +395,7 @@ def test_beside_busy_processes_a_step_is_held_to_a_fair_share(
     assert two.note == "waiting as GNU does 200 ms"
 
 
-def test_what_is_timed_gives_no_memory_back_to_the_system(
+def test_what_is_timed_gives_no_memory_back_and_has_all_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a first step does, which then pays for page faults."""
@@ -409,7 +409,9 @@ def test_what_is_timed_gives_no_memory_back_to_the_system(
         for _ in range(2):
             memory.empty(16 << 20, np.uint8)
 
+    monkeypatch.setattr(waiting, "fair", lambda n: 1)
     with timing.settled(ops, call):
+        assert team() == threads()
         assert given  # by the step before
         given.clear()
         for _ in range(3):
