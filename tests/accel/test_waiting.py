@@ -252,7 +252,7 @@ def starved():
     taken += wanted
     return taken
 
-system.starved, waiting.PERIOD, waiting.AGAIN = starved, 0.01, 0.1
+system.starved, waiting.PERIOD, waiting.AGAIN, waiting.PAUSE = starved, 0.01, 0.1, 1e9
 ops, x = load("cpu"), np.ones((1024, 64), np.float32)
 
 def spent():
