@@ -15,10 +15,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from accel.cpu.simd import at, lanes_of, vector_columns
+from accel.cpu.simd import at, emit_prefetch, lanes_of, vector_columns
 from accel.jit import jit
 
 Value = Any
@@ -65,13 +64,7 @@ def prefetching(level: int) -> Any:
     @intrinsic
     def line(typingctx: Any, p: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Value:
-            f = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(ir.VoidType(), [args[0].type, _INT32, _INT32, _INT32]),
-                "llvm.prefetch.p0",
-            )
-            read, near, data = (ir.Constant(_INT32, n) for n in (0, 4 - level, 1))
-            builder.call(f, [args[0], read, near, data])
+            emit_prefetch(builder, args[0], level, write=False)
             return context.get_dummy_value()
 
         return types.none(p), codegen

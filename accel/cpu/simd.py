@@ -111,22 +111,27 @@ def wide_vectors(typingctx: Context) -> Any:
     return types.none(), codegen
 
 
+def emit_prefetch(builder: Builder, line: Value, level: int, *, write: bool) -> None:
+    """Ask for the cache line at a pointer, to lie in that level's cache soon."""
+    f = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [line.type, _INT32, _INT32, _INT32]),
+        "llvm.prefetch.p0",
+    )
+    data = 1
+    builder.call(f, [line, *(ir.Constant(_INT32, int(n)) for n in (write, 4 - level, data))])
+
+
 @intrinsic
 def prefetch_row(typingctx: Context, p: Any) -> Any:
     """Ask for the cache lines of one row of the register block at ``p``, which is to be written."""
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        f = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [args[0].type, _INT32, _INT32, _INT32]),
-            "llvm.prefetch.p0",
-        )
-        write, keep, data = (ir.Constant(_INT32, n) for n in (1, 3, 1))
         lanes = lanes_of(context, signature.args[0])
         step = max(1, 64 // vector_bytes()) * lanes  # elements of a cache line
         for i in range(0, block_vectors() * lanes, step):
             line = builder.gep(args[0], [ir.Constant(_INT64, i)])
-            builder.call(f, [line, write, keep, data])
+            emit_prefetch(builder, line, 1, write=True)
         return context.get_dummy_value()
 
     return types.none(p), codegen
