@@ -32,9 +32,9 @@ from accel.cpu.kernels import (
     sum_rows,
 )
 from accel.cpu.memory import empty
-from accel.cpu.simd import at, exp, pointer
+from accel.cpu.simd import at, exp_below, pointer
 from accel.cpu.simd import start as start_of
-from accel.cpu.streaming import ask, is_far, leave, part, settle
+from accel.cpu.streaming import LANDING, ask, is_far, leave, settle
 from accel.jit import jit
 from accel.threads import team
 from reference.types import Loss
@@ -98,30 +98,32 @@ def _row_max(x: Any, n: int) -> Any:
 def _softmax(one: Any, x: int, out: int, rooms: Any, rows: int, width: int, far: Any) -> None:
     a, y = pointer(x, one), pointer(out, one)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
-        last = min(rows, (piece + 1) * ROW_PIECE) - 1
-        top = _row_max(at(a, piece * ROW_PIECE * width), width)
-        for i in range(piece * ROW_PIECE, last + 1):
-            u, z = at(a, i * width), at(y, i * width)
-            e = z
+        start, end = piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)
+        top, r = _row_max(at(a, start * width), width), one
+        # While a row is written the one behind it is read, so that neither waits for the other.
+        for i in range(start, end + 1):
+            u, s = at(a, i * width), one - one
+            e, z = at(y, i * width), at(y, (i - 1) * width)
+            made = z
             if far is not None:
-                e = at(start_of(rooms), get_thread_id() * rooms.shape[1])
-            s, first = one - one, 0
-            while first < width:
-                n, v, w = part(width - first, far), at(u, first), at(e, first)
-                ask(at(v, width), n, far)
-                for j in range(n):
-                    w[j] = exp(v[j] - top)
-                    s += w[j]
-                first += n
-            # The maximum of the next row waits for nothing, where all else waits for the sum.
-            top = _row_max(at(a, min(i + 1, last) * width), width)
-            r, first = one / s, 0
-            while first < width:
-                n, w = part(width - first, far), at(e, first)
-                for j in range(n):
-                    w[j] *= r
-                leave(w, at(z, first), n, far)
-                first += n
+                room = at(start_of(rooms), get_thread_id() * rooms.shape[1])
+                e, made = at(room, i % 2 * width), at(room, (i - 1) % 2 * width)
+            for first in range(0, width, LANDING):
+                n = min(LANDING, width - first)
+                if i < end:
+                    v, w = at(u, first), at(e, first)
+                    ask(at(v, width), n, True)
+                    for j in range(n):
+                        w[j] = exp_below(v[j] - top)
+                        s += w[j]
+                if i > start:
+                    w = at(made, first)
+                    for j in range(n):
+                        w[j] *= r
+                    leave(w, at(z, first), n, far)
+            if i < end:
+                # The maximum of the next row waits for nothing, where all else waits for the sum.
+                top, r = _row_max(at(a, min(i + 1, end - 1) * width), width), one / s
         settle(far)
 
 
@@ -142,7 +144,7 @@ def row_cross_entropy(
     s = zero
     if need_backward:
         for j in range(width):
-            z[j] = exp(z[j] - top)
+            z[j] = exp_below(z[j] - top)
             s += z[j]
         r = one / s
         for j in range(width):
@@ -150,7 +152,7 @@ def row_cross_entropy(
         z[target] -= one
     else:
         for j in range(width):
-            s += exp(z[j] - top)
+            s += exp_below(z[j] - top)
     loss[0] = np.log(np.float64(s)) + (np.float64(top) - np.float64(at_target))
 
 
@@ -181,7 +183,7 @@ def softmax(x: Array) -> Array:
     width = x.shape[-1]
     if out.size:
         one, far = x.dtype.type(1), is_far(out)
-        rooms = scratch(width if far else 0, x.dtype)
+        rooms = scratch(2 * width if far else 0, x.dtype)
         _softmax(one, address(x), address(out), rooms, x.size // width, width, far)
     return out
 

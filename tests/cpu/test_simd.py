@@ -22,6 +22,12 @@ def exp_of(x, out):
 
 
 @njit
+def exp_below_of(x, out):
+    for i in range(x.size):
+        out[i] = simd.exp_below(x[i])
+
+
+@njit
 def exp2_of(x, out):
     for i in range(x.size):
         out[i] = simd.exp2(x[i])
@@ -72,6 +78,16 @@ def test_exponentials_below_the_normal_range_are_zero(kernel, exact, binade):
     out = np.full_like(x, 7)
     kernel(x, out)
     np.testing.assert_array_equal(out, 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_an_exponential_of_what_is_below_has_the_same_bits(dtype):
+    x = np.append(np.linspace(-130, 88, 200_003), [0.0, -0.0, -1e30, -np.inf, np.nan]).astype(dtype)
+    out, below = np.empty_like(x), np.empty_like(x)
+    exp_of(x, out)
+    exp_below_of(x, below)
+    assert out.tobytes() == below.tobytes()
+    assert simd.exp_below(-1.5) == np.exp(-1.5)
 
 
 @pytest.mark.parametrize(("kernel", "exact", "binade"), KERNELS)
