@@ -37,9 +37,10 @@ EXTRAS = (
     "matplotlib.figure matplotlib.backends.backend_agg uvicorn starlette.applications "
     "starlette.responses"
 )
-# None stands for a module that an import then does not find
+# None stands for a module that an import then does not find: one that the other system lacks, or,
+# as torch, whose Linux package loads itself as Windows' would be
 MODULES = {
-    "win32": "fcntl resource pwd grp termios tty pty readline syslog crypt spwd",
+    "win32": "fcntl resource pwd grp termios tty pty readline syslog crypt spwd torch",
     "darwin": "",
 }
 MISSING = {
