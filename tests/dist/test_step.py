@@ -273,6 +273,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     (path / f"{name}.bin").write_bytes(raw[:-4])
     with pytest.raises(AllRanksError, match="bytes but has"):
         checkpoint.load(path, stepper, Solo())
+    (path / f"{name}.bin").unlink()
+    with pytest.raises(AllRanksError, match=rf"has no {name}\.bin, .*; go on from an older one"):
+        checkpoint.load(path, stepper, Solo())
     (path / "manifest.json").write_text("{")
     with pytest.raises(AllRanksError, match="is damaged"):
         checkpoint.load(path, stepper, Solo())
