@@ -26,7 +26,7 @@ from numba.extending import overload
 from accel.cpu.halves import as_type, wide
 from accel.cpu.kernels import COMPILED, MAP, PIECE, ROW_PIECE, address, contiguous, like
 from accel.cpu.memory import empty
-from accel.cpu.simd import at, exp, pointer
+from accel.cpu.simd import at, exp, exp_below, held, pointer
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
@@ -123,12 +123,13 @@ def _normal_overload(x: Any) -> Callable[..., Any] | None:
         return None
 
     def normal_float32(x: Any) -> Any:
-        bell = exp(_F(-0.5) * x * x)
-        w = _F(1) / (_F(1) + _SLOPE * abs(x))
-        p = (((_P9 * w + _P8) * w + _P7) * w + _P6) * w + _P5
-        p = ((((p * w + _P4) * w + _P3) * w + _P2) * w + _P1) * w + _P0
-        tail = bell * (p * w)
-        return (_F(1) - tail if x > _F(0) else tail), bell
+        bell, one = exp_below(held(_F(-0.5)) * x * x), held(_F(1))
+        w = one / (one + held(_SLOPE) * abs(x))
+        p = (held(_P9) * w + held(_P8)) * w + held(_P7)
+        p = ((p * w + held(_P6)) * w + held(_P5)) * w + held(_P4)
+        p = ((p * w + held(_P3)) * w + held(_P2)) * w + held(_P1)
+        tail = bell * ((p * w + held(_P0)) * w)
+        return (one - tail if x > _F(0) else tail), bell
 
     return normal_float32
 

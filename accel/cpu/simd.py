@@ -141,13 +141,35 @@ def prefetch_row(typingctx: Context, p: Any) -> Any:
 
 _F = np.float32
 # Adding 1.5 · 2²³ leaves a float32 no bits below the point: it rounds to the nearest integer, which
-# then stands in the low bits of the sum. Contraction to fused multiply-adds is the one liberty the
-# compiler gets here; reassociation would cancel the constant.
-_ROUND = _F(12582912.0)
+# then stands in the low bits of the sum, here with the 127 that an exponent has there. Contraction
+# to fused multiply-adds is the one liberty the compiler gets here; reassociation would cancel the
+# constant.
+_ROUND = _F(12582912.0 + 127)
 _LOG2_E = _F(1.44269504)
 _LN2_HIGH = _F(0.693359375)  # nine bits, so that its product with an integer below 2¹⁴ is exact
 _LN2_LOW = _F(-2.12194440e-4)
 _LN2 = float(np.log(2.0))
+
+
+@intrinsic
+def held(typingctx: Context, constant: Any) -> Any:
+    """Return a float32 constant so that a loop finds it in a register or on the stack.
+
+    An instruction of AVX2 takes eight numbers from the stack for nothing, but not one for all lanes
+    as later ones do; LLVM, which knows the constant, would load and spread it in every turn. An
+    empty instruction hides that it is one.
+    """
+
+    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        if vector_bytes() != 32:
+            return args[0]
+        kind = args[0].type
+        hidden = builder.asm(ir.FunctionType(kind, [kind]), "", "=x,0", [args[0]], False)
+        hidden.attributes.add("readnone")
+        hidden.attributes.add("nounwind")
+        return hidden
+
+    return constant(constant), codegen
 
 
 def exp2(t: Any) -> Any:
@@ -187,18 +209,18 @@ def _exp2_overload(t: Any) -> Callable[..., Any] | None:
 
     def exp2_float32(t: Any) -> Any:
         # Comparisons are written so that NaN falls through. The exponent field of 2⁻¹²⁷ is zero.
-        t = _F(-127.0) if t < _F(-127.0) else t
-        t = _F(128.0) if t > _F(128.0) else t
-        shifted = t + _ROUND
-        f = t - (shifted - _ROUND)  # in [-1/2, 1/2]
-        p = _F(1.535336188e-4) * f + _F(1.339887440e-3)
-        p = p * f + _F(9.618437358e-3)
-        p = p * f + _F(5.550332471e-2)
-        p = p * f + _F(2.402264791e-1)
-        p = p * f + _F(6.931472029e-1)
-        p = p * f + _F(1.0)
-        exponent = np.int32((np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23))
-        return p * np.int32(exponent).view(np.float32)
+        low, high, integer = held(_F(-127.0)), held(_F(128.0)), held(_ROUND)
+        t = low if t < low else t
+        t = high if t > high else t
+        shifted = t + integer
+        f = t - (shifted - integer)  # in [-1/2, 1/2]
+        p = held(_F(1.535336188e-4)) * f + held(_F(1.339887440e-3))
+        p = p * f + held(_F(9.618437358e-3))
+        p = p * f + held(_F(5.550332471e-2))
+        p = p * f + held(_F(2.402264791e-1))
+        p = p * f + held(_F(6.931472029e-1))
+        p = p * f + held(_F(1.0))
+        return p * np.int32(np.float32(shifted).view(np.int32) << np.int32(23)).view(np.float32)
 
     return exp2_float32
 
@@ -211,19 +233,19 @@ def _exp_below_overload(x: Any) -> Callable[..., Any] | None:
         return None
 
     def exp_below_float32(x: Any) -> Any:
-        x = _F(-127.0 * _LN2) if x < _F(-127.0 * _LN2) else x
-        shifted = x * _LOG2_E + _ROUND
-        n = shifted - _ROUND
-        r = x - n * _LN2_HIGH
-        r = r - n * _LN2_LOW
+        low, integer = held(_F(-127.0 * _LN2)), held(_ROUND)
+        x = low if x < low else x
+        shifted = x * held(_LOG2_E) + integer
+        n = shifted - integer
+        r = x - n * held(_LN2_HIGH)
+        r = r - n * held(_LN2_LOW)
         # In pairs (Estrin 1960), which wait less for each other than one after the other.
         square = r * r
-        p = _F(1.9875691500e-4) * r + _F(1.3981999507e-3)
-        p = p * square + (_F(8.3334519073e-3) * r + _F(4.1665795894e-2))
-        p = p * square + (_F(1.6666665459e-1) * r + _F(5.0000001201e-1))
-        p = p * square + (r + _F(1.0))
-        exponent = np.int32((np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23))
-        return p * np.int32(exponent).view(np.float32)
+        p = held(_F(1.9875691500e-4)) * r + held(_F(1.3981999507e-3))
+        p = p * square + (held(_F(8.3334519073e-3)) * r + held(_F(4.1665795894e-2)))
+        p = p * square + (held(_F(1.6666665459e-1)) * r + held(_F(5.0000001201e-1)))
+        p = p * square + (r + held(_F(1.0)))
+        return p * np.int32(np.float32(shifted).view(np.int32) << np.int32(23)).view(np.float32)
 
     return exp_below_float32
 
@@ -236,7 +258,8 @@ def _exp_overload(x: Any) -> Callable[..., Any] | None:
         return None
 
     def exp_float32(x: Any) -> Any:
-        return exp_below(_F(128.0 * _LN2) if x > _F(128.0 * _LN2) else x)
+        high = held(_F(128.0 * _LN2))
+        return exp_below(high if x > high else x)
 
     return exp_float32
 

@@ -75,27 +75,51 @@ X86 = {  # features, and the multiply-adds of a row of the register block
 }
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="made for its own kind")
-@pytest.mark.parametrize("processor", X86)
-def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) -> None:
-    # two threads of one core share what it can decode, and a cloud's machines are such threads
-    features, vectors = X86[processor]
-    named = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features}
+def made_for(processor: str, code: str) -> str:
+    """Return what a script prints that compiles for a processor of ``X86``."""
+    named = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": X86[processor][0]}
     done = subprocess.run(
-        [sys.executable, "-c", TILE],
+        [sys.executable, "-c", code],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, **named},
     )
     assert done.returncode == 0, done.stderr
-    products = 2 * 6 * vectors  # two steps of a block of six rows
-    found = [re.findall(r"^\t([a-z]\w+)", loop, re.M) for loop in inner_loops(done.stdout)]
+    return done.stdout
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="made for its own kind")
+@pytest.mark.parametrize("processor", X86)
+def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) -> None:
+    # two threads of one core share what it can decode, and a cloud's machines are such threads
+    said = made_for(processor, TILE)
+    products = 2 * 6 * X86[processor][1]  # two steps of a block of six rows
+    found = [re.findall(r"^\t([a-z]\w+)", loop, re.M) for loop in inner_loops(said)]
     loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
     assert loops
     for loop in loops:
-        needed = products + 2 * (vectors + 6)  # and what they multiply is loaded
+        needed = products + 2 * (X86[processor][1] + 6)  # and what they multiply is loaded
         assert len(loop) - needed <= 6, loop  # pointers of two steps, a count, the jump
+
+
+EXPONENTIALS = """
+from numba import njit, types
+from accel.cpu import activations, kernels
+kernel = njit(**kernels.MAP | {"parallel": False})(activations._swiglu_forward.py_func)
+f, i = types.float32, types.int64
+kernel.compile((f, f, i, i, i, i))
+print(next(iter(kernel.inspect_asm().values())))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="made for its own kind")
+def test_constants_of_exponentials_are_not_fetched_anew_for_each_number() -> None:
+    loops = [loop for loop in inner_loops(made_for("haswell", EXPONENTIALS)) if "vpslld" in loop]
+    assert loops
+    for loop in loops:
+        assert loop.count("(%rsp)") >= 3, loop
+        assert loop.count("broadcast") <= 1, loop  # what turns a sign is no float32
 
 
 @pytest.mark.slow
