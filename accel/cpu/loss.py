@@ -34,7 +34,7 @@ from accel.cpu.kernels import (
 from accel.cpu.memory import empty
 from accel.cpu.simd import at, exp_below, pointer
 from accel.cpu.simd import start as start_of
-from accel.cpu.streaming import LANDING, ask, is_far, leave, settle
+from accel.cpu.streaming import ask, is_far, leave, settle
 from accel.jit import jit
 from accel.threads import team
 from reference.types import Loss
@@ -42,6 +42,7 @@ from reference.types import Loss
 Array = npt.NDArray[Any]
 
 CHUNK_ELEMENTS = 8 << 20  # logits of a chunk
+AT_ONCE = 512  # elements of a softmax's row: written, while as many of the next one are read
 CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a product
 
 
@@ -108,8 +109,8 @@ def _softmax(one: Any, x: int, out: int, rooms: Any, rows: int, width: int, far:
             if far is not None:
                 room = at(start_of(rooms), get_thread_id() * rooms.shape[1])
                 e, made = at(room, i % 2 * width), at(room, (i - 1) % 2 * width)
-            for first in range(0, width, LANDING):
-                n = min(LANDING, width - first)
+            for first in range(0, width, AT_ONCE):
+                n = min(AT_ONCE, width - first)
                 if i < end:
                     v, w = at(u, first), at(e, first)
                     ask(at(v, width), n, True)
