@@ -519,7 +519,7 @@ def reading(
     advice = ADVICE if set(described.crc32) == {*ARRAYS} else "import it again"
     width = 1 if name == KEPT else 4  # bytes of an element
     if not file_path.exists():
-        raise FileNotFoundError(f"{path} has no {file_path.name}, it was moved or lost; {advice}")
+        raise FileNotFoundError(f"{path} has no {file_path.name}: it was moved or lost; {advice}")
     expected, size = width * cutting.count(name), file_path.stat().st_size
     if size != expected:
         raise ValueError(

@@ -100,8 +100,9 @@ def rows(ops: Ops, *, quick: bool) -> Iterator[Row]:
     Every op is visited VISITS times, all others in between, and the visit with the middle ratio
     counts: memory, and a cache that others share, are slower in one minute than in the next.
     """
-    far, visits = copies(FAR), defaultdict[str, list[tuple[float, Row]]](list)
-    for visit in range(VISITS):
+    far, found = copies(FAR), defaultdict[str, list[tuple[float, Row]]](list)
+    visits = 1 if quick else VISITS
+    for visit in range(visits):
         for what, call, n_bytes in calls(ops, small_ops()):
             near = {f"as many {way}": copy for way, copy in copies(n_bytes).items()}
             functions = {"op": call, **far, **near}
@@ -112,6 +113,6 @@ def rows(ops: Ops, *, quick: bool) -> Iterator[Row]:
             cached = n_bytes / min(times[way] for way in near) / 1e9
             note = f"{times['op'] * 1e3:.3g} ms, {rate / cached:.2f} of a copy of as many"
             row = Row(f"{what} / a copy", rate, copied, BAR, "GB/s", note)
-            visits[what].append((rate / copied, row))
-            if visit == VISITS - 1:
-                yield sorted(visits[what], key=itemgetter(0))[VISITS // 2][1]
+            found[what].append((rate / copied, row))
+            if visit == visits - 1:
+                yield sorted(found[what], key=itemgetter(0))[visits // 2][1]

@@ -26,7 +26,7 @@ from numba.extending import overload
 from accel.cpu.halves import as_type, wide
 from accel.cpu.kernels import COMPILED, MAP, PIECE, ROW_PIECE, address, contiguous, like
 from accel.cpu.memory import empty
-from accel.cpu.simd import at, exp, exp_below, held, pointer
+from accel.cpu.simd import INLINE, at, exp, exp_below, held, pointer
 from accel.jit import jit
 
 Array = npt.NDArray[Any]
@@ -111,7 +111,7 @@ def normal(x: Any) -> Any:
     raise TypeError(COMPILED)
 
 
-@overload(normal, jit_options={"fastmath": {"contract"}})
+@overload(normal, jit_options=INLINE)
 def _normal_overload(x: Any) -> Callable[..., Any] | None:
     if x == types.float64:
 

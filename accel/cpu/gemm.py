@@ -35,10 +35,10 @@ from accel.cpu.simd import (
     at,
     block_columns,
     block_vectors,
-    pad_columns,
     pointer,
     tile_gemm,
     vector_bytes,
+    vector_columns,
 )
 from accel.jit import jit
 from accel.threads import team
@@ -85,7 +85,7 @@ def _product(
     right, left = pointer(right_address, like), pointer(left_address, like)
     bias, plus = pointer(bias_address, like), pointer(plus_address, like)
     width = block_columns(a)
-    line = pad_columns(like)  # elements of a cache line
+    line = vector_columns(a)  # elements of a vector, which is a cache line or a part of one
     across = (n + wide - 1) // wide
     for step in range((k + depth - 1) // depth * across):
         k0, j0 = step // across * depth, step % across * wide

@@ -149,6 +149,8 @@ _LOG2_E = _F(1.44269504)
 _LN2_HIGH = _F(0.693359375)  # nine bits, so that its product with an integer below 2¹⁴ is exact
 _LN2_LOW = _F(-2.12194440e-4)
 _LN2 = float(np.log(2.0))
+# LLVM takes each ``held`` for an instruction and would call so many of them, a number at a time.
+INLINE: dict[str, Any] = {"fastmath": {"contract"}, "forceinline": True}
 
 
 @intrinsic
@@ -200,7 +202,7 @@ def _exp_float64(x: Any) -> Any:
     return np.exp(x)
 
 
-@overload(exp2, jit_options={"fastmath": {"contract"}})
+@overload(exp2, jit_options=INLINE)
 def _exp2_overload(t: Any) -> Callable[..., Any] | None:
     if t == types.float64:
         return _exp2_float64
@@ -225,7 +227,7 @@ def _exp2_overload(t: Any) -> Callable[..., Any] | None:
     return exp2_float32
 
 
-@overload(exp_below, jit_options={"fastmath": {"contract"}})
+@overload(exp_below, jit_options=INLINE)
 def _exp_below_overload(x: Any) -> Callable[..., Any] | None:
     if x == types.float64:
         return _exp_float64
@@ -244,13 +246,13 @@ def _exp_below_overload(x: Any) -> Callable[..., Any] | None:
         p = held(_F(1.9875691500e-4)) * r + held(_F(1.3981999507e-3))
         p = p * square + (held(_F(8.3334519073e-3)) * r + held(_F(4.1665795894e-2)))
         p = p * square + (held(_F(1.6666665459e-1)) * r + held(_F(5.0000001201e-1)))
-        p = p * square + (r + held(_F(1.0)))
+        p = p * square + r + held(_F(1.0))
         return p * np.int32(np.float32(shifted).view(np.int32) << np.int32(23)).view(np.float32)
 
     return exp_below_float32
 
 
-@overload(exp)
+@overload(exp, jit_options=INLINE)
 def _exp_overload(x: Any) -> Callable[..., Any] | None:
     if x == types.float64:
         return _exp_float64

@@ -458,3 +458,17 @@ def test_every_op_bound_by_memory_has_its_row(
         + [f"{op} backward," for op in ("rmsnorm", "layernorm")]
     )
     assert all("GB/s" in line and "≥ 0.90" in line for line in lines)
+
+
+def test_of_three_visits_to_an_op_the_middle_ratio_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = ("add forward", lambda: None, 1e9)
+    seconds = iter([0.5, 2.0, 0.25])
+    monkeypatch.setattr(bandwidth, "calls", lambda ops, cases: iter([once]))
+    monkeypatch.setattr(bandwidth, "copies", lambda n_bytes: {f"{n_bytes} in pieces": None})
+    monkeypatch.setattr(
+        bandwidth,
+        "alternate",
+        lambda calls, **how: {**dict.fromkeys(calls, 1.0), "op": next(seconds)},
+    )
+    (row,) = bandwidth.rows(load("cpu"), quick=False)
+    assert row.ours == 2.0
