@@ -1,7 +1,7 @@
 """``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
 
-First attention's path and the algorithms of the products are chosen, as a run at these shapes
-chooses them, and two ceilings are measured: bytes a second of a large copy on the GPU, and
+First attention's path (unless ``--attention`` names one) and the algorithms of the products are
+chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a large copy on the GPU, and
 operations a second of one large bf16 product. Then each product of a training step is shown, by
 what was chosen beside cuBLAS's own choice, and each op of MyLLM-1B at its training shapes, in time,
 the bytes or operations that its arithmetic asks for, and their share of the ceiling; then a
@@ -28,7 +28,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from accel import DEFAULT
+from accel import AUTO, DEFAULT, Attention
 from accel.bench import predict, report
 from accel.bench.cases import OpCase
 from accel.bench.gpus import MODELS
@@ -70,6 +70,12 @@ def main(argv: list[str]) -> int:
         default="auto",
         help="what our training step recomputes instead of keeping it (default auto: nothing)",
     )
+    p.add_argument(
+        "--attention",
+        choices=get_args(Attention),
+        default=AUTO,
+        help="by which kernels it goes (default auto: the fastest here)",
+    )
     p.add_argument("--peer", choices=["torch"], help="also time the same training step there")
     p.add_argument(
         "--parts",
@@ -106,7 +112,8 @@ def main(argv: list[str]) -> int:
     shape = given.batch or default_batch(room, peer is not None), given.length
     context = dataclasses.replace(config, context_length=given.length)
     path, chosen = paths.choose(paths.shapes_of(context, shape[0]), remember=False)
-    attention.take(path)
+    attention.take(path if given.attention == AUTO else given.attention)
+    named = "" if given.attention == AUTO else f"\n\nattention by {given.attention}, as asked"
     multiplied = products.choose(context, shape[0], given.recompute, remember=False)
     products.take(multiplied.products)
     bench.check()
@@ -132,7 +139,7 @@ def main(argv: list[str]) -> int:
         f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
         f"{shape[0]} sequences of {shape[1]:,}\n\n"
         f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s\n\n"
-        f"{chosen}\n\n{multiplied.said}"
+        f"{chosen}{named}\n\n{multiplied.said}"
     )
     return report.run(p, given, about, parts)
 

@@ -32,7 +32,8 @@ class Product(NamedTuple):
     """D ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
 
     op(A) is m × k, op(B) k × n. A and B share a type, C and D have it too or are float32. C is D
-    itself, unless it lies ``apart``. Sums are in float32, and rounded once.
+    itself, unless it lies ``apart``. Sums are in float32, and rounded once; where C is bf16, cuBLAS
+    may round a product before it adds C, and its sum again.
     """
 
     transpose_a: bool

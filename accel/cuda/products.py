@@ -3,9 +3,11 @@
 cuBLAS picks an algorithm for a product by rules of its own. Here those that cublasLt lists for each
 product of a training step are tried, and one that is faster than cuBLAS's own choice is taken:
 
-    right   A and B hold whole numbers so small that float32 adds them up exactly, in any order.
-            So a right algorithm gives the very bits of cuBLAS's; one that adds up in bf16, reads
-            beside a matrix or leaves a part out does not.
+    right   A, B and C hold whole numbers so small that float32 adds them up exactly, in any
+            order. So a right algorithm gives the very bits of those sums, rounded once, or
+            cuBLAS's; one that adds up in bf16, reads beside a matrix or leaves a part out does
+            not. (cuBLAS's differ where C is bf16: a product is rounded before C is added. So did
+            cuBLAS 13.1 on an H100, and cublasLt where C was D, but not where it lay apart.)
     same    with numbers that are rounded, a second call gives the bits of the first
     fast    with the same numbers, by ``paths.in_turn``
 
@@ -208,13 +210,14 @@ def check(library: CublasLt, product: Product) -> tuple[dict[str, Multiply], int
     """
     device = current()
     wholes, rounded = (_drawn(product, whole=whole) for whole in (True, False))
-    wanted = _result(product, device.gemm_ex, wholes)
+    wanted = _exact(product, wholes), _result(product, device.gemm_ex, wholes)
     ways: dict[str, Multiply] = {DEFAULT: device.gemm_ex}
     wrong, refused = 0, ("", 0)
     for algorithm in library.algorithms(product, TRIED):
         try:
             way = ByAlgorithm(library, product, algorithm)
-            right = _alike(_result(product, way, wholes), wanted)
+            got = _result(product, way, wholes)
+            right = any(_alike(got, one) for one in wanted)
             again = [_result(product, way, rounded) for _ in range(2)]
         except CublasLtError as error:  # listed, and then refused
             refused = str(error), error.status  # the error itself would keep all arrays here
@@ -259,6 +262,13 @@ def _result(product: Product, way: Multiply, given: tuple[Array, Array, Array]) 
         c = out
     way(product, a, b, c, out)
     return out
+
+
+def _exact(product: Product, given: tuple[Array, Array, Array]) -> Array:
+    """Return the result of whole numbers: their sums in float32, rounded once to C's type."""
+    a, b, c = given
+    wide = product._replace(narrow=False, apart=False)
+    return to_dtype(_result(wide, current().gemm_ex, (a, b, to_dtype(c, F32))), c.dtype)
 
 
 def _alike(a: Array, b: Array) -> bool:

@@ -196,3 +196,7 @@ def test_the_command_chooses_attention_s_path_at_its_own_shapes_and_goes_by_it(
     said = capsys.readouterr().out
     assert "attention: mma (forward and backward at this run's shapes: wgmma 2000.00 ms" in said
     assert "attention (causal) forward" in said and device.attention == "mma"
+    assert bench.main([*words, "--attention", "wgmma"]) == 0
+    said = capsys.readouterr().out
+    assert "attention: mma (" in said and "attention by wgmma, as asked" in said
+    assert device.attention == "wgmma"

@@ -260,6 +260,8 @@ class ShimDevice:
         right = _columns(b, product.ldb, *((n, k) if transpose_b else (k, n)))
         result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
         if beta:
+            if product.narrow:  # as cuBLAS 13.1 does on an H100
+                result = from_bf16(to_bf16(result))
             result = result + np.float32(beta) * _columns(d, product.ldc, m, n)
         target = np.lib.stride_tricks.as_strided(
             d, (m, n), (d.itemsize, product.ldc * d.itemsize), writeable=True

@@ -6,9 +6,9 @@ said, and which part it keeps from running)::
 
     python -m tests.gpu [FOLDER] [--minutes 10]
 
-Parts run in the order of what matters first: correctness, repeatability, the trainer, attention's
-and the products' times, the step beside PyTorch's, races and accesses by compute-sanitizer, the
-other kernels' times. When the minutes are up it stops; the same command goes on after the last
+Parts run in the order of what matters first: correctness, repeatability, the trainer, times of
+attention, of the products and of a step, the step beside PyTorch's, races and accesses by
+compute-sanitizer, the other kernels' times. When the minutes are up it stops; the same command goes on after the last
 part, and of tests after the last test, that ended. FOLDER (gpu-results) gets NAME.log of each part,
 NAME.tests of each part's tests, and NAME.status once a part is over: passed, failed, or why it was
 skipped.
@@ -68,9 +68,7 @@ PARTS = (
     Part("correctness", 0.5, tests(CUDA, "-k", "not same_bits"), TESTED),
     Part("repeatability", 0.5, tests(CUDA, "-k", "same_bits"), TESTED),
     Part("trainer", 0.5, tests("tests/gpu/test_trainer.py"), TRAINED),
-    Part("attention", 2, bench("attention"), TIMED),
-    Part("products", 1, bench("products"), TIMED),
-    Part("step", 4, bench("step"), TIMED),
+    Part("times", 3, bench("attention", "products", "step"), TIMED),
     Part("step-beside-torch", 4, bench("step", "peer", "--peer", "torch"), (*TIMED, "torch")),
     Part("racecheck", 1, tests(CUDA, "-k", CORES), TESTED, "--tool=racecheck"),
     Part("memcheck", 1, tests(CUDA, "-k", CORES), TESTED, "--tool=memcheck"),
