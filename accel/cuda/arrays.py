@@ -165,5 +165,6 @@ def sum_rows(partial: Array, out: Array, *, accumulate: bool = False) -> None:
     """Write Σ over the rows of partial (P, D) float32 into ``out`` (D,), or add it."""
     P, D = partial.shape
     sizes = {"P": P, "D": D, "accumulate": accumulate}
-    blocks, shared = ceil_div(D, 32), 4 * THREADS
-    launch("reduce", "sum_rows", blocks, THREADS, shared, partial=partial, out=out, **sizes)
+    threads = 32 * min(32, P)
+    blocks, shared = ceil_div(D, 32), 4 * threads
+    launch("reduce", "sum_rows", blocks, threads, shared, partial=partial, out=out, **sizes)

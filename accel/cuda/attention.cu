@@ -101,20 +101,25 @@ KERNEL document_ranges(const int* documents, int* ranges, i64 pairs, int S) {
     ranges[2 * i + 1] = greatest;
 }
 
-// delta = Σ dout·out over a row: a warp a row, of the B·T·Hq rows.
+// delta = Σ dout·out over a row: as many lanes a row, a power of two, as have PACK columns each, or a
+// warp. Grid: (blocks over T·Hq rows, B).
 KERNEL attention_delta(const elem* dout, i64 dout_b, i64 dout_t, i64 dout_h, const elem* out,
-                       float* delta, i64 rows, int T, int Hq, int dv) {
-    const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    const int lane = threadIdx.x % 32;
+                       float* delta, int T, int Hq, int dv, int lanes) {
+    const int b = blockIdx.y, row = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
+    const int lane = threadIdx.x % lanes, t = row / Hq, h = row % Hq;
+    const bool wide = (dout_b | dout_t | dout_h | dv) % PACK == 0 && aligned(dout) && aligned(out);
     float total = 0.0f;
-    if (row < rows) {
-        const i64 h = row % Hq, t = row / Hq % T, b = row / Hq / T;
+    if (t < T) {
         const elem* from = dout + b * dout_b + t * dout_t + h * dout_h;
-        for (int c = lane; c < dv; c += 32) total += widen(from[c]) * widen(out[row * dv + c]);
+        for (int c = lane * PACK; c < dv; c += lanes * PACK) {
+            float x[PACK], y[PACK];
+            load_pack(from, c, dv, wide, x);
+            load_pack(out + ((i64)b * T * Hq + row) * dv, c, dv, wide, y);
+            for (int k = 0; k < PACK; ++k) total += x[k] * y[k];
+        }
     }
-    total = warp_sum(total);
-    if (lane == 0 && row < rows)
-        delta[(row / Hq / T * Hq + row % Hq) * T + row / Hq % T] = total;
+    for (int mask = lanes / 2; mask; mask /= 2) total += shuffle_xor(total, mask);
+    if (lane == 0 && t < T) delta[((i64)b * Hq + h) * T + t] = total;
 }
 
 // to = factor · Σ of part over the query heads of a group, in their order: part (B, S, Hq, width), a

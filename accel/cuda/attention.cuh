@@ -52,10 +52,12 @@ struct Rules {
     u64 first_bit;  // index of (head, 0, 0) among the (Hq, T, S) bits of the sample
 
     DEVICE bool allows(int t, int u) const {
+        if (!MASKED)  // no branch: a distance below -ahead wraps
+            return (t < T) & (u < S) &
+                   ((u32)(t + S - T - u + ahead) <= (u32)(behind + ahead));
         if (t >= T || u >= S) return false;
         const int distance = t + S - T - u;
         if (distance > behind || -distance > ahead) return false;
-        if (!MASKED) return true;
         if (key_mask && !key_mask[u]) return false;
         return !documents || documents[u] == documents[t + S - T];
     }

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from accel import Attention
-from accel.cuda.arrays import contiguous, packs, strides, to_dtype
-from accel.cuda.device import BF16, F32, ceil_div, current, empty, launch, zeros
+from accel.cuda.arrays import contiguous, pack, packs, strides, to_dtype
+from accel.cuda.device import BF16, F32, THREADS, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import drawn_by
 from accel.cuda.order import rising, walked
 from reference.types import Array, Dropout, DropoutKey
@@ -174,8 +174,10 @@ def attention_backward(dout: Array, cache: AttentionCache) -> tuple[Array, Array
     dout = _with_rows(dout)
     delta = empty((B, Hq, T), F32)
     common = _strided(dout=dout) | {"delta": delta}
-    sizes = {"rows": B * T * Hq, "T": T, "Hq": Hq, "dv": dv}
-    launch("attention", "attention_delta", ceil_div(sizes["rows"], 8), out=out, **common, **sizes)
+    lanes = min(32, 1 << (ceil_div(dv, pack(q)) - 1).bit_length())  # that share a row
+    sizes = {"T": T, "Hq": Hq, "dv": dv, "lanes": lanes}
+    grid = (ceil_div(T * Hq, THREADS // lanes), B)
+    launch("attention", "attention_delta", grid, out=out, **common, **sizes)
     if T == S and d == dv:
         whole = empty((B, T, Hq + 2 * Hkv, d), q.dtype)
         dq, dk, dvalue = whole[:, :, :Hq], whole[:, :, Hq : Hq + Hkv], whole[:, :, Hq + Hkv :]

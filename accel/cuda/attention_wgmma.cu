@@ -31,6 +31,7 @@
 
 constexpr int DQ_KEYS = 64;        // rows of a tile that dq walks over
 constexpr int QUERIES = KEYS / 2;  // rows of a tile that dk, dv walk over
+constexpr bool PLENTY = !MASKED && !ALIBI && !DROPOUT;  // of registers
 
 // What tells wgmma where 16 columns of some rows lie (`panels` 0), or 16 rows of some columns: panels
 // of 64 columns are `panels` bytes apart. Groups of eight rows are 1,024 bytes apart, swizzled by 128
@@ -134,7 +135,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             softmax(after);
             landed();
             wgmma_wait<0>();
-            rescale(o, shrink);
+            if (ballot(shrink[0] != 1.0f || shrink[1] != 1.0f)) rescale(o, shrink);
             pack(p, s);
             const u32 read = now;
             after = later, now = next, next = free, free = read;
@@ -324,10 +325,16 @@ KERNEL __launch_bounds__(THREADS, 1)
         wgmma_commit();
         ask_rows(dp, tv + own, tdo);
         wgmma_commit();
+        float lse2[QUERIES / 8][2];  // read while the scores are made, where registers are left
+#pragma unroll
+        for (int n = 0; PLENTY && n < QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) lse2[n][i] = row_lse[n * 8 + c + i] * LOG2E;
         wgmma_wait<1>();  // the scores, and what the tile before gave
         probabilities(s, rules, scale2, inside, [&](int n, int i) {
             const int column = n * 8 + c + i % 2;
-            return Cell{t0 + column, first + row + g + 8 * (i / 2), row_lse[column] * LOG2E};
+            return Cell{t0 + column, first + row + g + 8 * (i / 2),
+                        PLENTY ? lse2[n][i % 2] : row_lse[column] * LOG2E};
         });
         if (DROPOUT) wgmma_wait<0>();
 #pragma unroll

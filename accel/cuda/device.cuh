@@ -42,6 +42,7 @@ DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
 DEVICE Pack16 load16(const void* p) { return *(const Pack16*)p; }
 DEVICE void store16(void* p, Pack16 pack) { *(Pack16*)p = pack; }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE void store8(float* p, const float* v) { *(float2*)p = make_float2(v[0], v[1]); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -181,14 +182,18 @@ DEVICE float warp_max(float x) {
 
 // The sum over the block, in an order that depends on the block's size alone. `scratch` is 32
 // floats of shared memory. All threads must call it; all receive the sum.
-DEVICE float block_sum(float x, float* scratch) {
+DEVICE float block_sum_into(float* scratch, float x) {  // which nobody reads any more
     x = warp_sum(x);
-    sync_block();  // the last call's scratch has been read
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     sync_block();
     float total = 0.0f;
     for (int w = 0; w < (int)blockDim.x / 32; ++w) total += scratch[w];
     return total;
+}
+
+DEVICE float block_sum(float x, float* scratch) {
+    sync_block();  // the last call's scratch has been read
+    return block_sum_into(scratch, x);
 }
 
 DEVICE float block_max(float x, float* scratch) {

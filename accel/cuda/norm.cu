@@ -6,7 +6,7 @@
 // blocks stay for many rows and sum up Σ dy·n (and Σ dy) of their rows; each column belongs to one
 // thread. Where a thread has no more than one pack of a row (`once`), what it has read and its sums
 // stay in registers; of wider rows it reads again, from the L1 cache, and its sums are in shared
-// memory.
+// memory. While it is at a row, the next one comes into the L2 cache.
 // Element k of pack j lies at k·packs + j, so that the lanes of a warp, on neighbouring packs, are on
 // neighbouring banks. The partial sums leave as one row per block, for reduce.cu. How rows are dealt
 // out depends on their number alone.
@@ -77,12 +77,12 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
 }
 
 // dx = plus + r (dn - n mean(dn n)), dn = dy g, n = x r; plus may be null. partial (gridDim.x, D)
-// receives Σ dy n of the block's rows. Shared memory: 32 floats, and D rounded up to whole packs.
+// receives Σ dy n of the block's rows. Shared memory: 64 floats, and D rounded up to whole packs.
 KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const float* rstd,
                         const elem* plus, elem* dx, float* partial, i64 N, i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
-    float* dgain = scratch + 32;
+    float* dgain = scratch + 64;
     const bool wide =
         D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
@@ -92,10 +92,16 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
         load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
     });
-    for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
-        const float r = rstd[row];
+    float r = rstd[blockIdx.x];
+    int odd = 0;
+    for (i64 row = blockIdx.x; row < N; row += gridDim.x, odd = 1 - odd) {
+        const i64 next = row + gridDim.x < N ? row + gridDim.x : row;
+        const float next_r = rstd[next];
         float along = 0.0f;
         columns(D, [&](i64 i) {
+            prefetch(dy + next * D + i);
+            prefetch(x + next * D + i);
+            if (plus) prefetch(plus + next * D + i);
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
             if (once && plus) load_pack(plus + row * D, i, D, wide, more);
@@ -106,7 +112,7 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
                 (once ? mine[k] : sum_of(dgain, i, D, k)) += d[k] * n;
             }
         });
-        const float mean = block_sum(along, scratch) / (float)D;
+        const float mean = block_sum_into(scratch + 32 * odd, along) / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
@@ -119,6 +125,7 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
                 to[k] = more[k] + r * (d[k] * g[k] - v[k] * r * mean);
             store_pack(dx + row * D, i, D, wide, to);
         });
+        r = next_r;
     }
     columns(D, [&](i64 i) {
         for (int k = 0; once && k < PACK; ++k) sum_of(dgain, i, D, k) = mine[k];
@@ -164,13 +171,13 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
 }
 
 // dx = plus + r (dn - mean(dn) - n mean(dn n)); plus may be null. partial (gridDim.x, 2, D) receives
-// Σ dy n and Σ dy. Shared memory: 32 floats, and twice D rounded up to whole packs.
+// Σ dy n and Σ dy. Shared memory: 64 floats, and twice D rounded up to whole packs.
 KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, const float* mean,
                           const float* rstd, const elem* plus, elem* dx, float* partial, i64 N,
                           i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
-    float* dgain = scratch + 32;
+    float* dgain = scratch + 64;
     float* dbias = dgain + (D + PACK - 1) / PACK * PACK;
     const bool wide =
         D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
@@ -182,10 +189,15 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
         for (int k = 0; k < PACK; ++k)
             sum_of(dgain, i, D, k) = sum_of(dbias, i, D, k) = 0.0f;
     });
+    float m = mean[blockIdx.x], r = rstd[blockIdx.x];
     for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
-        const float m = mean[row], r = rstd[row];
+        const i64 next = row + gridDim.x < N ? row + gridDim.x : row;
+        const float next_m = mean[next], next_r = rstd[next];
         float along = 0.0f, sum = 0.0f;
         columns(D, [&](i64 i) {
+            prefetch(dy + next * D + i);
+            prefetch(x + next * D + i);
+            if (plus) prefetch(plus + next * D + i);
             load_pack(dy + row * D, i, D, wide, d);
             load_pack(x + row * D, i, D, wide, v);
             if (once && plus) load_pack(plus + row * D, i, D, wide, more);
@@ -198,8 +210,8 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
                 (once ? shifts[k] : sum_of(dbias, i, D, k)) += d[k];
             }
         });
-        const float mean_along = block_sum(along, scratch) / (float)D;
-        const float mean_dn = block_sum(sum, scratch) / (float)D;
+        const float mean_along = block_sum_into(scratch, along) / (float)D;
+        const float mean_dn = block_sum_into(scratch + 32, sum) / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
@@ -212,6 +224,7 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
                 to[k] = more[k] + r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);
             store_pack(dx + row * D, i, D, wide, to);
         });
+        m = next_m, r = next_r;
     }
     columns(D, [&](i64 i) {
         for (int k = 0; once && k < PACK; ++k)

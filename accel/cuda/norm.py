@@ -69,7 +69,7 @@ def rmsnorm_backward(
     dx, partial = empty(x.shape, x.dtype), empty((blocks, D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "rstd": rstd, "N": rows, "D": D}
     given |= {"dx": dx, "partial": partial}
-    plus, shared = None if plus is None else contiguous(plus), SCRATCH + _sums(x)
+    plus, shared = None if plus is None else contiguous(plus), 2 * SCRATCH + _sums(x)
     launch("norm", "rmsnorm_backward", blocks, _threads(x), shared, plus=plus, **given)
     sum_rows(partial, dgain)
     return dx, dgain
@@ -106,7 +106,7 @@ def layernorm_backward(
     dx, partial = empty(x.shape, x.dtype), empty((blocks, 2 * D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "mean": mean, "rstd": rstd}
     given |= {"dx": dx, "partial": partial, "N": rows, "D": D}
-    plus, shared = None if plus is None else contiguous(plus), SCRATCH + 2 * _sums(x)
+    plus, shared = None if plus is None else contiguous(plus), 2 * SCRATCH + 2 * _sums(x)
     launch("norm", "layernorm_backward", blocks, _threads(x), shared, plus=plus, **given)
     both = empty((2 * D,), F32)
     sum_rows(partial, both)

@@ -20,8 +20,8 @@ KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) 
 }
 
 // out (D) = Σ of partial (P, D) over its rows, onto what is there when `accumulate`. A block owns 32
-// columns, a lane each; its warps take every 8th row, and their sums are added in the order of warps.
-// Shared memory: 8·32 floats.
+// columns, a lane each; each warp takes every row of its number modulo their number, and their sums
+// are added in the order of warps. Shared memory: a float a thread.
 KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) {
     SHARED(memory);
     float* sums = (float*)memory;  // (warps, 32)
@@ -29,6 +29,7 @@ KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) 
     const i64 i = (i64)blockIdx.x * 32 + lane;
     float total = 0.0f;
     if (i < D)
+#pragma unroll 4  // loads under way at once
         for (i64 p = warp; p < P; p += warps) total += partial[p * D + i];
     sums[threadIdx.x] = total;
     sync_block();

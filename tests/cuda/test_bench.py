@@ -159,7 +159,7 @@ def test_a_kernel_that_is_wrong_is_not_timed(
     tried: bench.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried.check()
-    edits = {"attention.cuh": [("-distance > ahead", "-distance >= ahead")]}
+    edits = {"attention.cuh": [("- u + ahead)", "- u + ahead - 1)")]}
     devices.use(ShimDevice(edits=edits))
     with pytest.raises(ValueError, match="differs from the reference by"):
         tried.check()

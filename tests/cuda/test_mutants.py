@@ -238,17 +238,17 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "z < rising ? rising - z : z",
         "causal",
     ),
-    "the diagonal masked": ("attention.cuh", "-distance > ahead", "-distance >= ahead", "causal"),
+    "the diagonal masked": ("attention.cuh", "- u + ahead)", "- u + ahead - 1)", "causal"),
     "a window of one place more": (
         "attention.cuh",
-        "distance > behind ||",
-        "distance > behind + 1 ||",
+        "(u32)(behind + ahead)",
+        "(u32)(behind + ahead + 1)",
         "window causal",
     ),
     "a window of one place less": (
         "attention.cuh",
-        "distance > behind ||",
-        "distance >= behind ||",
+        "(u32)(behind + ahead)",
+        "(u32)(behind + ahead) - 1",
         "window causal",
     ),
     "a window's first tile of keys passed over": (

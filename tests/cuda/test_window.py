@@ -167,13 +167,16 @@ def check_rules(edit: tuple[str, str] | None = None) -> None:
         text = text.replace(*edit)
     shim, n = ShimDevice(extra={"rules": text + RULES}), 32
     ranges, pairs = shim.empty((n, 2, 4), np.int32), shim.empty((n, n, 2), np.bool_)
-    for (T, S), causal, window in product(
-        [(7, 7), (3, 11), (11, 3), (1, 9), (9, 1), (12, 13)], [True, False], [0, 1, 2, 5, 12, 40]
+    for (T, S), causal, window, masked in product(
+        [(7, 7), (3, 11), (11, 3), (1, 9), (9, 1), (12, 13)],
+        [True, False],
+        [0, 1, 2, 5, 12, 40],
+        [0, 1],  # by position alone, and with masks, of which there are none here
     ):
         who = Visibility(T, S, causal, window)
         told = _visible(who, False)
         given = (ranges, pairs, *(np.int32(told[name]) for name in ("T", "S", "behind", "ahead")))
-        shim.launch("rules", "rules", (1, 1, 1), n, given, shared=0, defines={"MASKED": 0})
+        shim.launch("rules", "rules", (1, 1, 1), n, given, shared=0, defines={"MASKED": masked})
         allowed = np.zeros((n + 2, n + 2), np.bool_)
         allowed[:T, :S] = who.allowed()[0]
         np.testing.assert_array_equal(pairs[..., 0], allowed[:n, :n])
@@ -196,6 +199,8 @@ def test_the_kernels_rules_of_position_are_the_record_s() -> None:
     ("old", "new"),
     [
         ("-distance > ahead", "-distance > ahead + 1"),
+        ("- u + ahead)", "- u + ahead + 1)"),
+        ("(u32)(behind + ahead)", "(u32)(behind + ahead + 1)"),
         ("t + n <= T &&", ""),
         ("u + m - 1 - (t + S - T) <= ahead", "u + m - 2 - (t + S - T) <= ahead"),
         ("end + S - T + ahead", "end + S - T + ahead - 1"),

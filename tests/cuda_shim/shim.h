@@ -420,6 +420,8 @@ inline void store16(void* p, Pack16 pack) {
     shim::watch_access(p, 16, true);
     memcpy(p, &pack, 16);
 }
+// No access, but of an address that is there.
+inline void prefetch(const void* p) { (void)*(const volatile char*)p; }
 inline void store8(float* p, const float* v) {
     shim::Own own;
     if ((uintptr_t)p & 7) shim::fail("an 8-byte store to an address that is no multiple of 8");

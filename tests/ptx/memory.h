@@ -86,6 +86,11 @@ template <Space SPACE, class T, int N> void store(Warp& warp, const Inst& inst, 
     });
 }
 
+// 9.7.9.15: prefetch, which changes nothing; of what no array holds it would be of no use.
+inline void prefetch(Warp& warp, const Inst& inst, u32 lanes) {
+    each(lanes, [&](int lane) { place(warp, GLOBAL, address_of(warp, inst.at[0], lane), 1); });
+}
+
 // ---- asynchronous copies: 9.7.9.25.3 -----------------------------------------------------------
 
 inline void land(Warp& warp, int lane, const Copy& copy) {
@@ -175,6 +180,7 @@ inline Family memory() {
     ALL_ACCESSES(s64, "s64");
     ALL_ACCESSES(u64, "b64");
     ALL_ACCESSES(f64, "f64");
+    all.push_back({"prefetch.global.L2", prefetch, {}});
     all.push_back({"cp.async.cg.shared.global", copy_async<16>, {}});
     all.push_back({"cp.async.ca.shared.global", copy_async<4>, {}});
     all.push_back({"cp.async.commit_group", copy_commit, {}});
