@@ -1,13 +1,13 @@
 """``myllm bench cuda``: what each kernel, product and a whole training step take on this GPU.
 
 First attention's path (unless ``--attention`` names one) and the algorithms of the products are
-chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a large copy on the GPU, and
-operations a second of one large bf16 product. Then each product of a training step is shown, by
-what was chosen beside cuBLAS's own choice, and each op of MyLLM-1B at its training shapes, in time,
-the bytes or operations that its arithmetic asks for, and their share of the ceiling; then a
-training step of the model. Attention is
-checked against the reference at a small size in the process that is timed; with ``--peer torch`` so
-are the loss and every gradient of a model, against PyTorch's.
+chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a
+large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
+training step is shown, by what was chosen beside cuBLAS's own choice, and each op of MyLLM-1B at
+its training shapes, in time, the bytes or operations that its arithmetic asks for, and their share
+of the ceiling; then a training step of the model. Attention is checked against the reference at a small size in the
+process that is timed; with ``--peer torch`` so are the loss and every gradient of a model, against
+PyTorch's.
 
 With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
 would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).

@@ -115,7 +115,8 @@ def test_what_is_missing_is_said_and_what_has_no_time_is_left_for_later(
 
 def test_the_parts_come_in_order_each_within_ten_minutes_and_name_what_there_is() -> None:
     assert [part.name for part in PARTS] == [
-        "correctness", "repeatability", "trainer", "times", "step-beside-torch", "racecheck", "memcheck", "ops",
+        "correctness", "repeatability", "trainer", "times", "step-beside-torch", "racecheck",
+        "memcheck", "ops",
     ]  # fmt: skip
     assert all(part.minutes <= 9 for part in PARTS)
     text = (ROOT / gpu.CUDA).read_text(encoding="utf-8")

@@ -399,11 +399,12 @@ ALIKE = {
     "keys overwritten while dq reads them",
 }
 
+RESCALED = "            if (ballot(shrink[0] != 1.0f || shrink[1] != 1.0f)) rescale(o, shrink);\n"
 # More of them, of the kernels by warpgroups: with -m slow, too.
 ALSO: dict[str, tuple[str, str, str, str]] = {
     "no rescaling of what a warpgroup has": (
         "attention_wgmma:attention_forward",
-        "            rescale(o, shrink);\n",
+        RESCALED,
         "",
         "long causal",
     ),
@@ -428,8 +429,8 @@ ALSO: dict[str, tuple[str, str, str, str]] = {
     ),
     "probabilities packed while the last ones are read": (
         "attention_wgmma:attention_forward",
-        "            wgmma_wait<0>();\n            rescale(o, shrink);\n            pack(p, s);\n",
-        "            pack(p, s);\n            wgmma_wait<0>();\n            rescale(o, shrink);\n",
+        f"            wgmma_wait<0>();\n{RESCALED}            pack(p, s);\n",
+        f"            pack(p, s);\n            wgmma_wait<0>();\n{RESCALED}",
         "long causal",
     ),
     "values overwritten while the other warpgroup reads them": (

@@ -8,10 +8,10 @@ said, and which part it keeps from running)::
 
 Parts run in the order of what matters first: correctness, repeatability, the trainer, times of
 attention, of the products and of a step, the step beside PyTorch's, races and accesses by
-compute-sanitizer, the other kernels' times. When the minutes are up it stops; the same command goes on after the last
-part, and of tests after the last test, that ended. FOLDER (gpu-results) gets NAME.log of each part,
-NAME.tests of each part's tests, and NAME.status once a part is over: passed, failed, or why it was
-skipped.
+compute-sanitizer, the other kernels' times. When the minutes are up it stops; the same command
+goes on after the last part, and of tests after the last test, that ended. FOLDER (gpu-results) gets
+NAME.log of each part, NAME.tests of each part's tests, and NAME.status once a part is over: passed,
+failed, or why it was skipped.
 
 Exit status: 0 all is over and nothing failed, 1 something failed, 3 there is more to do.
 """
