@@ -52,9 +52,10 @@ struct Rules {
     u64 first_bit;  // index of (head, 0, 0) among the (Hq, T, S) bits of the sample
 
     DEVICE bool allows(int t, int u) const {
-        if (!MASKED)  // no branch: a distance below -ahead wraps
-            return (t < T) & (u < S) &
-                   ((u32)(t + S - T - u + ahead) <= (u32)(behind + ahead));
+        // one comparison without a branch: a distance below -ahead wraps. With masks it would take
+        // registers that dk, dv by mma.sync have not.
+        if (!MASKED)
+            return (t < T) & (u < S) & ((u32)(t + S - T - u + ahead) <= (u32)(behind + ahead));
         if (t >= T || u >= S) return false;
         const int distance = t + S - T - u;
         if (distance > behind || -distance > ahead) return false;

@@ -143,7 +143,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
             float shrink[2];
             softmax_tile(s[strip], m[strip], l[strip], shrink, rules, scale2, t, u0 + c, inside);
             // seldom does a row find a greater score than all before
-            if (ballot(shrink[0] != 1.0f || shrink[1] != 1.0f)) rescale(o[strip], shrink);
+            rescale(o[strip], shrink);
             pack(p[strip], s[strip]);
         }
         j = rules.next_tile(j + 1, tiles, KEYS, least, greatest);

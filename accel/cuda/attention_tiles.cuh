@@ -183,7 +183,9 @@ DEVICE void probabilities(float (&s)[N][4], const Rules& rules, float scale2, bo
     else probabilities_of<false>(s, rules, scale2, where);
 }
 
+// Multiply two rows by factors of their own; not at all where those of the whole warp are 1.
 DEVICE void rescale(float (&o)[GROUPS][4], const float (&factor)[2]) {
+    if (!ballot(factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n)
 #pragma unroll

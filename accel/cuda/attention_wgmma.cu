@@ -31,7 +31,7 @@
 
 constexpr int DQ_KEYS = 64;        // rows of a tile that dq walks over
 constexpr int QUERIES = KEYS / 2;  // rows of a tile that dk, dv walk over
-constexpr bool PLENTY = !MASKED && !ALIBI && !DROPOUT;  // of registers
+constexpr bool PLENTY = !MASKED && !ALIBI && !DROPOUT;  // of registers for dk, dv: options take them
 
 // What tells wgmma where 16 columns of some rows lie (`panels` 0), or 16 rows of some columns: panels
 // of 64 columns are `panels` bytes apart. Groups of eight rows are 1,024 bytes apart, swizzled by 128
@@ -135,7 +135,7 @@ KERNEL __launch_bounds__(THREADS, 1)
             softmax(after);
             landed();
             wgmma_wait<0>();
-            if (ballot(shrink[0] != 1.0f || shrink[1] != 1.0f)) rescale(o, shrink);
+            rescale(o, shrink);
             pack(p, s);
             const u32 read = now;
             after = later, now = next, next = free, free = read;

@@ -181,8 +181,9 @@ DEVICE float warp_max(float x) {
 }
 
 // The sum over the block, in an order that depends on the block's size alone. `scratch` is 32
-// floats of shared memory. All threads must call it; all receive the sum.
-DEVICE float block_sum_into(float* scratch, float x) {  // which nobody reads any more
+// floats of shared memory that all have read since a barrier. All threads must call it; all receive
+// the sum.
+DEVICE float block_sum_into(float x, float* scratch) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     sync_block();
@@ -191,9 +192,10 @@ DEVICE float block_sum_into(float* scratch, float x) {  // which nobody reads an
     return total;
 }
 
+// The same where who called last may still be at its scratch.
 DEVICE float block_sum(float x, float* scratch) {
-    sync_block();  // the last call's scratch has been read
-    return block_sum_into(scratch, x);
+    sync_block();
+    return block_sum_into(x, scratch);
 }
 
 DEVICE float block_max(float x, float* scratch) {

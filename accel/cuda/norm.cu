@@ -93,7 +93,7 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
         for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
     });
     float r = rstd[blockIdx.x];
-    int odd = 0;
+    int odd = 0;  // rows take turns with two scratches, so that one barrier a row will do
     for (i64 row = blockIdx.x; row < N; row += gridDim.x, odd = 1 - odd) {
         const i64 next = row + gridDim.x < N ? row + gridDim.x : row;
         const float next_r = rstd[next];
@@ -112,7 +112,7 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
                 (once ? mine[k] : sum_of(dgain, i, D, k)) += d[k] * n;
             }
         });
-        const float mean = block_sum_into(scratch + 32 * odd, along) / (float)D;
+        const float mean = block_sum_into(along, scratch + 32 * odd) / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
@@ -210,8 +210,8 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
                 (once ? shifts[k] : sum_of(dbias, i, D, k)) += d[k];
             }
         });
-        const float mean_along = block_sum_into(scratch, along) / (float)D;
-        const float mean_dn = block_sum_into(scratch + 32, sum) / (float)D;
+        const float mean_along = block_sum_into(along, scratch) / (float)D;
+        const float mean_dn = block_sum_into(sum, scratch + 32) / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);
