@@ -16,8 +16,10 @@ KERNEL embedding_forward(const int* ids, const elem* table, elem* out, i64 N, i6
 // `accumulate`. Without atomics: a block owns ROWS rows of the table and blockDim columns, reads all
 // ids in order, and adds what belongs to it into shared memory, where each column is one thread's.
 // All ids pass through the L2 cache once for each block; dout is read once.
-// Shared memory: (ROWS × blockDim) floats, then blockDim + 32 ints.
-constexpr int ROWS = 64;
+// A round looks at LOOKS × blockDim ids, and a warp at LOOKS × 32 of them that follow one another, so
+// that their loads are under way together and two barriers serve them all.
+// Shared memory: (ROWS × blockDim) floats, then LOOKS × blockDim + 32 ints.
+constexpr int ROWS = 64, LOOKS = 8;
 
 KERNEL embedding_backward(const int* ids, const elem* dout, float* dtable, i64 N, i64 V, i64 D,
                           int accumulate) {
@@ -25,17 +27,23 @@ KERNEL embedding_backward(const int* ids, const elem* dout, float* dtable, i64 N
     const int width = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     float* sums = (float*)memory;
     int* found = (int*)(sums + ROWS * width);
-    int* counts = found + width;
+    int* counts = found + LOOKS * width;
     const i64 first = (i64)blockIdx.x * ROWS;
     const i64 column = (i64)blockIdx.y * width + thread;
     for (int r = 0; r < ROWS; ++r)
         sums[r * width + thread] =
             accumulate && first + r < V && column < D ? dtable[(first + r) * D + column] : 0.0f;
-    for (i64 start = 0; start < N; start += width) {
-        const i64 n = start + thread;
-        const bool mine = n < N && ids[n] >= first && ids[n] < first + ROWS;
-        const u32 votes = ballot(mine);
-        if (lane == 0) counts[warp] = popcount(votes);
+    for (i64 start = 0; start < N; start += LOOKS * width) {
+        const int own = warp * LOOKS * 32 + lane;
+        u32 votes[LOOKS];
+        int count = 0;
+#pragma unroll
+        for (int k = 0; k < LOOKS; ++k) {
+            const i64 n = start + own + k * 32;
+            votes[k] = ballot(n < N && ids[n] >= first && ids[n] < first + ROWS);
+            count += popcount(votes[k]);
+        }
+        if (lane == 0) counts[warp] = count;
         sync_block();
         int before = 0, total = 0;  // tokens of mine in earlier warps, and in all
         for (int w = 0; w < width / 32; ++w) {
@@ -43,7 +51,12 @@ KERNEL embedding_backward(const int* ids, const elem* dout, float* dtable, i64 N
             total += counts[w];
         }
         // the barrier above and this one keep found and counts apart from round to round
-        if (mine) found[before + popcount(votes & ((1u << lane) - 1))] = (int)(n - start);
+#pragma unroll
+        for (int k = 0; k < LOOKS; ++k) {
+            const u32 earlier = votes[k] & ((1u << lane) - 1);
+            if (votes[k] >> lane & 1) found[before + popcount(earlier)] = own + k * 32;
+            before += popcount(votes[k]);
+        }
         sync_block();
         if (column < D) {
             // four loads are under way at once: a frequent token is a long chain of additions

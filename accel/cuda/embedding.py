@@ -13,7 +13,7 @@ from accel.cuda.arrays import MAX_GRID_Y, check_out, contiguous, packs
 from accel.cuda.device import THREADS, ceil_div, current, empty, launch
 from reference.types import Array
 
-ROWS = 64  # table rows of one block of the backward: ROWS in embedding.cu
+ROWS, LOOKS = 64, 8  # of a block of the backward, and a thread's ids a round, as in embedding.cu
 
 
 class EmbeddingCache(NamedTuple):
@@ -41,7 +41,7 @@ def embedding_backward(
     width = min(256, 32 * ceil_div(D, 32))
     given = {"ids": cache.ids, "dout": contiguous(dout), "dtable": dtable, "N": cache.ids.size}
     sizes = {"V": V, "D": D, "accumulate": accumulate}
-    grid, shared = (ceil_div(V, ROWS), ceil_div(D, width)), 4 * (ROWS * width + width + 32)
+    grid, shared = (ceil_div(V, ROWS), ceil_div(D, width)), 4 * ((ROWS + LOOKS) * width + 32)
     launch("embedding", "embedding_backward", grid, width, shared, **given, **sizes)
     return dtable
 

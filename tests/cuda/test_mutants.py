@@ -326,6 +326,12 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "sums[row[k] * width + thread] = d[k];",
         "one token",
     ),
+    "tokens found over those of the look before": (
+        "embedding",
+        "before += popcount(votes[k]);",
+        "",
+        "tiles",
+    ),
     "sums of only one round of rows": (
         "norm:rmsnorm_backward",
         "(once ? mine[k] : sum_of(dgain, i, D, k)) += d[k] * n;",

@@ -50,7 +50,7 @@ def cases() -> Iterator[Case]:
     for shape in ((2, 5, 13), (3, 64), (2, 1)):
         yield "dropout", f"{shape}", (normal(*shape),), {"p": 0.3, "key": KEY}
     yield "dropout", "p = 0", (normal(2, 3),), {"p": 0.0}
-    yield "embedding", "odd width", (_ids(1, 11, 2, 9), normal(11, 5)), {}
+    yield "embedding", "odd width", (_ids(1, 70, 3, 201), normal(70, 5)), {}  # three rounds of ids
     yield "embedding", "tiles", (_ids(2, 130, 3, 101), normal(130, 264)), {}
     yield "embedding", "one token", (np.full((70,), 3, np.int32), normal(4, 8)), {}
     for rows, D in (((2, 3), 5), ((4,), 264), ((1,), 1), ((7,), 2056)):
