@@ -5,7 +5,7 @@ packed (``bf16_tiles.py``), products are exact in float32 and added in float32. 
 of row panels and a group of column panels of C. Within it the order is::
 
     for the column panels, as many at a time as fill 768 KiB:
-        for k, 1024 at a time:
+        for k, up to 1024 at a time:
             for each row panel i, for each column panel j:   C[i, j] (+)= A[i] B[j]
 
 so the columns of B stay in the second-level cache (1 or 2 MiB) while all rows of the task pass by,
@@ -34,7 +34,7 @@ from accel.cpu.bf16_tiles import (
     pack_rows,
     release,
 )
-from accel.cpu.kernels import FEW_THREADS, MAP, SERIAL, add_tile, address, contiguous, cut_evenly
+from accel.cpu.kernels import MAP, SERIAL, add_tile, address, contiguous, cut_evenly
 from accel.cpu.memory import empty
 from accel.cpu.packing import prefetch
 from accel.cpu.simd import at, pointer
@@ -46,10 +46,10 @@ Array = npt.NDArray[Any]
 # For pack_rows and pack_columns: the side of the product that the packed panel is for.
 A, B = 0, 1
 
-ROW_PANELS = 8  # of A in a task
-TASKS = 16  # at least, where the product has enough panels
+ROW_PANELS = 8  # of A in a task, at most
 CACHED = 768 << 10  # bytes of B that are used again and again
 K_STEPS = 32  # steps along k of one pass over C
+RUN = 512  # columns of 32 rows that are asked for, and then packed
 
 _SPARE = 1024  # float32 elements that a thread needs beside packed panels
 
@@ -57,11 +57,6 @@ _SPARE = 1024  # float32 elements that a thread needs beside packed panels
 def panels(n: int) -> int:
     """Return the panels of 32 that ``n`` rows or columns take."""
     return -(-n // SIDE)
-
-
-def _even(n: int, most: int) -> int:
-    """Return the size of the fewest equal parts of ``n`` that are not above ``most``."""
-    return -(-n // -(-n // most))
 
 
 # --- packing whole matrices ----------------------------------------------------------------------
@@ -86,42 +81,32 @@ def pack(x: Array, side: int, *, transposed: bool, out: Array | None = None) -> 
         Panels are along M for A, along N for B.
     """
     rows, columns = x.shape
-    step = x.strides[0] // 4
-    # Rows of x run along a panel's 32 when x is A, or its transpose B.
-    if (side == A) != transposed:
-        out = empty((panels(rows), panels(columns), STEP), np.uint32) if out is None else out
-        _pack_rows(address(x), step, rows, columns, address(out), side)
-    else:
-        out = empty((panels(columns), panels(rows), STEP), np.uint32) if out is None else out
-        _pack_columns(address(x), step, rows, columns, address(out), side)
+    down, across = panels(rows), panels(columns)
+    as_rows = (side == A) != transposed  # 32 rows of x are a panel, else a step of all panels
+    if out is None:
+        out = empty((down, across, STEP) if as_rows else (across, down, STEP), np.uint32)
+    _pack(address(x), x.strides[0] // 4, rows, columns, address(out), side, as_rows)
     return out
 
 
 @jit(**MAP)
-def _pack_rows(x: int, step: int, rows: int, columns: int, out: int, side: int) -> None:
-    steps = (columns + SIDE - 1) // SIDE
-    for panel in prange((rows + SIDE - 1) // SIDE):
+def _pack(x: int, step: int, rows: int, columns: int, out: int, side: int, as_rows: bool) -> None:
+    down, across = (rows + SIDE - 1) // SIDE, (columns + SIDE - 1) // SIDE
+    for i in prange(down):
         spare = np.empty(_SPARE, np.float32)
-        source = at(pointer(x, np.float32(0)), panel * SIDE * step)
-        target = at(pointer(out, np.uint32(0)), panel * steps * STEP)
-        left = min(SIDE, rows - panel * SIDE)
-        pack_rows(
-            source, step, left, columns, target, side, pointer(spare.ctypes.data, np.float32(0))
-        )
-
-
-@jit(**MAP)
-def _pack_columns(x: int, step: int, rows: int, columns: int, out: int, side: int) -> None:
-    steps = (rows + SIDE - 1) // SIDE
-    for k in prange(steps):
-        spare = np.empty(_SPARE, np.float32)
-        source = at(pointer(x, np.float32(0)), k * SIDE * step)
-        target = at(pointer(out, np.uint32(0)), k * STEP)
-        left = min(SIDE, rows - k * SIDE)
-        pack_columns(
-            source, step, left, columns, target, steps * STEP, side,
-            pointer(spare.ctypes.data, np.float32(0)),
-        )  # fmt: skip
+        room = pointer(spare.ctypes.data, np.float32(0))
+        target = at(pointer(out, np.uint32(0)), i * (across if as_rows else 1) * STEP)
+        left = min(SIDE, rows - i * SIDE)
+        for j in range(0, columns, RUN):
+            source = at(pointer(x, np.float32(0)), i * SIDE * step + j)
+            count = min(RUN, columns - j)
+            for r in range(left):
+                prefetch(at(source, r * step), 0, count, 16)
+            if as_rows:
+                pack_rows(source, step, left, count, at(target, j // SIDE * STEP), side, room)
+            else:
+                panel = at(target, j // SIDE * down * STEP)
+                pack_columns(source, step, left, count, panel, down * STEP, side, room)
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -142,10 +127,9 @@ def multiply(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> Non
         out[...] = out if accumulate else 0
         return
     enable()
-    row_panels, column_panels = _group(a.shape[0], b.shape[0])
     _multiply(
         address(a), address(b), address(out), rows, columns, a.shape[1], out.strides[0] // 4,
-        accumulate, row_panels, column_panels,
+        accumulate, *_cut(a.shape[0], b.shape[0]),
     )  # fmt: skip
 
 
@@ -189,29 +173,32 @@ def multiply_rows(
             out += 0 if more is None else more
         return packed
     enable()
-    row_panels, column_panels = _group(panels(rows), b.shape[0])
-    own = row_panels * panels(depth) * STEP + _SPARE
+    row_parts, column_parts = _cut(panels(rows), b.shape[0])
+    own = -(-panels(rows) // row_parts) * panels(depth) * STEP + _SPARE
     scratch = empty((most(), own), np.uint32)
     _multiply_rows(
         address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
         out.strides[0] // 4, address(bias), address(plus), address(packed),
-        A if also is None else also, row_panels, column_panels, address(scratch), own,
+        A if also is None else also, row_parts, column_parts, address(scratch), own,
     )  # fmt: skip
     return packed
 
 
-def _group(rows: int, columns: int) -> tuple[int, int]:
-    """Return the row panels and the column panels of a task: all columns, if tasks are enough."""
-    group = _even(rows, ROW_PANELS)
-    if (threads := team()) > FEW_THREADS:
-        row_groups, column_groups = cut_evenly(rows, columns, threads, -(-rows // group), rows)
-        return -(-rows // row_groups), -(-columns // column_groups)
-    return group, -(-columns // min(columns, -(-TASKS // -(-rows // group))))
+def _cut(rows: int, columns: int) -> tuple[int, int]:
+    """Return into how many parts panels of rows and of columns are cut; a task has one of each."""
+    return cut_evenly(rows, columns, team(), -(-rows // ROW_PANELS), rows)
 
 
 def _check(fits: bool, a: Array, b: Array, out: Array) -> None:
     if not fits:
         raise ValueError(f"operands {a.shape} and packed {b.shape} do not make {out.shape}")
+
+
+@jit(nogil=True)
+def _part(n: int, parts: int, i: int) -> tuple[int, int]:
+    """Return the first panel of part i of n rows or columns, and that of the next part."""
+    count = (n + SIDE - 1) // SIDE
+    return i * count // parts, (i + 1) * count // parts
 
 
 @jit(**MAP)
@@ -224,22 +211,20 @@ def _multiply(
     steps: int,
     c_row: int,
     accumulate: bool,
-    row_panels: int,
-    column_panels: int,
+    row_parts: int,
+    column_parts: int,
 ) -> None:
-    row_groups = ((rows + SIDE - 1) // SIDE + row_panels - 1) // row_panels
-    column_groups = ((columns + SIDE - 1) // SIDE + column_panels - 1) // column_panels
-    for task in prange(row_groups * column_groups):
+    for task in prange(row_parts * column_parts):
         spare = np.empty(_SPARE, np.float32)
-        i0 = task % row_groups * row_panels
-        j0 = task // row_groups * column_panels
+        i0, i1 = _part(rows, row_parts, task % row_parts)
+        j0, j1 = _part(columns, column_parts, task // row_parts)
         configure()
         _panels(
             at(pointer(a, np.uint32(0)), i0 * steps * STEP),
             at(pointer(b, np.uint32(0)), j0 * steps * STEP),
             at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
-            min(rows - i0 * SIDE, row_panels * SIDE),
-            min(columns - j0 * SIDE, column_panels * SIDE),
+            min(rows, i1 * SIDE) - i0 * SIDE,
+            min(columns, j1 * SIDE) - j0 * SIDE,
             steps,
             c_row,
             accumulate,
@@ -265,22 +250,20 @@ def _multiply_rows(
     plus: int,
     also: int,
     also_side: int,
-    row_panels: int,
-    column_panels: int,
+    row_parts: int,
+    column_parts: int,
     scratch: int,
     scratch_elements: int,
 ) -> None:
     all_panels = (rows + SIDE - 1) // SIDE
     steps = (depth + SIDE - 1) // SIDE
-    row_groups = (all_panels + row_panels - 1) // row_panels
-    column_groups = ((columns + SIDE - 1) // SIDE + column_panels - 1) // column_panels
-    for task in prange(row_groups * column_groups):
+    for task in prange(row_parts * column_parts):
         own = scratch + 4 * get_thread_id() * scratch_elements
         spare = pointer(own, np.float32(0))
         packed = pointer(own + 4 * _SPARE, np.uint32(0))
-        i0 = task % row_groups * row_panels
-        j0 = task // row_groups * column_panels
-        count = min(rows - i0 * SIDE, row_panels * SIDE)
+        i0, i1 = _part(rows, row_parts, task % row_parts)
+        j0, j1 = _part(columns, column_parts, task // row_parts)
+        count = min(rows, i1 * SIDE) - i0 * SIDE
         for i in range(0, count, SIDE):
             source = at(pointer(x, np.float32(0)), (i0 * SIDE + i) * x_row)
             left = min(SIDE, count - i)
@@ -295,7 +278,7 @@ def _multiply_rows(
             at(pointer(b, np.uint32(0)), j0 * steps * STEP),
             at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
             count,
-            min(columns - j0 * SIDE, column_panels * SIDE),
+            min(columns, j1 * SIDE) - j0 * SIDE,
             steps,
             c_row,
             False,
@@ -324,7 +307,8 @@ def _panels(
 ) -> None:
     """Multiply the panels of one task; see the head of this file for the order."""
     shift, streams = pointer(bias, np.float32(0)), pointer(plus, np.float32(0))
-    per_pass = min(steps, K_STEPS)
+    passes = (steps + K_STEPS - 1) // K_STEPS
+    per_pass = (steps + passes - 1) // passes
     together = max(1, CACHED // (per_pass * STEP * 4)) * SIDE
     for first in range(0, columns, together):
         for k in range(0, steps, per_pass):

@@ -343,6 +343,24 @@ def _transpose(builder: Builder, rows: list[Value]) -> list[Value]:
     return rows
 
 
+def _rounded_line(builder: Builder, source: Value) -> Value:
+    """Return 32 elements of a row as 16 pairs."""
+    low, high = (load_floats(builder, offset(builder, source, n)) for n in (0, 16))
+    return builder.bitcast(round_pair(builder, low, high), PAIRS)
+
+
+@intrinsic
+def _pack_line(typingctx: Context, source: Any, target: Any) -> Any:
+    """Pack 32 elements of a row of A: one row of a tile, and a cache line."""
+
+    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        p = builder.bitcast(args[1], ir.PointerType(PAIRS))
+        builder.store(_rounded_line(builder, args[0]), p, align=4)
+        return context.get_dummy_value()
+
+    return types.none(source, target), codegen
+
+
 def _packer(interleave: bool, transpose: bool) -> Any:
     """Make the intrinsic that packs one tile from float32.
 
@@ -362,9 +380,7 @@ def _packer(interleave: bool, transpose: bool) -> Any:
                     odd = load_floats(builder, source)
                     rows.append(pairs_of(builder, even, odd))
                 else:
-                    low = load_floats(builder, source)
-                    high = load_floats(builder, builder.gep(source, [constant(16)]))
-                    rows.append(builder.bitcast(round_pair(builder, low, high), PAIRS))
+                    rows.append(_rounded_line(builder, source))
                 source = builder.gep(source, [row])
             if transpose:
                 rows = _transpose(builder, rows)
@@ -378,7 +394,6 @@ def _packer(interleave: bool, transpose: bool) -> Any:
     return pack
 
 
-_pack_a = _packer(False, False)  # 16 rows of A
 _pack_b = _packer(True, False)  # 16 columns of B
 _pack_a_transposed = _packer(True, True)  # 16 rows of A, given as columns
 _pack_b_transposed = _packer(False, True)  # 16 columns of B, given as rows
@@ -434,6 +449,15 @@ def pack_rows(
     spare : pointer to float32
         Room for 512 elements.
     """
+    if panel == 0:
+        for r in range(SIDE):  # whole rows at a time, so that the processor sees them coming
+            for k in range(0, columns, 32):
+                x, width = at(source, r * step + k), min(32, columns - k) if r < rows else 0
+                if width < 32:
+                    _padded_copy(x, step, 1, width, spare, 1, 32)
+                    x = spare
+                _pack_line(x, at(target, k // 32 * STEP + r * 16))
+        return
     for k in range(0, columns, 32):
         width = min(32, columns - k)
         for half in range(2):
@@ -442,11 +466,7 @@ def pack_rows(
             if height < 16 or width < 32:
                 _padded_copy(x, step, max(height, 0), width, spare, 16, 32)
                 x, tile_step = spare, 32
-            y = at(target, k // 32 * STEP + half * TILE)
-            if panel == 0:
-                _pack_a(x, tile_step, y)
-            else:
-                _pack_b_transposed(x, tile_step, y)
+            _pack_b_transposed(x, tile_step, at(target, k // 32 * STEP + half * TILE))
 
 
 @jit(apart=True)

@@ -60,7 +60,7 @@ EVEN = 0.9  # of the time of the thread that works longest, at least, every thre
 
 @functools.lru_cache(4096)
 def cut_evenly(rows: int, columns: int, threads: int, row_cuts: int, most: int) -> tuple[int, int]:
-    """Return into how many parts to cut the rows and the columns of a product for many threads.
+    """Return into how many parts to cut the rows and the columns of a product for its threads.
 
     A thread takes as many tasks as any other, or one more. Of the cuts of the rows into
     ``row_cuts`` to ``most`` parts that leave threads ``EVEN``, it is that into the fewest tasks,

@@ -115,8 +115,8 @@ def test_products_in_bf16_keep_64_threads_at_work(
     config, batch, length = MODELS[name]
     for m, n, k, _, _ in products(config, batch * length, bf16.CHUNK_ROWS):
         rows, columns = bf16_gemm.panels(m), bf16_gemm.panels(n)
-        row_group, column_group = bf16_gemm._group(rows, columns)
-        tasks = np.multiply.outer(groups(columns, column_group), groups(rows, row_group))
+        row_parts, column_parts = bf16_gemm._cut(rows, columns)
+        tasks = np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts))
         assert share(tasks.ravel()) >= 0.75, (m, n, k)
 
 
