@@ -447,7 +447,7 @@ def pack_rows(
     panel : int
         0 for A, 1 for B.
     spare : pointer to float32
-        Room for 512 elements.
+        Room for 512 elements; for A, 32.
     """
     if panel == 0:
         for r in range(SIDE):  # whole rows at a time, so that the processor sees them coming

@@ -8,7 +8,7 @@ starts at the literal ``0.0`` would be float64.
 
 Work is cut into pieces whose size follows from the shape alone, never from the number of threads,
 and sums over pieces are added in a fixed order; so the number of threads changes no bit. (Products
-alone are cut more finely for more than eight threads: there no bit depends on the cut.)
+alone are cut for their threads, in float32 from nine on: there no bit depends on the cut.)
 
 One trap: Numba takes a pointer for an array that is never read, and silently drops stores through
 it from the body of a ``prange`` (not from loops inside). ``store`` is a call, which it keeps.
@@ -54,7 +54,7 @@ EACH = MAP | {"parallel": False}
 
 COMPILED = "kernels alone call this: it is compiled, never run"
 
-FEW_THREADS = 8  # for more than these, products are cut anew
+FEW_THREADS = 8  # for more than these, float32 products and the loss are cut anew
 EVEN = 0.9  # of the time of the thread that works longest, at least, every thread then works too
 
 

@@ -118,7 +118,8 @@ def test_packing_keeps_nan_and_infinities():
 
 @given(rows=sizes, depth=sizes, columns=sizes, has_bias=st.booleans(), seed=st.integers(0, 99))
 @example(rows=300, depth=1100, columns=70, has_bias=True, seed=0)  # several passes along k
-@example(rows=40, depth=33, columns=2100, has_bias=False, seed=0)  # several groups of columns
+@example(rows=40, depth=33, columns=2100, has_bias=False, seed=0)  # many columns
+@example(rows=20, depth=70, columns=130, has_bias=True, seed=0)  # two threads share the columns
 def test_linear_is_the_product_of_rounded_operands(ops, rows, depth, columns, has_bias, seed):
     rng = np.random.default_rng(seed)
     x, w, b, dy = (

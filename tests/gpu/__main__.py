@@ -72,7 +72,7 @@ PARTS = (
     Part(
         "step-beside-torch",
         4,
-        bench("step", "peer", "--peer", "torch", "--recompute", "norms"),
+        bench("peer", "--peer", "torch", "--recompute", "norms"),
         (*TIMED, "torch"),
     ),
     Part("racecheck", 1, tests(CUDA, "-k", CORES), TESTED, "--tool=racecheck"),

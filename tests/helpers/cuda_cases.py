@@ -52,6 +52,8 @@ def cases() -> Iterator[Case]:
     yield "dropout", "p = 0", (normal(2, 3),), {"p": 0.0}
     yield "embedding", "odd width", (_ids(1, 70, 3, 201), normal(70, 5)), {}  # three rounds of ids
     yield "embedding", "tiles", (_ids(2, 130, 3, 101), normal(130, 264)), {}
+    few = np.where(np.arange(1100) % 2, 3, 5).astype(np.int32)  # two warps, three rounds, and
+    yield "embedding", "few tokens", (few, normal(130, 40)), {}  # rows that no round finds
     yield "embedding", "one token", (np.full((70,), 3, np.int32), normal(4, 8)), {}
     for rows, D in (((2, 3), 5), ((4,), 264), ((1,), 1), ((7,), 2056)):
         x, gain, bias = normal(*rows, D) + 0.5, normal(D), normal(D)
