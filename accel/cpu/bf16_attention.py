@@ -250,12 +250,12 @@ def _forward_tile(
         for c in range(width):
             shrink[c] = m[c]
         running_maximum(s, m, width, nk)
-        changed = False
+        fallen = zero  # a sum, which LLVM makes of vectors, as it does not a flag
         for c in range(width):
             x = exp2(shrink[c] - m[c])
             shrink[c] = x
             l[c] *= x
-            changed = changed or x != one
+            fallen += one - x
         if call.dropout.active:
             exponentials(s, m, l, width, key_steps * SIDE)
             dropout_tile(factors, drawn, call, tile)
@@ -267,7 +267,7 @@ def _forward_tile(
             for c in range(0, width, 16):
                 target = at(p, c // SIDE * key_steps * STEP + c % SIDE * 16)
                 probabilities(at(s, c), width, key_steps, at(m, c), at(l, c), target)
-        if changed:
+        if fallen != zero:
             for e in range(dv):
                 line = at(ot, e * width)
                 for c in range(width):
