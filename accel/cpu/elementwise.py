@@ -15,7 +15,7 @@ from accel.cpu.kernels import MAP, PIECE, address, contiguous, like, sum_rows
 from accel.cpu.memory import empty
 from accel.cpu.philox import philox
 from accel.cpu.simd import at, pointer
-from accel.cpu.streaming import AHEAD, ask, is_far, landing, leave, part, settle
+from accel.cpu.streaming import AHEAD, FLAT, ask, is_far, landing, leave, part, settle
 from accel.jit import jit
 from reference.types import Dropout
 
@@ -36,7 +36,7 @@ def _add(like: Any, a: int, b: int, out: int, n: int, far: Any) -> None:
     for piece in prange((n + PIECE - 1) // PIECE):
         first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
         while first < last:
-            count, u, v = part(last - first, far), at(x, first), at(y, first)
+            count, u, v = part(last - first, far, FLAT), at(x, first), at(y, first)
             w = landing(at(z, first), far)
             ask(at(u, AHEAD), count, far)
             ask(at(v, AHEAD), count, far)
@@ -115,7 +115,7 @@ def _scale(factor: Any, a: int, out: int, n: int, far: Any) -> None:
     for piece in prange((n + PIECE - 1) // PIECE):
         first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
         while first < last:
-            count, u = part(last - first, far), at(x, first)
+            count, u = part(last - first, far, FLAT), at(x, first)
             w = landing(at(z, first), far)
             ask(at(u, AHEAD), count, far)
             for i in range(count):
@@ -165,7 +165,7 @@ def _relu_forward(like: Any, kind: Any, a: int, out: int, n: int, far: Any) -> N
     for piece in prange((n + PIECE - 1) // PIECE):
         first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
         while first < last:
-            count, u = part(last - first, far), at(x, first)
+            count, u = part(last - first, far, FLAT), at(x, first)
             w = landing(at(z, first), far)
             ask(at(u, AHEAD), count, far)
             for i in range(count):
@@ -183,7 +183,7 @@ def _relu_backward(like: Any, kind: Any, a: int, dout: int, out: int, n: int, fa
     for piece in prange((n + PIECE - 1) // PIECE):
         first, last = piece * PIECE, min(n, (piece + 1) * PIECE)
         while first < last:
-            count, u, d = part(last - first, far), at(x, first), at(dy, first)
+            count, u, d = part(last - first, far, FLAT), at(x, first), at(dy, first)
             w = landing(at(z, first), far)
             ask(at(u, AHEAD), count, far)
             ask(at(d, AHEAD), count, far)

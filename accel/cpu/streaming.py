@@ -17,16 +17,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from accel.cpu.memory import ALIGNMENT
-from accel.cpu.packing import prefetching
+from accel.cpu.packing import prefetch
 from accel.cpu.simd import at, vector_bytes, vector_columns
 from accel.jit import jit
 
-LANDING = 256  # elements that most kernels send on at once
-AHEAD = 2 * LANDING  # how far flat arrays are asked for ahead
+LANDING = 256  # elements of a row that most kernels send on at once
+FLAT = 64  # of a flat array
+AHEAD = 4 * FLAT  # how far flat arrays are asked for ahead
 ROOM = 1024  # that a landing has room for
 FAR = 32 << 20  # bytes: the last cache that two cores of today's processors have, and more
-
-_prefetch = prefetching(1)
 
 
 def is_far(out: npt.NDArray[Any]) -> Literal[True] | None:
@@ -100,20 +99,19 @@ def _fence(typingctx: Any) -> Any:
 
 
 @jit(nogil=True)
-def part(n: int, far: Any) -> int:
+def part(n: int, far: Any, most: int = LANDING) -> int:
     """Return how many of ``n`` elements to make before they leave, and others are asked for.
 
     A row's sum, too, is one of such parts, so its bits depend on whether the array is far.
     """
-    return n if far is None else min(n, LANDING)
+    return n if far is None else min(n, most)
 
 
 @jit(nogil=True)
 def ask(p: Any, n: int, far: Any) -> None:
     """Ask for ``n`` elements at ``p`` ahead."""
     if far is not None:
-        for i in range(0, n, vector_columns(p)):
-            _prefetch(at(p, i))
+        prefetch(p, 0, n, vector_columns(p))
 
 
 @jit(nogil=True)
