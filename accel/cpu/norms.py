@@ -253,8 +253,10 @@ def _layernorm_backward(
             first = 0
             while first < width:
                 count, v, c, k = part(width - first, far), at(u, first), at(d, first), at(g, first)
+                q = at(db, first)
                 ask(at(v, width), count, far)
                 for j in range(count):
+                    q[j] += c[j]
                     dn = c[j] * k[j]
                     s += dn
                     along += dn * ((v[j] - mean) * r)
@@ -264,7 +266,7 @@ def _layernorm_backward(
             first = 0
             while first < width:
                 count, v, c = part(width - first, far), at(u, first), at(d, first)
-                k, t, q, f = at(g, first), at(dg, first), at(db, first), at(e, first)
+                k, t, f = at(g, first), at(dg, first), at(e, first)
                 w = landing(at(z, first), far)
                 ask(at(c, width), count, far)
                 if plus:  # which LLVM does not take out of a loop of this size
@@ -272,13 +274,11 @@ def _layernorm_backward(
                     for j in range(count):
                         n = (v[j] - mean) * r
                         t[j] += c[j] * n
-                        q[j] += c[j]
                         w[j] = _sum(f[j], r * (c[j] * k[j] - s - n * along))
                 else:
                     for j in range(count):
                         n = (v[j] - mean) * r
                         t[j] += c[j] * n
-                        q[j] += c[j]
                         w[j] = r * (c[j] * k[j] - s - n * along)
                 leave(w, at(z, first), count, far)
                 first += count
