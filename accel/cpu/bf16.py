@@ -50,6 +50,7 @@ from accel.cpu.loss import (
     row_cross_entropy,
 )
 from accel.cpu.memory import empty, lasting
+from accel.cpu.packing import room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import team
@@ -352,8 +353,7 @@ def _cross_entropy(
     target_ids, valid = pointer(targets, np.int32(0)), pointer(mask, np.uint8(0))
     all_losses = pointer(losses, np.float64(0))
     for task in prange((rows + height - 1) // height):
-        spare = np.empty(512, np.float32)
-        room = pointer(spare.ctypes.data, np.float32(0))
+        spare = room(np.float32(0))
         first = task * height
         count = min(height, rows - first)
         z = at(pointer(logits, one), first * width)
@@ -363,7 +363,7 @@ def _cross_entropy(
                 at(all_losses, first + i), width, need_backward,
             )  # fmt: skip
         if need_backward and height == SIDE:
-            _pack_panel(one, logits, rows, width, left, right, down, task, 0, width, room)
+            _pack_panel(one, logits, rows, width, left, right, down, task, 0, width, spare)
 
 
 @jit(**SUM)
@@ -373,12 +373,11 @@ def _pack(
     """Pack the gradient of the logits, 32 rows in so many pieces."""
     steps = (width + SIDE - 1) // SIDE
     for task in prange((rows + SIDE - 1) // SIDE * pieces):
-        spare = np.empty(512, np.float32)
-        room = pointer(spare.ctypes.data, np.float32(0))
+        spare = room(np.float32(0))
         panel, piece = task // pieces, task % pieces
         low, high = piece * steps // pieces * SIDE, (piece + 1) * steps // pieces * SIDE
         high = min(high, width)
-        _pack_panel(one, logits, rows, width, left, right, down, panel, low, high, room)
+        _pack_panel(one, logits, rows, width, left, right, down, panel, low, high, spare)
 
 
 @jit(**SERIAL)
@@ -393,9 +392,9 @@ def _pack_panel(
     panel: int,
     low: int,
     high: int,
-    room: Any,
+    spare: Any,
 ) -> None:
-    """Pack the columns low .. high - 1 of 32 rows; ``room`` is for 512 elements.
+    """Pack the columns low .. high - 1 of 32 rows; ``spare`` is for 512 elements.
 
     ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
     its transpose as the left operand of one along the rows, of which there are ``down`` panels.
@@ -405,6 +404,6 @@ def _pack_panel(
     count = min(SIDE, rows - first)
     z = at(pointer(logits, one), first * width + low)
     target = at(pointer(left, np.uint32(0)), (panel * steps + step) * STEP)
-    pack_rows(z, width, count, high - low, target, 0, room)
+    pack_rows(z, width, count, high - low, target, 0, spare)
     target = at(pointer(right, np.uint32(0)), (step * down + panel) * STEP)
-    pack_columns(z, width, count, high - low, target, down * STEP, 0, room)
+    pack_columns(z, width, count, high - low, target, down * STEP, 0, spare)

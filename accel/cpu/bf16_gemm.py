@@ -36,7 +36,7 @@ from accel.cpu.bf16_tiles import (
 )
 from accel.cpu.kernels import MAP, SERIAL, add_tile, address, contiguous, cut_evenly
 from accel.cpu.memory import empty
-from accel.cpu.packing import prefetch
+from accel.cpu.packing import prefetch, room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import most, team
@@ -50,8 +50,6 @@ ROW_PANELS = 8  # of A in a task, at most
 CACHED = 768 << 10  # bytes of B that are used again and again
 K_STEPS = 32  # steps along k of one pass over C
 RUN = 512  # columns of 32 rows that are asked for, and then packed
-
-_SPARE = 1024  # float32 elements that a thread needs beside packed panels
 
 
 def panels(n: int) -> int:
@@ -93,8 +91,7 @@ def pack(x: Array, side: int, *, transposed: bool, out: Array | None = None) -> 
 def _pack(x: int, step: int, rows: int, columns: int, out: int, side: int, as_rows: bool) -> None:
     down, across = (rows + SIDE - 1) // SIDE, (columns + SIDE - 1) // SIDE
     for i in prange(down):
-        spare = np.empty(_SPARE, np.float32)
-        room = pointer(spare.ctypes.data, np.float32(0))
+        spare = room(np.float32(0))
         target = at(pointer(out, np.uint32(0)), i * (across if as_rows else 1) * STEP)
         left = min(SIDE, rows - i * SIDE)
         for j in range(0, columns, RUN):
@@ -103,10 +100,10 @@ def _pack(x: int, step: int, rows: int, columns: int, out: int, side: int, as_ro
             for r in range(left):
                 prefetch(at(source, r * step), 0, count, 16)
             if as_rows:
-                pack_rows(source, step, left, count, at(target, j // SIDE * STEP), side, room)
+                pack_rows(source, step, left, count, at(target, j // SIDE * STEP), side, spare)
             else:
                 panel = at(target, j // SIDE * down * STEP)
-                pack_columns(source, step, left, count, panel, down * STEP, side, room)
+                pack_columns(source, step, left, count, panel, down * STEP, side, spare)
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -174,7 +171,7 @@ def multiply_rows(
         return packed
     enable()
     row_parts, column_parts = _cut(panels(rows), b.shape[0])
-    own = -(-panels(rows) // row_parts) * panels(depth) * STEP + _SPARE
+    own = -(-panels(rows) // row_parts) * panels(depth) * STEP
     scratch = empty((most(), own), np.uint32)
     _multiply_rows(
         address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
@@ -215,7 +212,6 @@ def _multiply(
     column_parts: int,
 ) -> None:
     for task in prange(row_parts * column_parts):
-        spare = np.empty(_SPARE, np.float32)
         i0, i1 = _part(rows, row_parts, task % row_parts)
         j0, j1 = _part(columns, column_parts, task // row_parts)
         configure()
@@ -231,7 +227,7 @@ def _multiply(
             0,
             0,
             0,
-            pointer(spare.ctypes.data, np.float32(0)),
+            room(np.float32(0)),
         )
         release()
 
@@ -259,8 +255,7 @@ def _multiply_rows(
     steps = (depth + SIDE - 1) // SIDE
     for task in prange(row_parts * column_parts):
         own = scratch + 4 * get_thread_id() * scratch_elements
-        spare = pointer(own, np.float32(0))
-        packed = pointer(own + 4 * _SPARE, np.uint32(0))
+        packed, spare = pointer(own, np.uint32(0)), room(np.float32(0))
         i0, i1 = _part(rows, row_parts, task % row_parts)
         j0, j1 = _part(columns, column_parts, task // row_parts)
         count = min(rows, i1 * SIDE) - i0 * SIDE

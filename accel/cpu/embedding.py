@@ -23,9 +23,9 @@ from accel.cpu.kernels import (
     receiver,
 )
 from accel.cpu.memory import empty
-from accel.cpu.packing import prefetch
+from accel.cpu.packing import ROOM, prefetch
 from accel.cpu.simd import at, pointer, vector_columns
-from accel.cpu.streaming import ROOM, ask, is_far, landing, leave, settle
+from accel.cpu.streaming import ask, is_far, landing, leave, settle
 from accel.jit import jit
 
 Array = npt.NDArray[Any]

@@ -15,14 +15,40 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from accel.cpu.memory import ALIGNMENT
 from accel.cpu.simd import at, emit_prefetch, lanes_of, vector_columns
 from accel.jit import jit
 
 Value = Any
 
 _INT32 = ir.IntType(32)
+
+ROOM = 1024  # elements
+
+
+def emit_room(context: Any, builder: Any, element: Any) -> Value:
+    """Return a pointer to ``ROOM`` elements on the stack of the kernel that is being made."""
+    kind = context.get_value_type(element)
+    made = cgutils.alloca_once(builder, ir.ArrayType(kind, ROOM))
+    made.align = ALIGNMENT
+    return builder.bitcast(made, ir.PointerType(kind))
+
+
+@intrinsic
+def room(typingctx: Any, like: Any) -> Any:
+    """Return a pointer to ``ROOM`` elements of the type of ``like``, there until the kernel ends.
+
+    (An array made in a kernel is freed behind the last use that Numba sees, which a use of its
+    address is not.)
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Value:
+        return emit_room(context, builder, signature.args[0])
+
+    return types.CPointer(like)(like), codegen
 
 
 @intrinsic

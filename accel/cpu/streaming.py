@@ -13,18 +13,16 @@ from typing import Any, Literal
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from accel.cpu.memory import ALIGNMENT
-from accel.cpu.packing import prefetch
+from accel.cpu.packing import emit_room, prefetch
 from accel.cpu.simd import at, vector_bytes, vector_columns
 from accel.jit import jit
 
 LANDING = 256  # elements of a row that most kernels send on at once
 FLAT = 64  # of a flat array
 AHEAD = 4 * FLAT  # how far flat arrays are asked for ahead
-ROOM = 1024  # that a landing has room for
 FAR = 32 << 20  # bytes: the last cache that two cores of today's processors have, and more
 
 
@@ -41,12 +39,8 @@ def landing(typingctx: Any, z: Any, far: Any) -> Any:
     """Return where to write up to ``ROOM`` elements that are to go to ``z``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if far == types.none:
-            return args[0]
-        element = context.get_value_type(signature.args[0].dtype)
-        room = cgutils.alloca_once(builder, ir.ArrayType(element, ROOM))
-        room.align = ALIGNMENT
-        return builder.bitcast(room, args[0].type)
+        near = far == types.none
+        return args[0] if near else emit_room(context, builder, signature.args[0].dtype)
 
     return z(z, far), codegen
 

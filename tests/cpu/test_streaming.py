@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 import accel
-from accel.cpu import embedding, memory, streaming
+from accel.cpu import embedding, memory, packing, streaming
 from accel.cpu.simd import pointer
 from accel.threads import set_threads, threads
 from reference.ops import Ops
@@ -118,10 +118,10 @@ def _through(like: Any, source: int, target: int, n: int) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_nothing_is_written_before_or_behind(dtype: Any) -> None:
     """Wherever in a line it begins and ends."""
-    source = np.arange(1, streaming.ROOM + 1, dtype=dtype)
+    source = np.arange(1, packing.ROOM + 1, dtype=dtype)
     for first in range(17):
-        for n in (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 100, streaming.ROOM):
-            held = memory.empty(streaming.ROOM + 40, dtype)
+        for n in (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 100, packing.ROOM):
+            held = memory.empty(packing.ROOM + 40, dtype)
             held.fill(0)
             step = held.itemsize
             _through(dtype(0), source.ctypes.data, held.ctypes.data + first * step, n)
