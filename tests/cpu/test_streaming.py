@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from numba import njit
+from numba import njit, prange
 
 import accel
 from accel.cpu import embedding, memory, packing, streaming
@@ -109,6 +109,7 @@ def test_a_gradient_that_is_added_to_is_touched_only_where_it_changes(
 def _through(like: Any, source: int, target: int, n: int) -> None:
     x, z = pointer(source, like), pointer(target, like)
     w = streaming.landing(z, True)
+    streaming.ask(x, n, True)
     for i in range(n):
         w[i] = x[i]
     streaming.leave(w, z, n, True)
@@ -134,3 +135,22 @@ def test_stores_go_past_the_caches_by_whole_lines() -> None:
     _through(np.float32(0), *np.zeros(2).view(np.int64), 0)
     code = "".join(_through.inspect_asm().values())
     assert "movntps" in code and ("mfence" in code or "lock" in code)
+    # in the first-level cache few lines can be waited for
+    assert "prefetcht1" in code and "prefetcht0" not in code
+
+
+@njit(parallel=True)  # type: ignore[untyped-decorator]
+def _numbered(like: Any, seen: Any) -> None:
+    for task in prange(len(seen)):
+        w = packing.room(like)
+        for i in range(packing.ROOM):
+            w[i] = task
+        for i in range(packing.ROOM):
+            seen[task] += w[i]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_each_task_has_room_of_its_own(dtype: Any) -> None:
+    seen = np.zeros(200)
+    _numbered(dtype(0), seen)
+    np.testing.assert_array_equal(seen, packing.ROOM * np.arange(200.0))
