@@ -118,6 +118,7 @@ class Sweep:
     def __init__(self, trials: list[Trial], jobs: int, limit: Budget, out: Path) -> None:
         self.trials, self.jobs, self.limit, self.out = trials, jobs, limit, out
         self.labels = {trial.run.run.out: trial.label for trial in trials}
+        self.left_out: dict[str, str] = {}  # folder -> why the run is not begun
         self.ended = 0
         self.columns = monitor.terminal_columns(monitor.Output(sys.stdout))
 
@@ -125,10 +126,13 @@ class Sweep:
         """Do what is left to do, and show what came of all."""
         if self.limit.kind == "minutes":
             self._measure(stop)
-        left = [t.run for t in self.trials if not finished(t.run)]
+        left = [
+            t.run for t in self.trials if not finished(t.run) and t.run.run.out not in self.left_out
+        ]
         self.ended = len(self.trials) - len(left)
+        before = self.ended - len(self.left_out)
         print(
-            f"{len(self.trials)} runs in {self.out}, {self.ended} of them finished before; "
+            f"{len(self.trials)} runs in {self.out}, {before} of them finished before; "
             f"{self.jobs} at once, each on {max(1, cores() // self.jobs)} of {cores()} cores",
             flush=True,
         )
@@ -155,7 +159,9 @@ class Sweep:
         for number, trial in enumerate(self.trials):
             probe = probes[json.dumps(trial.settings)]
             if not finished(probe):
-                raise ValueError(f"{probe.run.out} failed: {last_words(probe)}")
+                self.left_out[trial.run.run.out] = last_words(probe)
+                print(f"{trial.label}: NOT begun, as its first steps failed: {last_words(probe)}")
+                continue
             steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
             seconds = statistics.median(steps[2:]) / 1e3
             self.trials[number] = trial._replace(run=self.limit.apply(trial.run, seconds))
@@ -178,6 +184,9 @@ class Sweep:
 
     def _report(self, stop: StopRequest) -> int:
         outcomes = [results.outcome(trial) for trial in self.trials]
+        for outcome in outcomes:
+            if outcome["folder"] in self.left_out:
+                outcome["said"] = self.left_out[outcome["folder"]]
         score, found = results.cells(outcomes)
         report = {
             "score": score,

@@ -1,6 +1,7 @@
 """Runs side by side, each a ``myllm train`` in a process of its own with a share of the cores."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -57,6 +58,10 @@ def train_all(
         time.sleep(EVERY)
         for run, process in list(under_way):
             if process.poll() is not None:
+                if process.returncode < 0:  # it could not say so itself
+                    number = -process.returncode
+                    with (Path(run.run.out) / LOG).open("a") as log:
+                        log.write(f"ended by signal {number} ({signal.strsignal(number)})\n")
                 under_way.remove((run, process))
                 tell(run, [r for r, _ in under_way])
         tell(None, [r for r, _ in under_way])

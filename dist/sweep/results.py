@@ -19,19 +19,20 @@ from reference.flops import training_flops
 from reference.params import decoder_layout
 
 TAIL = 0.1  # of the steps, over which the training loss is averaged
-SCORES = {  # the first that all finished runs have is what they are compared by
+SCORES = {  # the first that all finished runs have is what runs are compared by
     "bits_per_byte": "bits per byte, held out",
     "heldout_loss": "loss, held out (nats a token)",
     "loss": "training loss (nats a token)",
 }
+ENDED = ("finished", "diverged")  # statuses of runs that took all steps
 
 
 class Cell(NamedTuple):
     """The runs of one setting."""
 
     settings: dict[str, Any]
-    runs: list[dict[str, Any]]  # finished ones
-    mean: float | None  # of what runs are compared by; None where a run has diverged
+    runs: list[dict[str, Any]]  # those that took all steps
+    mean: float | None  # of what runs are compared by; None where one of them has diverged
     spread: float | None  # standard deviation over seeds; of one seed, none is known
 
 
@@ -40,7 +41,9 @@ def outcome(trial: Trial) -> dict[str, Any]:
     run, records = trial.run, read_metrics(Path(trial.run.run.out))
     steps = [r for r in records if "lr" in r]
     evals = [r for r in records if "heldout_loss" in r]
-    status = "finished" if finished(run) else "begun" if steps else "not begun"
+    status = "begun" if steps else "not begun"
+    if finished(run):
+        status = "diverged" if diverged(records) else "finished"
     found: dict[str, Any] = {
         "settings": trial.settings,
         "seed": trial.seed,
@@ -50,7 +53,7 @@ def outcome(trial: Trial) -> dict[str, Any]:
         "parameters": decoder_layout(run.model).size,
         "flops_per_token": training_flops(run.model, run.window, causal=False),
     }
-    if status != "finished":
+    if status not in ENDED:
         return {**found, "said": last_words(run)} if steps else found
     losses = [r["loss"] for r in steps[-max(1, round(TAIL * len(steps))) :]]
     known = [loss for loss in losses if loss is not None]
@@ -68,30 +71,44 @@ def outcome(trial: Trial) -> dict[str, Any]:
     }
 
 
+def diverged(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether a run's last loss, of training or held out, or gradient is not finite."""
+    last = (
+        next((r for r in reversed(records) if key in r), {key: 0.0})[key]
+        for key in ("loss", "norm", "heldout_loss")
+    )
+    return None in last
+
+
 def figures(run: RunFile) -> str:
     """Return what a finished run reached, in a few words."""
-    last = [r for r in read_metrics(Path(run.run.out)) if "heldout_loss" in r or "lr" in r][-1]
+    records = read_metrics(Path(run.run.out))
+    if diverged(records):
+        return "diverged: its last loss or gradient is not finite"
+    last = [r for r in records if "heldout_loss" in r or "lr" in r][-1]
     name = next(key for key in SCORES if last.get(key) is not None)
     return f"{last[name]:.4f} {SCORES[name]}"
 
 
 def score_of(runs: Sequence[dict[str, Any]]) -> str:
     """Return the key of SCORES by which finished runs can be compared."""
-    return next(
-        (key for key in SCORES if any(r[key] is not None for r in runs)), next(reversed(SCORES))
-    )
+    good = [r for r in runs if r["status"] == "finished"]
+    return next((key for key in SCORES if all(r[key] is not None for r in good)), "loss")
 
 
 def cells(outcomes: Sequence[dict[str, Any]]) -> tuple[str, list[Cell]]:
-    """Return what runs are compared by, and the settings of those finished, best first."""
-    done = [r for r in outcomes if r["status"] == "finished"]
+    """Return what runs are compared by, and the settings of those that took all steps, best first.
+
+    A setting of which a run has diverged has no mean.
+    """
+    done = [r for r in outcomes if r["status"] in ENDED]
     score = score_of(done)
     grouped: dict[str, list[dict[str, Any]]] = {}
     for run in done:
         grouped.setdefault(json.dumps(run["settings"]), []).append(run)
     found = []
     for runs in grouped.values():
-        values = [r[score] for r in runs if r[score] is not None]
+        values = [r[score] for r in runs if r["status"] == "finished"]
         mean = statistics.fmean(values) if len(values) == len(runs) else None
         spread = statistics.stdev(values) if mean is not None and len(values) > 1 else None
         found.append(Cell(runs[0]["settings"], runs, mean, spread))

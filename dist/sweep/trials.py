@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel import AUTO
 from dist import config as run_file
-from dist.config import RunFile
+from dist.config import Run, RunFile
 from dist.data import TrainingData, held_out
 from reference.flops import training_flops
 
 LEARNING = ("model", "data", "train", "optim")  # the tables that decide what is learned
+FIGURES = ("backend", "compute", "attention", "products", "eval_windows")  # of [run]: its figures
 MARGIN = 0.9  # of the minutes of a run; start, evaluations and checkpoints take the rest
 
 
@@ -80,7 +82,7 @@ class Trial(NamedTuple):
     settings: dict[str, Any]  # key -> value, of the grid
     shown: tuple[str, ...]  # the keys that tell its settings from the others
     seed: int
-    name: str  # of its folder: what it is, and a hash of all that decides what it learns
+    name: str  # of its folder: what it is, and a hash of all that decides its figures
     run: RunFile
 
     @property
@@ -145,6 +147,11 @@ def trials_of(
         chosen = [text for row in values for text in row]
         words = [f"{key}={text}" for key, text in zip(keys, chosen, strict=True)]
         run = run_file.load(path, [*overrides, *words, "run.out=-"])
+        if "run.compute" in keys and run.run.compute == AUTO:
+            raise ValueError(
+                "--grid run.compute takes modes, not 'auto', which is settled once for all runs: "
+                "give that by --set run.compute=auto"
+            )
         if run.data.phases and budget.kind:
             raise ValueError(
                 f"{path}: data.phases say how long a run is: leave --{budget.kind} out"
@@ -183,8 +190,9 @@ def _check_keys(keys: list[str], seeds: int, budget: Budget) -> None:
 
 
 def _name(run: RunFile, settings: dict[str, Any], shown: tuple[str, ...], budget: Budget) -> str:
-    tables = run.to_dict()
+    tables, usual = run.to_dict(), dataclasses.asdict(Run(out=""))
     decides = [{t: tables[t] for t in LEARNING}, settings, budget.kind, float(budget.amount)]
+    decides += [[key, tables["run"][key]] for key in FIGURES if tables["run"][key] != usual[key]]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^\w.+-]+", "_", label_of(settings, shown, run.train.seed))
     return f"{readable[:80]}-{digest}"
