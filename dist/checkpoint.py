@@ -394,6 +394,7 @@ def to_resume(folder: Path, chosen: str | None = None) -> Path | None:
         When it is not there.
     """
     known = steps(folder)
+    pointed(folder, "best")  # which is read again when old ones are removed, hours later
     if chosen is not None:
         number = re.fullmatch(r"(?:step-)?0*([0-9]{1,18})", chosen)
         if number is None or int(number[1]) not in known:

@@ -39,13 +39,17 @@ def test_a_missing_latest_does_not_begin_anew_over_checkpoints(run: RunFile, cap
 
 
 @pytest.mark.parametrize("content", ["../../elsewhere", "step-00000003-mine", "", "/tmp", "step-3"])
-def test_latest_names_a_checkpoint_of_its_own_folder(
-    run: RunFile, content: str, capsys: Said
+@pytest.mark.parametrize("pointer", ["latest", "best"])
+def test_a_pointer_names_a_checkpoint_of_its_own_folder(
+    run: RunFile, pointer: str, content: str, capsys: Said
 ) -> None:
-    (Path(run.run.out) / "checkpoints" / "latest").write_text(content)
-    assert train(run) == 1
+    """Also the one that a run reads when it removes old checkpoints, hours later."""
+    folder = Path(run.run.out) / "checkpoints"
+    (folder / pointer).write_text(content)
+    assert train(run, "--set", "train.steps=9", "--changed") == 1
     said = capsys.readouterr().err
-    assert "does not name a checkpoint" in said and said.count("\n") == 1
+    assert f"{pointer} does not name a checkpoint" in said and said.count("\n") == 1
+    assert not (folder / "step-00000009").exists()
 
 
 def test_a_latest_that_is_a_folder_is_one_sentence(run: RunFile, capsys: Said) -> None:
