@@ -326,8 +326,26 @@ def _take_model(tables: dict[str, Any]) -> None:
     if isinstance(init, str) and init and isinstance(model, dict) and not whole:
         from dist import checkpoint  # it reads run files, too
 
-        found = checkpoint.model_of(checkpoint.read_manifest(checkpoint.find(init)))
+        try:
+            path = checkpoint.find(init)
+        except FileNotFoundError:  # which a run that has begun with it no longer needs
+            newest = _newest_begun_with(init, tables.get("run"))
+            if newest is None:
+                raise
+            path = newest
+        found = checkpoint.model_of(checkpoint.read_manifest(path))
         tables["model"] = {**found.to_dict(), **model}
+
+
+def _newest_begun_with(init: str, run: Any) -> Path | None:
+    from dist import checkpoint
+
+    out = run.get("out") if isinstance(run, dict) else None
+    newest = checkpoint.to_resume(Path(out) / "checkpoints") if isinstance(out, str) else None
+    if newest is None:
+        return None
+    begun = checkpoint.read_manifest(newest).config.get("train", {}).get("init")
+    return newest if begun == init else None
 
 
 def apply_override(tables: dict[str, Any], override: str) -> None:
