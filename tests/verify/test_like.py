@@ -214,6 +214,35 @@ def test_a_hint_says_what_is_wrong(tmp_path: Path, mistake: str, hint: str) -> N
     assert any(hint in said for failure in report.failures for said in failure.hints), report.text()
 
 
+Z_LOSS = """
+import numpy as np
+SHAPES = {"zloss": {"x": "N V"}}
+def _parts(x):
+    m = x.max(axis=-1, keepdims=True)
+    e = np.exp(x - m)
+    return e / e.sum(axis=-1, keepdims=True), m + np.log(e.sum(axis=-1, keepdims=True))
+def zloss(x):
+    return (_parts(x)[1] ** 2).mean()
+"""
+MEAN_OVER_V = """
+def zloss_backward(dout, x):
+    p, z = _parts(x)
+    return dout * 2 * z * p / x.dtype.type(x.shape[1])
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_guess_that_holds_in_the_smallest_case_alone_is_not_said(
+    tmp_path: Path, seed: int
+) -> None:
+    """With x (2, 1) and dout 1/2 the gradient over V for N is x itself, as if nothing were done."""
+    new = Z_LOSS + MEAN_OVER_V
+    report = like.checked(tmp_path, new, ref=Z_LOSS, seed=seed, shrink=True)
+    (failure,) = report.failures
+    assert failure.name == "dx" and failure.case.arrays["x"].shape == (2, 1)
+    assert not any("as it was given" in hint or "ignored" in hint for hint in failure.hints)
+
+
 def test_a_failure_is_shrunk_saved_and_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,12 @@
 """What is probably wrong with a function of which nothing is known but a reference.
 
-Most are plain observations of the numbers. The others change the reference's call (an input
-rounded or left out, another option) and are said when that gives what the kernel gave.
+Most are plain observations of the numbers. The others are guesses: that an input was given back, or
+that the reference's call with an input rounded or left out, or with another option, gives what the
+kernel gave. They are said when that holds in the smallest case and in most larger ones.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ import numpy as np
 
 from accel.tolerance import round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
+from accel.verify.evidence import Evidence
+from accel.verify.guesses import MOST
 from accel.verify.like.case import LikeCase
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
@@ -25,17 +29,33 @@ TILES = (1024, 512, 256, 128, 64, 32, 16, 8, 4)
 
 
 def hints_for(
-    subject: "LikeSubject", reference: Reference, case: LikeCase, judged: Judged
+    subject: "LikeSubject",
+    reference: Reference,
+    case: LikeCase,
+    judged: Judged,
+    evidence: Evidence | None = None,
 ) -> list[str]:
-    """Return the guesses that explain a failure, the most telling first."""
+    """Return what explains a failure, the most telling first.
+
+    Parameters
+    ----------
+    case, judged : LikeCase, Judged
+        The smallest case that fails, and what is wrong in it.
+    evidence : Evidence, optional
+        Of the other cases.
+    """
     found: list[str] = []
     comparable = judged.got is not None and judged.exact is not None
     if comparable and judged.kind in ("value", "nonfinite", "shape"):
         with np.errstate(all="ignore"):
-            truth = subject.truths(case)[0].get(judged.name)
             found += _of_numbers(case, judged)
-            if truth is not None and np.asarray(judged.got).shape == truth.exact.shape:
-                found += _of_calls(reference, case, judged, truth)
+            likely = list(dict.fromkeys(_guesses(subject, reference, case, judged)))
+            others = evidence.telling((judged.name, judged.kind)) if evidence and likely else []
+            larger = [w for w in others if w.judged.got is not None and w.judged.exact is not None]
+            hits: Counter[str] = Counter()
+            for other in larger:
+                hits.update(set(_guesses(subject, reference, other.case, other.judged)))
+            found += [text for text in likely if hits[text] >= MOST * len(larger)]
     if judged.kind == "second":
         found.append(
             "a stale result? The first call is right and another, of the same shapes with other "
@@ -78,9 +98,6 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
         return
     if not np.all(np.isfinite(got)):
         return
-    for other, a in case.arrays.items():
-        if a.shape == got.shape and a.dtype.kind == "f" and a.any() and _near(got, a, slack):
-            yield f"{name} is {other}, as it was given: is anything computed?"
     size = float(np.sum(exact * exact, where=np.isfinite(exact)))
     if size > 0 and np.count_nonzero(exact) > 2:
         ratio = float(np.sum(got * exact, where=np.isfinite(exact))) / size
@@ -90,6 +107,18 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
     wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
     if wrong.any() and not wrong.all():
         yield from _where(name, got, wrong)
+
+
+def _guesses(
+    subject: "LikeSubject", reference: Reference, case: Any, judged: Judged
+) -> Iterator[str]:
+    """Yield the guesses that give what the kernel gave in one case."""
+    got, truth = np.asarray(judged.got, np.float64), subject.truths(case)[0].get(judged.name)
+    for name, a in case.arrays.items():
+        if a.shape == got.shape and a.dtype.kind == "f" and a.any() and _near(got, a, _slack(case)):
+            yield f"{judged.name} is {name}, as it was given: is anything computed?"
+    if truth is not None and got.shape == truth.exact.shape:
+        yield from _of_calls(reference, case, judged, truth)
 
 
 def _where(name: str, got: Array, wrong: Array) -> Iterator[str]:

@@ -243,7 +243,7 @@ class LikeSubject(Subject):
 
     def hints(self, case: Case, judged: Judged, evidence: Evidence | None = None) -> list[str]:
         assert isinstance(case, LikeCase)
-        return hints_for(self, self.pairs[case.op].reference, case, judged)
+        return hints_for(self, self.pairs[case.op].reference, case, judged, evidence)
 
     def work_in(self, pair: Pair, dtype: str) -> None:
         """Let arrays be those of this pair's framework, in this precision."""
