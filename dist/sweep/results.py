@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dist.config import RunFile
 from dist.monitor import duration, read_metrics
-from dist.sweep.pool import finished, last_words
+from dist.sweep.pool import LOG, finished, last_words
 from dist.sweep.trials import Trial
 from dist.use import figure_class
 from reference.flops import training_flops
@@ -54,7 +54,7 @@ def outcome(trial: Trial) -> dict[str, Any]:
         "flops_per_token": training_flops(run.model, run.window, causal=False),
     }
     if status not in ENDED:
-        return {**found, "said": last_words(run)} if steps else found
+        return {**found, "said": last_words(run)} if (Path(run.run.out) / LOG).exists() else found
     losses = [r["loss"] for r in steps[-max(1, round(TAIL * len(steps))) :]]
     known = [loss for loss in losses if loss is not None]
     last = evals[-1] if evals else {}

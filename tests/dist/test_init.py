@@ -101,8 +101,11 @@ def test_the_model_is_that_of_the_checkpoint_unless_the_run_file_says_more(tmp_p
         load(path, ["train.init=nowhere"])
     shutil.rmtree(tmp_path / "base")  # the run has begun: it has the model, and goes on
     assert load(path).model == replace(config.model, window=(3,))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "latest").write_text("step-00000001")  # which is no more
+    assert load(path).model == replace(config.model, window=(3,))
     assert cli.main(["train", str(path), "--set", "train.steps=9", "--changed"]) == 0
-    with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="is no whole checkpoint"):
         load(path, ["run.out=another"])
 
 
