@@ -338,7 +338,8 @@ def test_a_run_that_is_killed_says_by_what(folder: Path, tmp_path: Path) -> None
 
     def kill() -> None:
         wait_for(lambda: len(monitor.read_metrics(Path(trial.run.run.out))) > 3)
-        (process,) = psutil.Process().children()
+        mine = str(Path(trial.run.run.out) / "run.toml")
+        (process,) = (p for p in psutil.Process().children() if mine in p.cmdline())
         process.kill()
 
     thread = threading.Thread(target=kill)
