@@ -452,6 +452,15 @@ def read_manifest(path: Path) -> Manifest:
     return found
 
 
+def begun_with(init: str, run: Path) -> Manifest | None:
+    """Return what the newest checkpoint of a run folder says, if the run began with ``init``."""
+    newest = to_resume(run / "checkpoints")
+    begun = None if newest is None else read_manifest(newest)
+    if begun is None or begun.config.get("train", {}).get("init") != init:
+        return None
+    return begun
+
+
 def read_resumable(path: Path) -> Manifest:
     """Return the manifest of a checkpoint that a run can go on from."""
     found = read_manifest(path)

@@ -11,15 +11,12 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from accel import AUTO, BACKENDS, COMPUTE, READING, Attention
 from reference.blocks import Recompute
 from reference.config import Config, Positive, Range, check_fields
 from reference.schedule import Schedule, learning_rate
-
-if TYPE_CHECKING:
-    from dist import checkpoint  # it reads run files, too
 
 T = TypeVar("T")
 Carrier = Literal["auto", "mpi", "nccl"]
@@ -327,29 +324,18 @@ def _take_model(tables: dict[str, Any]) -> None:
     init = train.get("init") if isinstance(train, dict) else None
     whole = isinstance(model, dict) and model.keys() >= {f.name for f in dataclasses.fields(Config)}
     if isinstance(init, str) and init and isinstance(model, dict) and not whole:
-        from dist import checkpoint
+        from dist import checkpoint  # it reads run files, too
 
         try:
             begun = checkpoint.read_manifest(checkpoint.find(init))
         except FileNotFoundError:  # which a run that has begun with it no longer needs
-            own = _newest_begun_with(init, tables.get("run"))
+            run = tables.get("run")
+            out = run.get("out") if isinstance(run, dict) else None
+            own = checkpoint.begun_with(init, Path(out)) if isinstance(out, str) else None
             if own is None:
                 raise
             begun = own
-        found = checkpoint.model_of(begun)
-        tables["model"] = {**found.to_dict(), **model}
-
-
-def _newest_begun_with(init: str, run: Any) -> "checkpoint.Manifest | None":
-    """Return what the newest checkpoint of a run says, if the run began with ``init``."""
-    from dist import checkpoint
-
-    out = run.get("out") if isinstance(run, dict) else None
-    newest = checkpoint.to_resume(Path(out) / "checkpoints") if isinstance(out, str) else None
-    begun = None if newest is None else checkpoint.read_manifest(newest)
-    if begun is None or begun.config.get("train", {}).get("init") != init:
-        return None
-    return begun
+        tables["model"] = {**checkpoint.model_of(begun).to_dict(), **model}
 
 
 def apply_override(tables: dict[str, Any], override: str) -> None:

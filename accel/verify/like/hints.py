@@ -7,14 +7,14 @@ kernel gave. They are said when that holds in the smallest case and in many larg
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel.tolerance import round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
-from accel.verify.evidence import Evidence
+from accel.verify.evidence import Evidence, Wrong
 from accel.verify.like.case import LikeCase
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
@@ -35,27 +35,17 @@ def hints_for(
     judged: Judged,
     evidence: Evidence | None = None,
 ) -> list[str]:
-    """Return what explains a failure, the most telling first.
-
-    Parameters
-    ----------
-    case, judged : LikeCase, Judged
-        The smallest case that fails, and what is wrong in it.
-    evidence : Evidence, optional
-        Of the other cases.
-    """
+    """Return what explains a failure, the most telling first; the evidence is of other cases."""
     found: list[str] = []
     comparable = judged.got is not None and judged.exact is not None
     if comparable and judged.kind in ("value", "nonfinite", "shape"):
         with np.errstate(all="ignore"):
             found += _of_numbers(case, judged)
-            likely = list(dict.fromkeys(_guesses(subject, reference, case, judged)))
-            others = evidence.telling((judged.name, judged.kind)) if evidence and likely else []
-            larger = [w for w in others if w.judged.got is not None and w.judged.exact is not None]
-            hits: Counter[str] = Counter()
-            for other in larger:
-                hits.update(set(map(_kind, _guesses(subject, reference, other.case, other.judged))))
-            found += [text for text in likely if hits[_kind(text)] >= MANY * len(larger)]
+            likely = list(_guesses(subject, reference, case, judged))
+            if likely and evidence is not None:
+                others = evidence.telling((judged.name, judged.kind))
+                likely = _borne_out(subject, reference, likely, others)
+            found += likely
     if judged.kind == "second":
         found.append(
             "a stale result? The first call is right and another, of the same shapes with other "
@@ -107,6 +97,17 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
     wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
     if wrong.any() and not wrong.all():
         yield from _where(name, got, wrong)
+
+
+def _borne_out(
+    subject: "LikeSubject", reference: Reference, likely: list[str], others: Sequence[Wrong]
+) -> list[str]:
+    """Return the guesses that give what the kernel gave in many other cases, too."""
+    larger = [w for w in others if w.judged.got is not None and w.judged.exact is not None]
+    hits: Counter[str] = Counter()
+    for case, judged, _ in larger:
+        hits.update({_kind(guess) for guess in _guesses(subject, reference, case, judged)})
+    return [guess for guess in likely if hits[_kind(guess)] >= MANY * len(larger)]
 
 
 def _kind(guess: str) -> str:
