@@ -243,6 +243,16 @@ def test_a_guess_that_holds_in_the_smallest_case_alone_is_not_said(
     assert not any("as it was given" in hint or "ignored" in hint for hint in failure.hints)
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_guess_is_one_whatever_value_each_case_has_for_it(tmp_path: Path, seed: int) -> None:
+    ref = 'SHAPES = {"power": {"x": "B D", "p": [1, 2, 3]}}\n'
+    ref += "def power(x, p):\n    return x**p\n"
+    next_to_it = "def power(x, p):\n    return x ** (p % 3 + 1)\n"
+    report = like.checked(tmp_path, next_to_it, ref=ref, seed=seed)
+    said = [hint for failure in report.failures for hint in failure.hints]
+    assert any("is p ignored?" in hint for hint in said), report.text()
+
+
 def test_a_failure_is_shrunk_saved_and_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
