@@ -146,7 +146,9 @@ def document_of(
             messages = [{"role": role, "content": text} for role, text in turns]
             return Document(where, tuple(chat(messages)), end=False)
         return Document(where, (Part(prompt, predict=False), Part(completion)))
-    if not isinstance(record.get(field), str):
+    if record.get(field) is not None and not isinstance(record[field], str):
+        raise ValueError(f"field {field!r} holds no text but {type(record[field]).__name__}")
+    if record.get(field) is None:
         known = ", ".join(map(repr, record)) or "none"
         raise ValueError(
             f"there is no text field {field!r}, no prompt and no messages; it has {known}"

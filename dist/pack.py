@@ -37,7 +37,8 @@ from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
 from tokenizer.files import replace_durably
-from tokenizer.read import expand
+from tokenizer.read import expand, is_stream
+from tokenizer.records import is_packed
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -227,7 +228,7 @@ def encode_all(
 
 def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:
     """Return a hash of what a packing is made from, to know it again."""
-    stats = [(name, os.stat(name)) for name in files if name != "-"]
+    stats = [(name, os.stat(name)) for name in files if not is_stream(name)]
     parts: list[Any] = [settings._asdict(), tokenizer_sha256, PIECE_BYTES]
     parts += [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -235,10 +236,10 @@ def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> 
 
 def plain_bytes(inputs: list[str]) -> int:
     """Return the bytes of text in the inputs, 0 when they cannot be known in advance."""
-    files = expand(inputs).files
-    if any(name == "-" or name.endswith((".gz", ".zst", ".parquet")) for name in files):
+    found = expand(inputs)
+    if any(is_packed(name) or name.lower().endswith(".parquet") for name in found.files):
         return 0
-    return sum(os.stat(name).st_size for name in files)
+    return found.bytes_on_disk
 
 
 def _first(documents: Iterator[Document], chars: float | None) -> Iterator[Document]:
@@ -312,8 +313,10 @@ def _pack(
 ) -> Summary:
     given = expand(inputs)
     files = given.files
-    if settings.distinct and "-" in files:
-        raise ValueError("--drop-near-duplicates reads the texts three times: give files, not -")
+    if settings.distinct and given.streams:
+        raise ValueError(
+            f"--drop-near-duplicates reads the texts three times: give files, not {given.streams[0]}"
+        )
     for remark in given.remarks():
         report(remark)
     encoder = Encoder(settings)
@@ -364,7 +367,7 @@ def _pack(
                 counts.chats[split] += encoded.chat
                 counts.n_bytes += encoded.n_bytes
             progress(counts.n_bytes, sum(w.tokens for w in writers.values()))
-            if time.monotonic() - saved > JOURNAL_SECONDS and "-" not in files:
+            if time.monotonic() - saved > JOURNAL_SECONDS and not given.streams:
                 counts.bad_lines = bad_lines
                 states = {split: writer.state() for split, writer in writers.items()}
                 manifest.write(

@@ -21,7 +21,7 @@ from tokenizer import (
 )
 from tokenizer.arrays import Array
 from tokenizer.patterns import machine_of
-from tokenizer.read import Source, is_plain
+from tokenizer.read import Source, is_plain, standard_input
 from tokenizer.tokenizer import decode_utf8
 from tokenizer.vocabulary import CONTROLS, FIRST_SPECIALS, MIN_VOCAB
 
@@ -147,7 +147,7 @@ def _texts_to_encode(options: argparse.Namespace) -> Iterator[bytes]:
         return
     for name in options.paths or ["-"]:
         if name == "-":
-            yield sys.stdin.buffer.read()
+            yield standard_input().read()
         elif Path(name).is_file() and is_plain(name):
             yield Path(name).read_bytes()
         else:
@@ -184,7 +184,7 @@ def _ids_of(name: str) -> Iterator[tuple[str, list[int] | Array]]:
             raise ValueError(f"{name} is no NumPy array of ids: {error}") from None
         return
     shown = "standard input" if name == "-" else name
-    file = sys.stdin.buffer if name == "-" else open(name, "rb")
+    file = standard_input() if name == "-" else open(name, "rb")
     with file:
         for number, line in enumerate(file, 1):
             where = f"{shown}, line {number}"

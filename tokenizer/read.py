@@ -15,6 +15,7 @@ import io
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import regex
 
-from tokenizer.records import is_rows, rows
+from tokenizer.records import is_packed, is_rows, rows
 
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
@@ -65,8 +66,8 @@ class Source:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on disk of all files; 0 if standard input is among them."""
-        return 0 if "-" in self.files else sum(Path(name).stat().st_size for name in self.files)
+        """Bytes on disk of all files; 0 if a stream is among them."""
+        return self.inputs.bytes_on_disk
 
     def texts(self, *, cut_freely: bool = False) -> Iterator[bytes]:
         """Yield the texts of all files as UTF-8.
@@ -92,9 +93,9 @@ class Source:
 
     def _plain(self, file: IO[bytes], raw: IO[bytes], name: str, cut: bool) -> Iterator[bytes]:
         held: list[bytes] = []
-        line = 1
+        line, mark = 1, codecs.BOM_UTF8  # a byte order mark, as some editors begin a file with
         while True:
-            block = file.read(BLOCK_BYTES)
+            block, mark = file.read(BLOCK_BYTES).removeprefix(mark), b""
             self._advance(name, raw)
             if cut and block:
                 tail = max(0, len(block) - _TAIL)
@@ -155,7 +156,7 @@ class Source:
         self.report_bad(sentence)
 
     def _advance(self, name: str, raw: IO[bytes] | None) -> None:
-        if raw is None and name != "-":
+        if raw is None and not is_stream(name):
             self._before += Path(name).stat().st_size
         if self.advance is not None:
             self.advance(self._before + (raw.tell() if raw is not None and raw.seekable() else 0))
@@ -167,6 +168,16 @@ class Inputs(NamedTuple):
     files: list[str]
     passed_over: list[str]  # of folders and globs: what is no text
 
+    @property
+    def streams(self) -> list[str]:
+        """Those of the files that can be read once only."""
+        return [name for name in self.files if is_stream(name)]
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of all files; 0 if a stream is among them."""
+        return 0 if self.streams else sum(Path(name).stat().st_size for name in self.files)
+
     def remarks(self) -> Iterator[str]:
         """Yield a sentence on what is not read, or is perhaps not wanted as it is."""
         if self.passed_over:
@@ -176,6 +187,10 @@ class Inputs(NamedTuple):
         pages = [name for name in self.files if name.lower().endswith((".html", ".htm"))]
         if pages:
             yield f"HTML is read as it stands, with its tags: {_some(pages)}"
+        again = Counter(os.path.realpath(name) for name in self.files if not is_stream(name))
+        again -= Counter(set(again))
+        if again:
+            yield f"given more than once, and read as often: {_some(list(again))}"
 
 
 def expand(paths: Sequence[str]) -> Inputs:
@@ -184,7 +199,8 @@ def expand(paths: Sequence[str]) -> Inputs:
     Raises
     ------
     ValueError
-        If one of them stands for no file, or is itself a file that is no text.
+        If one of them stands for no file, or is itself a file that is no text, or standard input
+        is to be read twice.
     """
     files: list[str] = []
     passed_over: list[str] = []
@@ -197,7 +213,7 @@ def expand(paths: Sequence[str]) -> Inputs:
             found = [path]
         else:
             found = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
-        other = [name for name in found if name != "-" and not is_text(name)]
+        other = [name for name in found if not is_stream(name) and not is_text(name)]
         if other == [path]:
             what = (
                 "is an archive: unpack it, and give the folder"
@@ -214,6 +230,8 @@ def expand(paths: Sequence[str]) -> Inputs:
             raise ValueError(f"{path!r} {what}")
         files += [name for name in found if name not in set(other)]
         passed_over += other
+    if files.count("-") > 1:
+        raise ValueError("- is given twice, but standard input can be read once")
     return Inputs(files, passed_over)
 
 
@@ -228,11 +246,16 @@ def _below(folder: str) -> Iterator[Path]:
         yield from (Path(where, name) for name in names if not name.startswith("."))
 
 
+def is_stream(name: str) -> bool:
+    """Tell whether this is no file on disk but standard input or a pipe, which is read once."""
+    return name == "-" or not Path(name).is_file()
+
+
 def is_text(name: str) -> bool:
     """Tell whether a file can be text: rows, something packed, or no NUL or PDF where it begins."""
     if is_archive(name):
         return False
-    if is_rows(name) or name.endswith((".gz", ".zst")):
+    if not is_plain(name):
         return True
     with open(name, "rb") as file:
         head = file.read(_LOOK)
@@ -252,7 +275,7 @@ def is_archive(name: str) -> bool:
 
 def is_plain(name: str) -> bool:
     """Tell whether a file is one text, as it lies on disk."""
-    return not (is_rows(name) or name.endswith((".gz", ".zst")))
+    return not (is_rows(name) or is_packed(name))
 
 
 def _some(names: Sequence[str]) -> str:
@@ -265,18 +288,32 @@ def _show(name: str) -> str:
     return "standard input" if name == "-" else name
 
 
+def standard_input() -> IO[bytes]:
+    """Return standard input.
+
+    Raises
+    ------
+    ValueError
+        If this process was started without one.
+    """
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: name a file, or send a text")
+    return sys.stdin.buffer
+
+
 @contextmanager
 def opened(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, unpacking it; give the unpacked stream and the one that counts bytes on disk."""
     if name == "-":
-        yield sys.stdin.buffer, sys.stdin.buffer
+        file = standard_input()
+        yield file, file
         return
     with open(name, "rb") as raw:
         try:
-            if name.endswith(".gz"):
+            if name.lower().endswith(".gz"):
                 with gzip.open(raw) as file:
                     yield file, raw  # type: ignore[misc]
-            elif name.endswith(".zst"):
+            elif name.lower().endswith(".zst"):
                 try:
                     import zstandard
                 except ImportError:

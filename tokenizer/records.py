@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +12,16 @@ from typing import IO, Any
 Bad = Callable[[str], None]  # takes a sentence on a row that cannot be read; raises, or goes on
 Row = tuple[str, dict[str, Any]]  # where it stands, and its fields
 
+PACKED = (".gz", ".zst")
 # what a row of Parquet may have beside its text: a conversation, or a task and what is wanted
 ASIDE = ("messages", "prompt", "completion")
 _BEGINS_A_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # of objects
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of such a byte
 
 
 def is_rows(name: str) -> bool:
     """Tell whether a file holds rows, packed or not."""
-    return _unpacked(name).endswith(tuple(READERS))
+    return _ending(name) in READERS
 
 
 def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
@@ -41,8 +44,7 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     ValueError, OSError, ImportError
         When the file as a whole cannot be read, or has no column for the text.
     """
-    (reader,) = (read for ending, read in READERS.items() if _unpacked(name).endswith(ending))
-    return reader(name, file, field, bad)
+    return READERS[_ending(name)](name, file, field, bad)
 
 
 def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
@@ -86,10 +88,9 @@ def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row
 
 def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    tabs = _unpacked(name).endswith(".tsv")
+    lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     # strict: else a quote that never closes takes in all rows behind it
-    table = csv.reader(lines, delimiter="\t" if tabs else ",", strict=True)
+    table = csv.reader(lines, delimiter="\t" if _ending(name) == ".tsv" else ",", strict=True)
     began = 1
     try:
         columns = next(table, [])
@@ -98,12 +99,13 @@ def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         for values in table:
             where = f"{name}, line {table.line_num}"
             began = table.line_num + 1
-            if len(values) == len(columns):
+            broken = _NO_UTF8.search("".join(values))
+            if broken:
+                bad(f"{where}: byte 0x{ord(broken[0]) - 0xDC00:02x} is no UTF-8")
+            elif len(values) == len(columns):
                 yield where, dict(zip(columns, values, strict=True))
             elif values:
                 bad(f"{where}: {len(values)} values for {len(columns)} columns")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}, after line {table.line_num}: no UTF-8: {error}") from None
     except csv.Error as error:
         raise ValueError(
             f"{name}: {error}, in the row that begins on line {began}: is a quote never closed?"
@@ -137,10 +139,24 @@ def _check_columns(name: str, columns: list[str], field: str) -> None:
     if not {field, *ASIDE} & set(columns):
         have = ", ".join(map(repr, columns)) or "none"
         raise ValueError(f"{name}: no column {field!r}; its columns: {have} (--field names one)")
+    for wanted in (field, *ASIDE):
+        if columns.count(wanted) > 1:
+            raise ValueError(
+                f"{name}: {columns.count(wanted)} columns are called {wanted!r}: rename all but one"
+            )
 
 
-def _unpacked(name: str) -> str:
-    return name.removesuffix(".gz").removesuffix(".zst")
+def is_packed(name: str) -> bool:
+    """Tell whether a file has to be unpacked, by how its name ends."""
+    return name.lower().endswith(PACKED)
+
+
+def _ending(name: str) -> str:
+    """Return how the name of the unpacked file ends, small."""
+    name = name.lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return os.path.splitext(name)[1]
 
 
 READERS: dict[str, Callable[[str, IO[bytes], str, Bad], Iterator[Row]]] = {

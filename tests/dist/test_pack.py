@@ -464,6 +464,7 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
         ),
         ("a.csv", "id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
         ("a.csv", "", "no column 'text'; its columns: none"),
+        ("a.jsonl", '{"text": 7}\n', "a.jsonl, line 1: field 'text' holds no text but int (--sk"),
     ],
 )
 def test_rows_that_cannot_be_read_are_no_text(
