@@ -41,13 +41,16 @@ def in_order(
 
         n = threads()
     waiting: deque[Future[R]] = deque()
-    with pool(n) as executor:
+    executor = pool(n)
+    try:
         for item in items:
             waiting.append(executor.submit(function, item))
             if len(waiting) > 2 * n:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        executor.shutdown(cancel_futures=True)  # what nobody will ask for need not be done
 
 
 AHEAD = 1 << 26  # elements that a room has, at most, besides those of the largest that fills it

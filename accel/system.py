@@ -226,6 +226,22 @@ def out_of_reach() -> dict[str, Any]:
     return {"start_new_session": True}
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Have processes that start within not hear of Ctrl-C, nor of a terminal that goes away.
+
+    They inherit what is blocked here; what comes meanwhile is heard here behind it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ends_with_us() -> dict[str, Any]:
     """Return the same for a process that is to be asked to end should this one be killed."""
     # in the child, between fork and exec

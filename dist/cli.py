@@ -9,6 +9,7 @@ as a message to the person at the terminal: one sentence on stderr and status 1.
 ``MYLLM_TRACEBACK=1`` in the environment shows the traceback as well, for those who look for a bug.
 """
 
+import errno
 import gc
 import importlib
 import os
@@ -146,22 +147,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"myllm: no command {' '.join(argv[:1])!r}; {say}", file=sys.stderr)
         return 2
     name, rest = found
+    from dist.interrupt import Ended, raising  # imports NumPy, as whatever does something does
+
     try:
-        return loaded(name)(rest)
+        with raising():
+            return loaded(name)(rest)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         if os.environ.get("MYLLM_TRACEBACK"):
             traceback.print_exc()
         if isinstance(error, BrokenPipeError):  # the reader of our output, `head` say, has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        said = f"{error}"
-        if isinstance(error, MemoryError):
-            said = f"not enough memory; {said or 'less data at once may help'}"
-        print(f"myllm {name}: {said}", file=sys.stderr)
+        from dist.comm import sentence
+
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; make room there, and give the command again" if full else ""
+        print(f"myllm {name}: {sentence(error)}{advice}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"myllm {name}: interrupted", file=sys.stderr)
         return 130
+    except Ended as end:
+        print(f"myllm {name}: {end}", file=sys.stderr)
+        return 128 + end.signal
 
 
 if __name__ == "__main__":

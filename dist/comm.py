@@ -8,7 +8,6 @@ made of that is in ``reduction.py``.
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ import numpy as np
 
 from accel import launcher
 from accel.system import end_within
+from dist import interrupt
 from dist.watchdog import LAST_WORDS, Watch, deadline, end_launchers
 from reference.types import Array
 
@@ -273,9 +273,7 @@ def start() -> Comm:
     expected = launcher.size()
     if expected == 1:
         return Solo()
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        # while MPI starts, Python cannot look at signals; this one kills then, like the others
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    interrupt.leave()  # while MPI starts, Python cannot look at signals: they kill then
     try:
         comm = Mpi()
     except (ImportError, RuntimeError) as error:
@@ -336,6 +334,8 @@ def sentence(error: BaseException) -> str:
     """Return what an error says, without the number of an ``OSError``."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return f"not enough memory; {str(error) or 'less data at once may help'}"
     return str(error)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from accel import launcher
 from dist import config as run_file
 from dist.comm import AllRanksError, Comm, sentence, start, together
+from dist.interrupt import Ended
 from dist.monitor import bytes_text, duration
 
 
@@ -217,15 +218,20 @@ def pack(argv: Sequence[str]) -> int:
     def report(said: str) -> None:
         print(f"myllm pack: {said}", file=sys.stderr)
 
-    summary = packing.pack(
-        given.inputs,
-        Path(given.out),
-        settings,
-        processes=given.processes,
-        skip_bad_lines=given.skip_bad_lines,
-        report=report,
-        progress=progress,
-    )
+    try:
+        summary = packing.pack(
+            given.inputs,
+            Path(given.out),
+            settings,
+            processes=given.processes,
+            skip_bad_lines=given.skip_bad_lines,
+            report=report,
+            progress=progress,
+        )
+    except (KeyboardInterrupt, Ended):
+        if (Path(given.out) / packing.JOURNAL).exists():
+            report("the same command goes on from what is packed")
+        raise
     for split in packing.SPLITS:
         print(
             f"{given.out}/{split}: {summary.documents[split]:,} documents, "

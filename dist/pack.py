@@ -14,10 +14,12 @@ import itertools
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context, parent_process
@@ -29,6 +31,7 @@ import msgspec
 import numpy as np
 
 from accel.ahead import batches, in_order
+from accel.system import unheard
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
 from dist.duplicates import near_duplicates
@@ -182,6 +185,7 @@ _encoder: Encoder | None = None  # of this worker process
 
 def _start_worker(settings: Settings) -> None:
     global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where ``unheard`` can do nothing
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = Encoder(settings)
 
@@ -195,6 +199,20 @@ def _end_with_parent() -> None:
     assert parent is not None  # a worker has one
     wait([parent.sentinel])
     os._exit(1)
+
+
+class _Workers(ProcessPoolExecutor):
+    """Processes that encode, by settings, and whose end is ours to decide, not the terminal's."""
+
+    def __init__(self, settings: Settings, processes: int) -> None:
+        with unheard():  # what Python starts to look after semaphores
+            # spawned, not forked: a fork of a process with threads may hang
+            super().__init__(processes, get_context("spawn"), _start_worker, (settings,))
+
+    def submit(self, *work: Any) -> Future[Any]:  # type: ignore[override]
+        """Hand a process work, and start it if there is none."""
+        with unheard():
+            return super().submit(*work)
 
 
 def _work(documents: list[Document]) -> list[Encoded]:
@@ -216,14 +234,13 @@ def encode_all(
         for batch in taken:
             yield [encoder.encode(document) for document in batch]
         return
-    # spawned, not forked: a fork of a process with threads may hang
-    pool = partial(
-        ProcessPoolExecutor,
-        mp_context=get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(settings,),
-    )
-    yield from in_order(_work, taken, processes, pool)
+    try:
+        yield from in_order(_work, taken, processes, partial(_Workers, settings))
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            "one of the processes that encode was killed, for want of memory perhaps: give the "
+            "command again, with fewer --processes"
+        ) from None
 
 
 def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:
@@ -314,8 +331,9 @@ def _pack(
     given = expand(inputs)
     files = given.files
     if settings.distinct and given.streams:
+        stream = given.streams[0]
         raise ValueError(
-            f"--drop-near-duplicates reads the texts three times: give files, not {given.streams[0]}"
+            f"--drop-near-duplicates reads the texts three times: give files, not {stream}"
         )
     for remark in given.remarks():
         report(remark)

@@ -17,6 +17,7 @@ import numpy as np
 
 from accel.system import forget, fresh_memory, move, past_memory, sync_folder
 from reference.types import Array
+from tokenizer.files import writing
 
 ROOM = 4 << 20  # bytes that are gathered and written at once
 PAUSE = 0.05  # seconds, at least, in which what is written gathers before the disk is waited for
@@ -37,7 +38,8 @@ def new_place(path: Path) -> Iterator[Path]:
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     part = path.absolute().parent / f".part-{secrets.token_hex(8)}"
     try:
-        yield part
+        with writing(path):
+            yield part
         for written in [*part.rglob("*")] if part.is_dir() else [part]:
             _sync_file(written)
         if part.is_dir():

@@ -1,5 +1,6 @@
 """``myllm eval`` and ``myllm plot``: how good a trained model is."""
 
+import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from dist.commands import parser
 from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
 from dist.model import Model, load_model
+from tokenizer.files import replace_durably
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -186,6 +188,13 @@ def figure_class() -> type:
     return Figure
 
 
+def save_figure(figure: Any, path: Path) -> None:
+    """Put a figure of matplotlib's under a name whose ending says the format, whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:] or None, dpi=120)
+    replace_durably(path, drawn.getvalue())
+
+
 def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     """Draw curves of loss and learning rate of some runs into files, by a key of ``AXES``.
 
@@ -255,7 +264,7 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     lr_axes.grid(alpha=0.3)
     for out in outs:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=120)
+        save_figure(figure, out)
 
 
 def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, float]:

@@ -13,6 +13,7 @@ from accel.system import sync_folder
 from dist import manifest, shards
 from dist.manifest import Count, Crc, crc32
 from reference.types import Array
+from tokenizer.files import writing
 
 
 def is_shard_file(name: str) -> bool:
@@ -66,13 +67,15 @@ class _Stream:
             if not at:
                 self.crcs.append(0)
             self.crcs[-1] = crc32(piece, self.crcs[-1])
-            self._file.write(piece)
+            with writing(self.path):
+                self._file.write(piece)
             self.size += len(piece)
 
     def state(self) -> StreamState:
         """Make what was written durable and return it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         return StreamState(size=self.size, crcs=tuple(self.crcs))
 
     def finish(self, n_tokens: int) -> tuple[int, ...]:
@@ -85,7 +88,8 @@ class _Stream:
 
     def close(self) -> None:
         """Close the file, finished or not."""
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
 
 
 class ShardWriter:

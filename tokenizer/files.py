@@ -3,6 +3,8 @@
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +15,17 @@ from accel.system import move, sync_folder
 T = TypeVar("T")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let what the system says of a file that cannot be written name it, as the user knows it."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and ".part-" in str(error.filename or ".part-"):
+            error.filename = str(path)
+        raise
+
+
 def replace_durably(path: Path, data: bytes) -> None:
     """Put content under a name in one step that cannot be half done, and is not undone.
 
@@ -21,17 +34,18 @@ def replace_durably(path: Path, data: bytes) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     part = path.with_name(f".part-{secrets.token_hex(8)}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        move(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with writing(path):
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            move(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 def remove_parts(folder: Path) -> None:

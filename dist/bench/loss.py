@@ -34,7 +34,7 @@ from dist.monitor import read_metrics
 from dist.sizing import Size
 from dist.stopping import StopRequest
 from dist.sweep.pool import finished, last_words, train_all
-from dist.use import figure_class
+from dist.use import figure_class, save_figure
 from reference.params import decoder_layout
 from tokenizer.files import replace_durably
 from tokenizer.read import Source
@@ -439,4 +439,4 @@ class Bench:
         axes.set_ylabel("bits per byte, held out")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path)

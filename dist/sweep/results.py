@@ -14,7 +14,7 @@ from dist.config import RunFile
 from dist.monitor import duration, read_metrics
 from dist.sweep.pool import LOG, finished, last_words
 from dist.sweep.trials import Trial
-from dist.use import figure_class
+from dist.use import figure_class, save_figure
 from reference.flops import training_flops
 from reference.params import decoder_layout
 
@@ -183,4 +183,4 @@ def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> N
     axes.grid(alpha=0.3)
     if others:
         axes.legend(fontsize=8)
-    figure.savefig(out, dpi=120)
+    save_figure(figure, out)

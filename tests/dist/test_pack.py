@@ -1,5 +1,6 @@
 """Packing: what is written for which input, whatever the processes and interruptions."""
 
+import errno
 import gzip
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import cli, pack
+from dist import cli, manifest, pack, writer
 from dist.documents import PIECE_BYTES, Part, chat, document_of, pieces
 from dist.shards import Dataset, check_crcs, read_manifest
 from reference.types import Array
@@ -369,6 +370,31 @@ def test_a_packed_folder_is_not_packed_over(
     with pytest.raises(SystemExit) as usage:
         cli.main(["pack", "x"])
     assert usage.value.code == 2
+
+
+def test_a_full_disk_is_named_with_what_to_do(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer.os, "fsync", full)
+    (tmp_path / "a.txt").write_text("hello")
+    for out, file in (("a.tok", "a.tok"), ("packed", "packed/journal.json")):
+        words = ["pack", tmp_path / "a.txt", "--tokenizer", tokenizer_file, "--processes", 1]
+        if out == "a.tok":
+            words = ["tokenizer", "train", tmp_path / "a.txt", "--vocab-size", 276]
+        assert cli.main([*map(str, words), "-o", str(tmp_path / out)]) == 1
+        said = "No space left on device; make room there, and give the command again"
+        assert f"{tmp_path / file}: {said}\n" in capsys.readouterr().err
+    for module in (manifest, pack):
+        monkeypatch.setattr(module, "replace_durably", lambda path, data: path.write_bytes(data))
+    assert run(corpus, tmp_path / "more", tokenizer_file, "--heldout", "0") == 1
+    assert f"{tmp_path}/more/train/00000.bin: No space left" in capsys.readouterr().err
 
 
 def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:

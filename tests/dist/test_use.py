@@ -1,5 +1,6 @@
 """What is done with a trained model: generate, chat, eval, plot; samples while training."""
 
+import errno
 import io
 import json
 import math
@@ -556,7 +557,10 @@ def test_a_checkpoint_folder_is_enough(run: Path) -> None:
 
 
 def test_plot_draws_and_compares_runs(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert cli.main(["plot", str(run)]) == 0
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -566,6 +570,15 @@ def test_plot_draws_and_compares_runs(
     capsys.readouterr()
     assert cli.main(["plot", str(tmp_path)]) == 1
     assert "is it a run folder?" in capsys.readouterr().err
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tokenizer.files.os.fsync", full)
+    for name in ("x/both.svg", "x/new.png"):
+        assert cli.main(["plot", str(run), "-o", str(tmp_path / name)]) == 1
+        assert f"{tmp_path / name}: No space left on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["both.svg"]
 
 
 @pytest.mark.parametrize("by", ["step", "tokens", "time"])

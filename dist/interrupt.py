@@ -1,0 +1,86 @@
+"""Ctrl-C, and what else asks a command to end, become an exception where one comes through.
+
+Python's own KeyboardInterrupt can come in the middle of anything. One that is raised while an
+object is given up (``__del__``, a weak reference's callback) is printed and forgotten, and one in
+what LLVM calls while a kernel is loaded leaves it without an answer, which it does not survive. So
+the signal is put off there, and comes again a moment later.
+"""
+
+import _thread
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from accel.system import ENDING
+
+AGAIN = 0.01  # seconds later
+
+
+class Ended(BaseException):  # no KeyboardInterrupt: a chat goes on after one
+    """Something else than Ctrl-C asked this process to end.
+
+    Attributes
+    ----------
+    signal : signal.Signals
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise what a signal means, or see to it that the signal comes again."""
+    while frame is not None:
+        code = frame.f_code
+        lost = code.co_name == "__del__" or code.co_filename == weakref.__file__
+        if lost or code.co_filename == _engine():
+            # a bare thread: what was interrupted may hold any lock
+            _thread.start_new_thread(_again, (number,))
+            return
+        frame = frame.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Ended(number)
+
+
+def _engine() -> str | None:
+    """Return the file of llvmlite in which LLVM is asked for code, and in which it calls back."""
+    return getattr(sys.modules.get("llvmlite.binding.executionengine"), "__file__", None)
+
+
+def _again(number: int) -> None:
+    time.sleep(AGAIN)
+    if sys.platform == "win32":
+        _thread.interrupt_main(number)
+    else:  # also out of a wait for the system
+        signal.pthread_kill(threading.main_thread().ident, number)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Have signals that ask for an end raise, but those that the caller ignores (nohup)."""
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in ENDING if signal.getsignal(n) in usual}
+    try:
+        for number in before:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave() -> None:
+    """Give the signals back to what they do without us: kill."""
+    for number in ENDING:
+        if signal.getsignal(number) in (interrupt, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)

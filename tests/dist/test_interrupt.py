@@ -1,0 +1,145 @@
+"""Signals that ask a command to end, wherever they come."""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import pytest
+
+from dist import cli, interrupt, pack
+from dist.documents import Document, Part
+from tokenizer import train_from_iterator
+
+
+def wait() -> None:
+    time.sleep(60)
+
+
+def in_del() -> None:
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            self.kept = 1
+
+    Dying()
+    wait()
+
+
+def in_a_callback() -> None:
+    class Dying:
+        pass
+
+    dying = Dying()
+    weakref.finalize(dying, signal.raise_signal, signal.SIGINT)
+    del dying
+    gc.collect()
+    wait()
+
+
+def in_llvm() -> None:
+    """Load code by way of an object cache, as Numba does; what it calls has no way to fail."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly("define i32 @seven() { ret i32 7 }")
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(module, machine)
+    asked = []
+
+    def notify(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        asked.append("compiled")
+
+    def get(*_: object) -> None:
+        asked.append("asked for")
+
+    engine.set_object_cache(notify, get)
+    engine.finalize_object()
+    seven = ctypes.CFUNCTYPE(ctypes.c_int)(engine.get_function_address("seven"))
+    assert seven() == 7 and asked == ["asked for", "compiled"]
+    wait()
+
+
+@pytest.mark.parametrize("where", [wait, in_del, in_a_callback, in_llvm])
+def test_ctrl_c_is_heard_where_it_would_be_lost(where: Callable[[], None]) -> None:
+    started = time.monotonic()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupt.raising():
+        if where is wait:
+            signal.raise_signal(signal.SIGINT)
+        where()
+    assert time.monotonic() - started < 30 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_signals_end_a_command_and_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(argv: list[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            wait()
+        except KeyboardInterrupt:  # as a chat takes it
+            return 0
+        return 1
+
+    monkeypatch.setattr(cli, "loaded", lambda name: command)
+    assert cli.main(["plan"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "myllm plan: stopped by SIGTERM\n"
+
+
+def test_what_the_caller_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with interrupt.raising():
+            signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="has no groups of processes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_packing_that_is_asked_to_end_says_so_in_two_lines(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    train_from_iterator(["the cat sat on the mat"], 276).save(tmp_path / "t.tok")
+    words = ["pack", "-", "--tokenizer", tmp_path / "t.tok", "-o", tmp_path / "out"]
+    packing = subprocess.Popen(
+        [sys.executable, "-m", "dist", *map(str, words), "--processes", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # the signal goes to all of its processes, as from a terminal
+    )
+    assert packing.stdin is not None
+    text = b"".join(b"word%d in a line\n" % i for i in range(100_000))
+    packing.stdin.write(text)  # more than a pipe holds: it reads
+    packing.stdin.flush()
+    os.killpg(packing.pid, number)
+    said = packing.communicate(timeout=60)[1].decode()
+    last = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    expected = ["the same command goes on from what is packed", last]
+    assert said.splitlines() == [f"myllm pack: {line}" for line in expected]
+    assert packing.returncode == 128 + number
+
+
+def test_a_worker_that_is_killed_ends_a_packing_with_a_sentence(tmp_path: Path) -> None:
+    train_from_iterator(["the cat sat on the mat"], 276).save(tmp_path / "t.tok")
+
+    def documents() -> Iterator[Document]:
+        for n in range(100_000):
+            if n == pack.BATCH_DOCUMENTS * 2:
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+            yield Document("x", (Part("the cat"),))
+
+    with pytest.raises(ChildProcessError, match=r"was killed.*with fewer --processes"):
+        list(pack.encode_all(documents(), pack.Settings(str(tmp_path / "t.tok")), 2))
