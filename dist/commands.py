@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accel import launcher
+from accel.help import Wrapped
 from dist import config as run_file
 from dist.comm import AllRanksError, Comm, sentence, start, together
 from dist.interrupt import Ended
@@ -21,7 +22,7 @@ def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
         prog=f"myllm {name}",
         description=about,
         epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Wrapped,
     )
 
 

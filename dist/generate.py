@@ -293,7 +293,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser(
         "generate",
         "Let a trained model continue a text. Without --prompt it asks for one after the other.",
-        'myllm generate runs/laptop --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',
+        'myllm generate runs/laptop --prompt "Once upon a time" \\\n'
+        "    --temperature 0.8 --top-p 0.95",
     )
     add_model(args)
     args.add_argument("--prompt", help="the text to continue; - reads it from standard input")

@@ -19,6 +19,18 @@ def test_help_lists_the_commands_and_no_command_is_wrong_usage(
     assert cli.main([]) == 2
 
 
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS])
+def test_help_fits_a_terminal(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        cli.main([*name.split(), "--help"])
+    except SystemExit as stop:
+        assert not stop.code
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
 def test_an_unknown_command_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

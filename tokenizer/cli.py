@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from accel.help import Wrapped
 from tokenizer import (
     Tokenizer,
     from_huggingface,
@@ -160,7 +161,8 @@ def decode(argv: Sequence[str]) -> int:
     parser = _parser(
         "decode",
         "Decode ids, separated by white space or in a .npy file, into bytes on standard output.",
-        "myllm tokenizer encode my.tok notes.txt | myllm tokenizer decode my.tok > same.txt",
+        "myllm tokenizer encode my.tok notes.txt \\\n"
+        "    | myllm tokenizer decode my.tok > same.txt",
     )
     parser.add_argument("tokenizer", metavar="TOKENIZER")
     parser.add_argument("paths", nargs="*", metavar="IDS", help="files; standard input if none")
@@ -368,8 +370,8 @@ def _parser(name: str, description: str, example: str) -> argparse.ArgumentParse
     return argparse.ArgumentParser(
         prog=f"myllm tokenizer {name}",
         description=description,
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example:\n  {example}",
+        formatter_class=Wrapped,
     )
 
 

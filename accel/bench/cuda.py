@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
         "--parts",
         nargs="+",
         choices=["products", "ops", "attention", "step", "peer"],
-        help="what to measure (default all but attention alone, which ops has, too)",
+        metavar="PART",
+        help="of %(choices)s (default all but attention alone, which ops has, too)",
     )
     p.add_argument(
         "--model",

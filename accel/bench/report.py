@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from accel.help import Wrapped
+
 HEAD = ("what", "ours", "other", "ratio", "bar", "")
 WIDTHS = (61, 10, 10, 6, 14, 0)
 
@@ -94,7 +96,7 @@ def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=f"myllm bench {name}",
         description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Wrapped,
         epilog=f"example:\n  myllm bench {example}",
     )
     p.add_argument("--table", type=Path, help="a file for the table, in Markdown; it grows")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from accel.help import Wrapped
 from accel.verify.apart import TIMEOUT, Plan, ProgressOfAll, Source, check_all, replay_apart
 from accel.verify.check import Options
 from accel.verify.contract import DTYPES
@@ -27,14 +28,15 @@ UNTRIED = 3  # the exit status when all that was tried is right, but not all was
 
 _EPILOG = """\
 examples:
-  myllm verify                                the backends of this machine, every op
+  myllm verify                                the machine's backends, every op
   myllm verify --module mykernels.py          whatever ops that module offers
   myllm verify --module mykernels.py --op attention --dtype bf16 --seed 7
-  myllm verify --module mykernels.py --case verify-failures/mykernels/attention-dk-float32.npz
-  myllm verify --like ref.py --module new.py  functions beside those of a reference of your own
-  myllm verify --adapters adapters.py         run_rmsnorm, run_rope, … of the course exercise
-  myllm verify --golden vectors               write golden vectors, for any language
-  myllm verify --against results              check what another program made of them
+  myllm verify --module mykernels.py \\
+    --case verify-failures/mykernels/attention-dk-float32.npz
+  myllm verify --like ref.py --module new.py  beside a reference of your own
+  myllm verify --adapters adapters.py         run_rmsnorm, … of a course
+  myllm verify --golden vectors               golden vectors, for any language
+  myllm verify --against results              what another program made of them
 
 A module offers functions named like the contract's (rmsnorm_forward, rmsnorm_backward, softmax, …),
 all or some of them; from_numpy and to_numpy if its arrays are not NumPy's; and DTYPES, the
@@ -44,7 +46,7 @@ exit status:
   0  all as the reference
   1  something is not, or could not be checked at all
   2  wrong usage
-  3  what was tried is right, but the module offers something that was not tried (--partial: 0)
+  3  what was tried is right, but something was not tried (--partial: 0)
 """
 
 
@@ -54,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         prog="myllm verify",
         description="Hold kernels, in any language, to the reference: values and gradients.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Wrapped,
     )
     add = parser.add_argument
     add("--module", action="append", metavar="FILE.py", help="check this module (may be repeated)")

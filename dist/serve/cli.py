@@ -26,8 +26,9 @@ def serve(argv: Sequence[str]) -> int:
         "Let programs and browsers talk with a model: /v1/chat/completions, /v1/completions and "
         "/v1/models in the form of OpenAI's API, and a page at /. Answers are written together, "
         "and each as if it were alone. Ctrl-C ends it.",
-        "myllm serve runs/laptop\n  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: "
-        'application/json\' \\\n    -d \'{"model": "laptop", "prompt": "Once upon a time"}\'',
+        "myllm serve runs/laptop\n  curl http://127.0.0.1:8000/v1/completions \\\n"
+        "    -H 'Content-Type: application/json' \\\n"
+        '    -d \'{"model": "laptop", "prompt": "Once upon a time"}\'',
     )
     add_model(args)
     args.add_argument(

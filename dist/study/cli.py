@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel.help import Wrapped
 from dist.study.blank import exercise_text
 from dist.study.exercise import Exercise, path_of, source_of
 from dist.study.grade import TIMEOUT, grade
@@ -16,13 +17,13 @@ from reference.study import LADDER
 FLAGS = {"--level", "-o", "--out", "--force", "--check"}  # that ask for an exercise
 _EPILOG = """\
 examples:
-  myllm study                                 the rungs, and the exercises by track
-  myllm study losses                          run a rung of the ladder
-  myllm study classroom --text poem.txt       with what it takes, said by its own --help
-  myllm study rmsnorm                         write study_rmsnorm.py: its backward is blank
+  myllm study                            the rungs, and the exercises by track
+  myllm study losses                     run a rung of the ladder
+  myllm study classroom --text poem.txt  with what it takes: see its own --help
+  myllm study rmsnorm                    write study_rmsnorm.py, backward blank
   myllm study rmsnorm --check study_rmsnorm.py
-  myllm study rmsnorm --level 2               its forward is blank; level 3: its Numba kernel
-  myllm study attention --level 1             the exercise, where a rung has the same name
+  myllm study rmsnorm --level 2          its forward; level 3: its Numba kernel
+  myllm study attention --level 1        the exercise of a rung's name
 
 exit status: 0 right, 1 not yet, 2 wrong usage.
 """
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         prog="myllm study",
         description="Run a rung of the ladder, or write an exercise and have it graded.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Wrapped,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         "Train small runs that differ in a few keys of a run file, several at once, and compare "
         "them. Given again, it goes on: finished runs are kept, more values or seeds add to them.",
         "myllm sweep laptop --grid train.lr=5e-4,1e-3,2e-3 --seeds 3 --minutes 2 -o lr\n"
-        "  myllm sweep laptop --grid model.d_model=192,384 model.d_ff=512,1024 --grid "
+        "  myllm sweep laptop --grid model.d_model=192,384 model.d_ff=512,1024 \\\n    --grid "
         "train.lr=1e-3,2e-3 --tokens 2e6",
     )
     args.add_argument("config", metavar="CONFIG", help="a TOML run file, or a preset's name")

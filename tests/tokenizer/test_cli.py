@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dist import cli
-from tests.helpers.tokenizer_texts import corpus, small
+from tests.helpers.tokenizer_texts import corpus, rows_of, small
 from tokenizer import Tokenizer, read, train_from_iterator
 from tokenizer.cli import _sample
 from tokenizer.read import Source
@@ -145,24 +145,9 @@ def test_compare_prints_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- inputs
 
 
-def written(folder: Path, texts: list[str]) -> list[Path]:
-    """Write the same texts in every format that holds several."""
-    import pyarrow
-    import pyarrow.parquet as parquet
-    import zstandard
-
-    lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
-    (folder / "t.jsonl").write_bytes(lines)
-    (folder / "t.jsonl.gz").write_bytes(gzip.compress(lines))
-    frames = [zstandard.compress(part) for part in (lines[:100], lines[100:])]
-    (folder / "t.jsonl.zst").write_bytes(b"".join(frames))
-    parquet.write_table(pyarrow.table({"text": texts, "n": [1] * len(texts)}), folder / "t.parquet")
-    return [folder / name for name in ("t.jsonl", "t.jsonl.gz", "t.jsonl.zst", "t.parquet")]
-
-
 def test_all_formats_hold_the_same_texts(tmp_path: Path) -> None:
     texts = ["one\ntwo", "", "drei ü", "四"]
-    for path in written(tmp_path, texts):
+    for path in rows_of(texts, tmp_path):
         assert [*Source([str(path)]).texts()] == [text.encode() for text in texts], path
     (tmp_path / "plain.gz").write_bytes(gzip.compress("四\n".encode()))
     assert [*Source([str(tmp_path / "plain.gz")]).texts()] == ["四\n".encode()]
@@ -287,7 +272,7 @@ def test_lines_that_are_no_utf8_are_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_parquet_without_the_column_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
 ) -> None:
-    *_, path = written(tmp_path, ["x"])
+    *_, path = rows_of(["x"], tmp_path)
     assert "no column 'body'; its columns: 'text', 'n'" in failing(
         monkeypatch, "info", tok, path, "--field", "body"
     )
@@ -380,4 +365,4 @@ def test_wrong_usage_has_status_2(argv: list[str], monkeypatch: pytest.MonkeyPat
 )
 def test_help_has_an_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _, _ = run(monkeypatch, name, "--help")
-    assert status == 0 and "example: myllm tokenizer" in out
+    assert status == 0 and "example:\n  myllm tokenizer" in out

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.bench.report import machine
+from accel.help import Wrapped
 from accel.verify.board import chart
 from accel.verify.board.corpus import calls
 from accel.verify.board.corpus.build import build
@@ -326,17 +327,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(
         prog="myllm bench verify",
         description="Judge wrong and right kernels by verify and by the published rules of others.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Wrapped,
         epilog="examples:\n  myllm bench verify --quick\n"
-        "  myllm bench verify --also tests.helpers.kernels.corpus --json board.json --chart b.svg\n"
-        "  myllm bench verify --read board.json   print the table again\n"
-        "  myllm bench verify --seeds 50          false alarms of verify alone, seed by seed",
+        "  myllm bench verify --also tests.helpers.kernels.corpus --json board.json\n"
+        "  myllm bench verify --read board.json  print the table again\n"
+        "  myllm bench verify --seeds 50         false alarms of verify alone, by seed",
     )
     p.add_argument(
         "--quick", action="store_true", help="few kernels and cases, to see that it runs"
     )
     p.add_argument("--every", type=int, default=1, help="judge every so-manieth kernel of each op")
-    p.add_argument("--op", action="append", choices=[*OPS], help="only this op; may be repeated")
+    p.add_argument(
+        "--op",
+        action="append",
+        choices=[*OPS],
+        metavar="NAME",
+        help="only this op; may be repeated",
+    )
     p.add_argument("--also", metavar="MODULE", help="more wrong kernels: corpus(op) of a module")
     p.add_argument("--seeds", type=int, default=0, help="judge the right kernels in so many seeds")
     p.add_argument("--examples", type=int, help="with --seeds: cases of a kernel in one precision")

@@ -1,0 +1,14 @@
+"""The parsers of commands: their help fits a terminal."""
+
+import argparse
+
+
+class Wrapped(argparse.HelpFormatter):
+    """Fills paragraphs, but those with lines further in, as examples are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = argparse.HelpFormatter._fill_text
+        return "\n\n".join(
+            part if "\n " in part else fill(self, part, width, indent)
+            for part in text.strip().split("\n\n")
+        )
