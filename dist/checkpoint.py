@@ -53,7 +53,7 @@ MANIFEST = "manifest.json"
 STRETCH = 4 * SUM_BLOCK  # elements that are read and checked at once: they stay in a cache
 PIECE = 32 << 20  # bytes that are written before the disk is waited for
 KEPT = "kept"  # of what was imported: bytes
-ADVICE = "go on from an older one: --from step-N"
+ADVICE = "take an older one: train has --from step-N, others are told RUN/checkpoints/step-N"
 
 
 class State(manifest.Record, kw_only=True, frozen=True):

@@ -19,6 +19,7 @@ from types import FrameType
 from accel.system import ENDING
 
 AGAIN = 0.01  # seconds later
+MAIN = threading.main_thread().ident or 0  # where Python looks at signals
 
 
 class Ended(BaseException):  # no KeyboardInterrupt: a chat goes on after one
@@ -59,7 +60,7 @@ def _again(number: int) -> None:
     if sys.platform == "win32":
         _thread.interrupt_main(number)
     else:  # also out of a wait for the system
-        signal.pthread_kill(threading.main_thread().ident, number)
+        signal.pthread_kill(MAIN, number)
 
 
 @contextmanager

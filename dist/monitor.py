@@ -24,6 +24,7 @@ from tokenizer.files import replace_durably
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
 COLUMNS = 80  # of a line of the log
+BAR = 5  # columns of a terminal that are the bar's
 
 
 class Memory(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -245,19 +246,21 @@ def bytes_text(n: float) -> str:
     return f"{n:,.1f} TiB"
 
 
-def step_line(record: dict[str, Any], total_steps: int, eta: float) -> str:
-    """Return the line of a step, at most ``COLUMNS`` wide; ``metrics.jsonl`` has more."""
+def step_line(record: dict[str, Any], total_steps: int, eta: float, columns: int = COLUMNS) -> str:
+    """Return the line of a step, with what has room there; ``metrics.jsonl`` has more."""
     loss, norm, width = record["loss"], record["norm"], len(str(total_steps))
     parts = [
         f"step {record['step']:>{width}}/{total_steps}",
         f"loss {loss:.4f}" if not abs(loss) >= 1e3 else f"loss {loss:.4g}",
-        f"norm {norm:.3f}" if not abs(norm) >= 1e3 else f"norm {norm:.3g}",
-        f"{record['tokens_per_s']:,.0f} tok/s",
+        gradient := f"norm {norm:.3f}" if not abs(norm) >= 1e3 else f"norm {norm:.3g}",
+        speed := f"{record['tokens_per_s']:,.0f} tok/s",
+        peak := f"{100 * record['utilisation']:.0f}% peak",
         f"ETA {duration(eta)}",
     ]
-    peak = f"{100 * record['utilisation']:.0f}% peak"
-    whole = "  ".join([*parts[:-1], peak, parts[-1]])
-    return whole if len(whole) <= COLUMNS else "  ".join(parts)
+    for part in (peak, speed, gradient):
+        if len("  ".join(parts)) > columns:
+            parts.remove(part)
+    return "  ".join(parts)
 
 
 def remark(record: dict[str, Any]) -> str | None:
@@ -372,7 +375,8 @@ class Console:
 
     def step(self, record: dict[str, Any], eta: float) -> None:
         """Tell of a step: in the bar, or in a line if it is its turn."""
-        line, step = step_line(record, self._total, eta), record["step"]
+        columns = COLUMNS if self._progress is None else min(COLUMNS, self._columns() - BAR)
+        line, step = step_line(record, self._total, eta, columns), record["step"]
         if self._progress is not None:
             self._progress.start()  # not before: until then a signal ends the process at once
             self._progress.update(self._task, completed=step, description=line)

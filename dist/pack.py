@@ -312,6 +312,8 @@ def pack(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
             "least 1"
         )
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: -o names the folder to pack into")
     for path in inputs:
         if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")

@@ -19,7 +19,7 @@ from dist.config import RunFile
 from dist.monitor import bytes_text, duration
 from dist.shards import dtype_for
 from dist.slices import ARRAYS, Cutting
-from reference.config import Config
+from reference.config import DEEPEST, Config
 from reference.flops import forward_flops, muon_flops, training_flops
 from reference.kv import slots
 from reference.params import Layout, decoder_layout
@@ -261,7 +261,7 @@ def others(run: RunFile, ranks: int) -> list[str]:
 
     out = [""]
     if isinstance(model.window, int):  # else there is a window for each layer
-        layers = [n for n in range(model.n_layers - 1, model.n_layers + 2) if n > 0]
+        layers = [n for n in range(model.n_layers - 1, model.n_layers + 2) if 0 < n <= DEEPEST]
         models = [dataclasses.replace(model, n_layers=n) for n in layers]
         plans = [make_plan(dataclasses.replace(run, model=m), ranks) for m in models]
         states = [p.master + p.moments + p.gradients + p.weights for p in plans]
@@ -428,8 +428,8 @@ def main(argv: Sequence[str]) -> int:
         "With --minutes, write a run file for this machine: a few steps are timed, and the model "
         "and the number of steps chosen that make the most of the time.",
         "myllm plan myllm-1b --ranks 8 --speed 160000\n"
-        "  myllm plan myllm-1b --ranks 64 --per-node 8 --network 50GB/s --speed 1280000 "
-        "--set train.global_batch=256\n"
+        "  myllm plan myllm-1b --ranks 64 --per-node 8 --network 50GB/s \\\n"
+        "    --speed 1280000 --set train.global_batch=256\n"
         "  myllm plan --minutes 30 data/mine -o mine.toml && myllm train mine.toml",
     )
     args.add_argument(
@@ -461,7 +461,7 @@ def main(argv: Sequence[str]) -> int:
     said: list[str] = []
     if given.minutes is not None:
         if not 0 < given.minutes < math.inf:
-            args.error("--minutes must be positive")
+            args.error("--minutes must be a number of minutes above 0")
         if given.overrides or given.speed is not None:
             args.error("--minutes measures the speed and writes a file: no --set, no --speed")
         from dist import sizing  # which loads a backend

@@ -10,6 +10,7 @@ All ranks run this same code; rank 0 also speaks and writes the metrics.
 import math
 import shutil
 import signal
+import textwrap
 import threading
 import time
 import zlib
@@ -374,7 +375,9 @@ class Trainer:
             self.console.say(said)
         if self.begun:
             self.console.say(self.begun)
-        if self.step:
+        if self.step >= self.config.steps:
+            self.console.say(f"{self.out} has taken all of its {self.step} steps")
+        elif self.step:
             self.console.say(f"going on after step {self.step} in {self.out}")
 
     # ---- now and then ------------------------------------------------------------------------
@@ -424,7 +427,8 @@ class Trainer:
             seed=self.step,
         )[0]
         text = self.tokenizer.decode([i for i in prompt + ids if i < self.tokenizer.n_vocab])
-        self.console.say(f"step {self.step} writes: {text!r}")
+        said = f"step {self.step} writes: {text!r}"
+        self.console.say(textwrap.fill(said, monitor.COLUMNS, subsequent_indent="  "))
 
     def _save(self, best: bool = False) -> None:
         """Begin a checkpoint, unless this step has one; it is whole some steps later."""

@@ -189,7 +189,7 @@ def figure_class() -> type:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Put a figure of matplotlib's under a name whose ending says the format, whole or not at all."""
+    """Put matplotlib's figure under a name that says its format, whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix[1:] or None, dpi=120)
     replace_durably(path, drawn.getvalue())

@@ -25,7 +25,8 @@ class Range(NamedTuple):
 
 Count = Annotated[int, Range(1, 2**31 - 1, "a positive integer below 2^31")]  # as int32 holds
 Width = Annotated[int, Range(1, 1 << 20, "a positive integer up to 2^20")]
-Depth = Annotated[int, Range(1, 10_000, "a positive integer up to 10,000")]
+DEEPEST = 10_000  # layers
+Depth = Annotated[int, Range(1, DEEPEST, f"a positive integer up to {DEEPEST:,}")]
 Rate = Annotated[float, Range(0, 1 - 2**-53, "a probability in [0, 1)")]
 Factor = Annotated[float, Range(1, sys.float_info.max, "a number >= 1")]
 Positive = Annotated[float, Range(sys.float_info.min, sys.float_info.max, "a positive number")]

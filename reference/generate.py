@@ -40,11 +40,10 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
-            raise ValueError(
-                f"sample: temperature must be >= 0 and top_k >= 1, got {self.temperature} and "
-                f"{self.top_k}"
-            )
+        if not self.temperature >= 0:
+            raise ValueError(f"sample: temperature must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"sample: top_k must be >= 1, got {self.top_k}")
         for name in ("top_p", "min_p"):
             p = getattr(self, name)
             if p is not None and not 0 < p <= 1:

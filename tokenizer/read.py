@@ -305,8 +305,8 @@ def standard_input() -> IO[bytes]:
 def opened(name: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file, unpacking it; give the unpacked stream and the one that counts bytes on disk."""
     if name == "-":
-        file = standard_input()
-        yield file, file
+        stdin = standard_input()
+        yield stdin, stdin
         return
     with open(name, "rb") as raw:
         try:

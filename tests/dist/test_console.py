@@ -47,6 +47,16 @@ def test_no_line_of_a_step_is_wider_than_a_terminal(loss: float, norm: float, sp
     assert len(line) <= 80 and f"{speed:,.0f} tok/s" in line and line.endswith("ETA 59m59s")
 
 
+def test_a_narrow_terminal_keeps_the_loss_and_what_is_left() -> None:
+    usual = record(100, loss=3.21, norm=1.5, tokens_per_s=12_345.0, utilisation=0.5)
+    begin, end = "step  100/3700  loss 3.2100", "ETA 4m59s"
+    middles = ["norm 1.500", "12,345 tok/s", "50% peak"]
+    for kept in (3, 2, 1, 0):
+        whole = "  ".join([begin, *middles[:kept], end])
+        assert monitor.step_line(usual, 3_700, 299.0, len(whole)) == whole
+    assert monitor.step_line(usual, 3_700, 299.0, 10) == whole
+
+
 def test_no_line_of_a_run_is_wider_than_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,4 +130,4 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     assert (tmp_path / "demo" / "run.toml").read_bytes() == chosen_run
     again = capfd.readouterr().out
     assert "== corpus:" not in again and "== speed:" not in again
-    assert "going on after step 6 in demo/run" in again and again.count("---- ") == 3
+    assert "demo/run has taken all of its 6 steps" in again and again.count("---- ") == 3

@@ -367,6 +367,8 @@ def test_a_packed_folder_is_not_packed_over(
     assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
     assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 1
     assert "is packed already" in capsys.readouterr().err
+    assert run(tmp_path / "a.txt", tmp_path / "a.txt", tokenizer_file) == 1
+    assert "a.txt is a file: -o names the folder" in capsys.readouterr().err
     with pytest.raises(SystemExit) as usage:
         cli.main(["pack", "x"])
     assert usage.value.code == 2

@@ -19,6 +19,7 @@ from dist.plan import (
     rank_memory,
     score_bytes,
 )
+from reference.config import DEEPEST
 from reference.flops import forward_flops
 from reference.params import decoder_layout
 from reference.presets import MYLLM_1B
@@ -124,6 +125,13 @@ def test_a_layer_less_and_one_more_and_shorter_windows_stand_side_by_side(
 def rows(said: str, name: str) -> list[list[str]]:
     """Return what stands in the rows of a name."""
     return [line[20:].split() for line in said.splitlines() if line.startswith(f"  {name:<18}")]
+
+
+def test_the_deepest_model_has_none_beside_it_with_a_layer_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["plan", "laptop", "--set", f"model.n_layers={DEEPEST}"]) == 0
+    assert rows(capsys.readouterr().out, "layers") == [["9999", "10000"]]
 
 
 def test_memory_in_all_and_whether_it_fits(

@@ -29,7 +29,7 @@ def test_a_missing_latest_does_not_begin_anew_over_checkpoints(run: RunFile, cap
     before = digest(run)
     (folder / "latest").unlink()
     assert train(run) == 0
-    assert "going on after step 6" in capsys.readouterr().out
+    assert "run has taken all of its 6 steps" in capsys.readouterr().out
     assert digest(run) == before
     assert train(run, "--from", "step-3") == 0
     assert "going on after step 3" in capsys.readouterr().out

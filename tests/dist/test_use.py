@@ -556,6 +556,17 @@ def test_a_checkpoint_folder_is_enough(run: Path) -> None:
     assert model.tokenizer == path / "tokenizer.myllm" and model.tokenizer.is_file()
 
 
+def test_what_a_model_writes_meanwhile_fits_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {"run__sample_every": 1, "run__sample_prompt": "the quick"}
+    config = prepare_texts(tmp_path, train__steps=2, **changes)
+    assert cli.main(["train", str(save_run_file(config, tmp_path / "run.toml"))]) == 0
+    said = capsys.readouterr().out
+    written = re.search(r"^step 2 writes: (.*\n(  .*\n)+)", said, re.MULTILINE)
+    assert written is not None and max(map(len, written[0].splitlines())) <= 80
+
+
 def test_plot_draws_and_compares_runs(
     run: Path,
     tmp_path: Path,

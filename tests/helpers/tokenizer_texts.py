@@ -1,5 +1,7 @@
 """What the tokenizer's tests are fed: strategies, a corpus every machine has, a vocabulary."""
 
+import gzip
+import json
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -62,3 +64,19 @@ def corpus() -> tuple[str, ...]:
 def small() -> Tokenizer:
     """Return a vocabulary of 3,000 ids learned from the corpus."""
     return train_from_iterator(corpus(), 3000)
+
+
+def rows_of(texts: list[str], folder: Path) -> list[Path]:
+    """Write files of rows in a folder, each with these texts; return their paths."""
+    """Write the same texts in every format that holds several."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+    import zstandard
+
+    lines = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
+    (folder / "t.jsonl").write_bytes(lines)
+    (folder / "t.jsonl.gz").write_bytes(gzip.compress(lines))
+    frames = [zstandard.compress(part) for part in (lines[:100], lines[100:])]
+    (folder / "t.jsonl.zst").write_bytes(b"".join(frames))
+    parquet.write_table(pyarrow.table({"text": texts, "n": [1] * len(texts)}), folder / "t.parquet")
+    return [folder / name for name in ("t.jsonl", "t.jsonl.gz", "t.jsonl.zst", "t.parquet")]

@@ -127,7 +127,7 @@ def test_generation_stops_at_a_stop_token_and_at_the_end_of_the_context() -> Non
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ([[1]], {"temperature": -1.0}, "temperature must be >= 0"),
         ([[1]], {"temperature": float("nan")}, "temperature must be >= 0"),
-        ([[1]], {"top_k": 0}, "top_k >= 1"),
+        ([[1]], {"top_k": 0}, "top_k must be >= 1, got 0"),
         ([[1]], {"top_p": 0.0}, r"top_p is a probability in \(0, 1\]"),
         ([[1]], {"min_p": 1.5}, r"min_p is a probability in \(0, 1\]"),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be 1e-9"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenizer.test_cli import written
+from tests.helpers.tokenizer_texts import rows_of
 from tokenizer.read import Source, expand
 
 TEXT = b"".join(b"line %d of many\n" % i for i in range(20_000))  # more than a pipe holds
@@ -47,7 +47,7 @@ def test_files_given_more_than_once_are_named(tmp_path: Path) -> None:
 
 def test_endings_may_be_capitals(tmp_path: Path) -> None:
     texts = ["one, two", "drei ü"]
-    paths = written(tmp_path, texts)
+    paths = rows_of(texts, tmp_path)
     (tmp_path / "t.csv").write_text('id,text\n1,"one, two"\n2,drei ü\n', "utf-8")
     (tmp_path / "t.txt.gz").write_bytes(gzip.compress(TEXT))
     for path in [*paths, tmp_path / "t.csv", tmp_path / "t.txt.gz"]:
