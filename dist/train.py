@@ -371,6 +371,12 @@ class Trainer:
             self.console.say(f"  the last {rest} tokens, less than a window, are not used")
             if d.unchecked:
                 self.console.say(d.unchecked)
+        looked_at = self.config.run.eval_windows
+        for windows in self.heldout:
+            d = windows.dataset
+            if looked_at < d.n_windows:
+                self.console.say(f"{d.path}: {d.n_windows:,} windows held out;")
+                self.console.say(f"  the first {looked_at:,} are looked at (run.eval_windows)")
         for said in self.reservations:
             self.console.say(said)
         if self.begun:

@@ -63,10 +63,12 @@ def test_no_line_of_a_run_is_wider_than_a_terminal(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mode, "SECONDS", 0.01)
     more = {"run__compute": "auto", "run__eval_every": 2, "train__steps": 40}
+    more["run__eval_windows"] = 3
     assert train(prepare(Path(), run__backend="cpu", **more)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if len(line) > 80] == []
     assert "all settings are in run/config.toml" in lines and len(lines) > 20
+    assert "  the first 3 are looked at (run.eval_windows)" in lines
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
