@@ -180,6 +180,30 @@ def test_a_mistake_in_a_function_is_named_alone(exercise: Exercise, mistake: Mis
     assert re.findall("hint: (.*)", verdict.text) == [mistake.says]
 
 
+def refusals() -> Iterator[tuple[Exercise, str]]:
+    """Every refusal in a solution: its exercise, and the solution's file without it."""
+    for exercise in FUNCTIONS:
+        source = source_of(exercise.home)
+        *_, name = exercise.function.split(".")
+        for function in ast.walk(ast.parse(source)):
+            if isinstance(function, ast.FunctionDef) and function.name == name:
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Raise):
+                        refusal = ast.get_source_segment(source, node)
+                        assert refusal and source.count(refusal) == 1
+                        yield exercise, source.replace(refusal, "return None")
+
+
+@pytest.mark.parametrize(("exercise", "text"), [*refusals()], ids=lambda x: getattr(x, "name", ""))
+def test_a_refusal_that_is_left_out_is_found(exercise: Exercise, text: str) -> None:
+    assert not grade_module(exercise, module_of(text, "lenient")).right
+
+
+def test_an_exercise_says_that_something_is_refused_where_it_is() -> None:
+    refusing = {exercise.name for exercise, _ in refusals()}
+    assert refusing == {e.name for e in FUNCTIONS if "ValueError" in e.says}
+
+
 # Mistakes in an op: what stands in its file, what becomes of it, and what verify says.
 KNOWN = [
     ("relu", "np.where(x > 0, dy, 0)", "np.where(dy > 0, dy, 0)", "does the mask ask dout rather"),
@@ -317,7 +341,17 @@ def add_in_tree_order(accumulate, parts):
         accumulate(parts[0], other)
     return parts[0]
 """
+SHARES = """
+def shares(weights):
+    counts = [round(w / sum(weights) * 1024) for w in weights]
+    for j in range(1024 - sum(counts)):
+        counts[j] += 1
+    if 0 in counts:
+        raise ValueError("too small a weight")
+    return tuple(counts)
+"""
 ATTEMPTS = [
+    Attempt("mixture", SHARES, "is each share rounded to the nearest?"),
     Attempt("rmsnorm", RMSNORM, None),
     Attempt("rmsnorm", RMSNORM.replace("(h @ x[row]) / D", "(h @ x[row])"), "sum for mean in the"),
     Attempt("rmsnorm", RMSNORM.replace("h = dy[row] * g", "h = dy[row]"), "is the gain missing in"),

@@ -16,12 +16,12 @@ def _probabilities(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 def _tables(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
-    for length, width in ((1, 2), (2, 2), (3, 4), (5, 6), (8, 16), (33, 34)):
+    for length, width in ((1, 2), (2, 2), (3, 4), (5, 6), (8, 16), (33, 34), (2, 3)):
         yield length, width, np.float64
 
 
 def _heads(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
-    for n in range(1, 21):
+    for n in range(-1, 21):
         yield n, np.float64
 
 
@@ -55,7 +55,8 @@ def _choices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         z = rng.normal(size=n)
         for k in (None, 1, 3):
             for p in (None, 0.1, 0.7, 0.95):
-                yield z, k, p
+                for m in (None, 0.3):
+                    yield z, k, p, m
 
 
 EXERCISES = (
@@ -101,7 +102,8 @@ probabilities up together must cancel, as they sum to one.""",
         """\
 Position p gets the row sin(p ω_i), cos(p ω_i) for i = 0, 1, …, width/2 - 1, with ω_i =
 10000^(-2i/width). Sine and cosine of one ω stand side by side, in columns 2i and 2i + 1. So a shift
-by k is the same rotation of every pair, wherever it starts.""",
+by k is the same rotation of every pair, wherever it starts. An odd width is refused by a
+ValueError.""",
         (
             Mistake(
                 "is the exponent i/width where it is 2i/width?",
@@ -260,7 +262,8 @@ row. Add up dQ for the rows, and dK and dV for the keys, of every tile that the 
         """\
 Of the logits keep the top_k largest, of these the smallest set whose probability reaches top_p, and
 put -inf for all others. The entry with which the sum reaches top_p stays, so at least one does.
-Equal logits favour the lower id, and probabilities for top_p are those among the k kept.""",
+Equal logits favour the lower id, and probabilities for top_p are those among the k kept. Of these
+min_p leaves what has at least min_p times the probability of the best.""",
         (
             Mistake(
                 "is the entry that reaches top_p left out? It stays.",
@@ -277,8 +280,16 @@ Equal logits favour the lower id, and probabilities for top_p are those among th
                 "do equal logits favour the higher id? Sort stably, largest first.",
                 {'np.argsort(-logits, kind="stable")': 'np.argsort(logits, kind="stable")[::-1]'},
             ),
+            Mistake(
+                "is min_p a probability by itself? It is a share of the best one's.",
+                {
+                    "logits[order] >= logits[order[0]] + np.log(min_p)": "softmax(logits)[order] "
+                    ">= min_p"
+                },
+            ),
         ),
         function="filter_logits",
+        given=("Sampling",),
         cases=_choices,
     ),
 )

@@ -1,5 +1,6 @@
 """Optimizer and ranks: a step, how long it is, and how ranks share it without changing a bit."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,17 @@ def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
             for kind in ("cosine", "linear", "constant"):
                 yield step, Options(given, schedule=kind)
             yield step, Options(given, schedule="wsd", decay_steps=3)
+    yield 0, given
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"schedule": "step"},
+        {"warmup_steps": 11},
+        {"warmup_steps": -1},
+        *({"peak": peak} for peak in (-1.0, math.inf, math.nan)),
+        *({"final_fraction": fraction} for fraction in (-0.1, 1.1)),
+        *({"schedule": "wsd", "decay_steps": n} for n in (None, 0, 7)),
+    )
+    for wrong in wrongs:
+        yield 2, Options(given, **wrong)
 
 
 def _leaves(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -45,6 +57,8 @@ def _weights(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     yield ((1.0,),)
     yield ((1.0, 1.0, 1.0),)
     yield ((0.8, 0.2),)
+    for at in range(3):  # what is rounded to the nearest here adds up to 1,025
+        yield (tuple(0.7 if i == at else 0.15 for i in range(3)),)
     for n in (2, 3, 5):
         yield (tuple(float(w) for w in rng.random(n) + 0.1),)
     yield ((1.0, 1e-6),)
@@ -97,8 +111,10 @@ elements.""",
         """\
 The rate rises linearly to its peak, reached at warmup_steps, with step counted from 1. Then, with x
 from 0 to 1 over the steps that are left, a cosine or a line brings it down to final_fraction of the
-peak; wsd stays at the peak until the last decay_steps. After total_steps it stays where it ended,
-and the docstring says what is refused.""",
+peak; wsd stays at the peak until the last decay_steps. After total_steps it stays where it ended. A
+ValueError refuses another schedule, a step below 1, a warm-up below 0 or longer than total_steps, a
+peak that is negative or not finite, a final_fraction outside 0 to 1, and for wsd decay_steps that
+are missing, below 1 or more than follow the warm-up.""",
         (
             Mistake(
                 "does the warm-up start at zero? Step 1 takes peak / warmup_steps already.",
@@ -233,6 +249,13 @@ the first among equals. A source that would get none is refused by a ValueError.
             Mistake(
                 "do the shares add up to less than 1,024? What rounding takes must be given out.",
                 {"        counts[j] += 1\n": "        pass\n"},
+            ),
+            Mistake(
+                "is each share rounded to the nearest? Round all down, then give out what is left.",
+                {
+                    "[int(e) for e in exact]": "[round(e) for e in exact]",
+                    "[: MIX_BLOCK - sum(counts)]": "[: max(0, MIX_BLOCK - sum(counts))]",
+                },
             ),
             Mistake(
                 "does what is left go to the first sources? It goes to those that lost most.",
