@@ -13,6 +13,7 @@ import numpy as np
 
 from accel.tolerance import FP8, UNIT_ROUNDOFF, Allowed, Magnitude, round_tf32, round_to
 from accel.verify.draw import LAYOUTS, SPECIAL, Draw
+from accel.verify.layouts import in_layout
 from accel.verify.ops import room
 from accel.verify.travel import Travels, other_value, special_at, tamed, travels
 from reference import ops as reference
@@ -304,17 +305,30 @@ def named_parts(out: Any) -> dict[str, Any]:
 
 
 @np.errstate(all="ignore")  # what comes of NaN and infinity is told by the results
-def reference_results(case: Case, dtype: Any, ops: Any = reference) -> dict[str, Array]:
-    """Return every result of a case by name, computed by the reference in ``dtype``."""
+def reference_results(
+    case: Case, dtype: Any, ops: Any = reference, *, laid: bool = False
+) -> dict[str, Array]:
+    """Return every result of a case by name, computed by the reference in ``dtype``.
+
+    Parameters
+    ----------
+    laid : bool
+        Whether arrays lie in memory as those of the case do, which decides the order of sums.
+    """
     spec = case.spec
-    arrays = floats(case.arrays, dtype)
+    arrays, cotangent = floats(case.arrays, dtype), floats(case.cotangent, dtype)
+    for name, layout in case.layouts.items() if laid else ():
+        if name == "dout":
+            cotangent = in_layout(cotangent, layout)
+        else:
+            arrays[name] = in_layout(arrays[name], layout)
     out, cache = forward(spec, arrays, case.options, ops), None
     if spec.backward:
         out, cache = out
     results = {} if out is None else named_parts(out)
     results |= {name: arrays[name] for name in case.written}
     if spec.backward and case.cotangent is not None:
-        gradients = getattr(ops, spec.backward_name)(floats(case.cotangent, dtype), cache)
+        gradients = getattr(ops, spec.backward_name)(cotangent, cache)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         given = [g for g in gradients if g is not None]
         results |= dict(zip(gradient_names(case), given, strict=True))
@@ -356,9 +370,9 @@ class Expected(NamedTuple):
 def plain_results(case: Case) -> dict[str, Array]:
     """Return what plain code gives in the working precision.
 
-    It is the reference in float32, its results rounded to 16 bits where those are for storage: the
-    operands have such values already. In TF32 its operands are rounded, as far as they are
-    multiplied.
+    It is the reference in float32, on arrays that lie in memory as those of the case do, its
+    results rounded to 16 bits where those are for storage: the operands have such values already.
+    In TF32 its operands are rounded, as far as they are multiplied.
     """
     if case.dtype == "tf32":
         factors = [o.name for o in case.spec.floats if len(o.shape.split()) > 1]
@@ -367,7 +381,7 @@ def plain_results(case: Case) -> dict[str, Array]:
         case = case.but(given)
         if isinstance(dout, np.ndarray):
             case = dataclasses.replace(case, cotangent=round_tf32(dout))
-    plain = reference_results(case, numpy_dtype(case.dtype))
+    plain = reference_results(case, numpy_dtype(case.dtype), laid=True)
     if UNIT_ROUNDOFF[case.dtype].stored:
         kept = "float16" if case.dtype == "float16" else "bf16"
         plain = {n: round_to(r, kept) if np.ndim(r) else r for n, r in plain.items()}
@@ -400,7 +414,7 @@ def expected(case: Case) -> Expected:
             )
         return want
     exact = reference_results(case, np.float64)
-    plain = exact if case.dtype == "float64" else plain_results(case)
+    plain = exact if case.dtype == "float64" and not case.layouts else plain_results(case)
     return Expected(exact, plain, _magnitudes(case, exact), {})
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from accel.tolerance import round_float16
 from accel.verify.contract import DTYPES, Case, applies, contract_parameters, draw_case
 from accel.verify.cuts import cuts
-from accel.verify.draw import MAX_ELEMENTS, Draw, Pick
+from accel.verify.draw import Draw, Pick
+from accel.verify.layouts import laid
 from accel.verify.ops import room
 from reference import ops as reference
 from reference.contract import Op
@@ -78,6 +79,8 @@ class Subject:
         self.notes: set[str] = set()
         # told ("case", Case) before a case is tried and ("calling", name) before a call
         self.watch: Callable[[str, Any], None] = lambda kind, content: None
+        # what a kernel may raise; an interrupt too, in a process that has no other
+        self.caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
     def has(self, function: str) -> bool:
         return callable(getattr(self.module, function, None))
@@ -331,38 +334,16 @@ class Subject:
         if layout == "reversed" and not self.native:
             layout = "strided"  # only NumPy has negative strides
         poison: Any = {"f": np.nan, "b": True}.get(array.dtype.kind, 0)
-        cut: tuple[Any, ...] = ()
         if layout == "plain" and array.size and array.ndim:
             return self._guarded(array, poison, activation)
-        if array.ndim == 0 or layout == "plain":
-            base = array.copy()
-        elif layout == "strided":
-            base = np.full((*array.shape[:-1], 2 * array.shape[-1] + 1), poison, array.dtype)
-            cut = (..., slice(1, None, 2))
-        elif layout == "sliced":
-            # of a long array axes of size one stay so: around each lies as much again
-            more = [3 * (n > 1 or array.size < MAX_ELEMENTS) for n in array.shape]
-            base = np.full(np.add(array.shape, more), poison, array.dtype)
-            cut = tuple(slice(m // 3, m // 3 + n) for n, m in zip(array.shape, more, strict=True))
-        elif layout == "reversed":
-            base, cut = array.copy(), tuple(slice(None, None, -1) for _ in array.shape)
-        else:  # transposed: heads before tokens, as (B, H, T, d) is often kept; or the last two
-            axes = (1, 2) if array.ndim == 4 else (0, array.ndim - 1)
-            base = array.swapaxes(*axes).copy()
-            given = self.from_numpy(base, activation=activation)
-            try:
-                return Placed(given.swapaxes(*axes), given, self.to_numpy(given).copy())
-            except (AttributeError, TypeError, ValueError):
-                return self._plain_instead(array, activation)
-        if cut:
-            base[cut] = array
+        base, taken = laid(array, layout, poison)
         given = self.from_numpy(base, activation=activation)
         before = self.to_numpy(given).copy()
         around = np.ones(base.shape, np.bool_)
-        around[cut] = False
+        taken(around)[...] = False
         try:
-            return Placed(given[cut] if cut else given, given, before, around)
-        except (IndexError, TypeError, ValueError):
+            return Placed(taken(given), given, before, around)
+        except (AttributeError, IndexError, TypeError, ValueError):
             return self._plain_instead(array, activation)
 
     def _guarded(self, array: Array, poison: Any, activation: bool) -> Placed:
@@ -408,7 +389,7 @@ class Subject:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 return function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
+        except self.caught as error:
             raise KernelError(
                 f"{what} raised {type(error).__name__}: {first_line(error)}{self._where(error)}"
             ) from error

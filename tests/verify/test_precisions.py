@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +23,14 @@ from accel.tolerance import (
     round_to,
     scaled_fp8,
 )
-from accel.verify import check_module
+from accel.verify import check_module, check_op
 from accel.verify.contract import DTYPES, Case, applies, plain_results, reference_results
 from accel.verify.load import as_subject
 from accel.verify.ops.attention import _moved
 from accel.verify.search import Dealer
-from reference import ops
+from reference import linear_cross_entropy, ops
+from reference.cross_entropy import dlogits
+from reference.logits import logits
 from reference.ops import OPS
 from reference.types import Array
 from tests.helpers.kernels.caught import wrong_results
@@ -221,6 +224,53 @@ def test_a_module_that_keeps_float16_is_checked_in_float16() -> None:
     )
     assert as_subject(module).dtypes() == ("float16",)
     assert [op.dtype for op in check_module(module, examples=10, partial=True).ops] == ["float16"]
+
+
+# ---- long sums -----------------------------------------------------------------------------------
+
+
+def test_plain_code_is_run_on_arrays_that_lie_as_those_of_the_case_do() -> None:
+    rng = np.random.default_rng(0)
+    head = (rng.integers(-8, 9, (34_994, 1)) / 4).astype(np.float32)
+    arrays = {"x": np.full((2, 1), 1e-3, np.float32), "head": head}
+    arrays["targets"] = np.zeros(2, np.int32)
+    plain = Case("linear_cross_entropy", "float32", arrays, {}, 1.0, {})
+    turned = replace(plain, layouts={"head": "reversed"})
+    cache = linear_cross_entropy.forward(*arrays.values())[1]
+    backwards = np.ascontiguousarray(head[::-1])[::-1]
+    found = linear_cross_entropy.backward(1.0, cache._replace(E=backwards))[0]
+    assert np.array_equal(plain_results(turned)["dx"], found)
+    assert not np.array_equal(plain_results(plain)["dx"], found)  # another order of the sum
+
+
+def test_a_sum_over_a_large_vocabulary_may_run_term_by_term() -> None:
+    def forward(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
+        return linear_cross_entropy.forward(x, head, targets, mask, bias)
+
+    def backward(dloss: float, cache: Any) -> Any:
+        x, head, targets, mask, bias, shape = cache
+        dz = dlogits(logits(x, head, bias), targets, mask) * float(dloss)
+        dx = np.stack([np.cumsum(dz * column, axis=1)[:, -1] for column in head.T], axis=-1)
+        return dx.reshape(shape), *linear_cross_entropy.backward(dloss, cache)[1:]
+
+    kernel: dict[str, Any] = {"forward": forward, "backward": backward, "dtypes": ["float32"]}
+    for seed in (10, 11):
+        check_op("linear_cross_entropy", **kernel, seed=seed)
+
+
+@pytest.mark.parametrize("n", [3, 100, 5_000, 90_000])
+def test_a_running_sum_of_equal_terms_is_right_and_one_that_is_off_by_more_is_not(n: int) -> None:
+    terms = np.random.default_rng(0).random(100).astype(np.float32)
+    exact = n * terms.astype(np.float64)
+    got = np.cumsum(np.broadcast_to(terms, (n, 100)), axis=0)[-1].astype(np.float64)
+    worst = np.argmax(np.abs(got - exact) / exact)
+    close = [
+        compare(result[worst], exact[worst], exact[worst], Magnitude(exact[worst], 1, n), "float32",
+                gradient=False)
+        for result in (got, exact * (1 + n * 2.0**-24))
+    ]  # fmt: skip
+    assert close[0].ok and close[1].ok == (n < 16)
+    assert n < 90_000 or np.abs(got - exact)[worst] > 4 * n**0.5 * 2.0**-24 * exact[worst]
 
 
 # ---- the roundings themselves --------------------------------------------------------------------
