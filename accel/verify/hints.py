@@ -9,7 +9,7 @@ observation (``observed.py``, ``evidence.py``), or a thing that makes the case p
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ import numpy as np
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, other_case, reference_results
 from accel.verify.evidence import Evidence, Wrong
-from accel.verify.guesses import any_place, explained, known, that_explain
+from accel.verify.guesses import any_place, explained, explains, known, that_explain
+from accel.verify.layouts import misread
 from accel.verify.observed import factor, of_parts, of_values
 from accel.verify.subject import Subject
 from accel.verify.trial import run_case
+from reference.types import Array
 
 SECONDS = 3.0  # for changing the reference place by place
 LATER = 0.1  # seconds after which a result is read again
@@ -122,9 +124,7 @@ def _of_manner(subject: Subject, case: Case, judged: Judged, explained: bool) ->
     if judged.kind == "refilled":
         yield "is a result kept by the address of its arguments? Their numbers have changed."
     if case.layouts and passes(dataclasses.replace(case, layouts={})):
-        names = ", ".join(case.layouts)
-        verb = "is" if len(case.layouts) == 1 else "are"
-        yield f"are strides ignored? It passes when {names} {verb} contiguous."
+        yield contiguous(case, ignored=_ignores_strides(case, judged))
     if case.interleaved and passes(dataclasses.replace(case, interleaved=False)):
         yield (
             "a stale cache? It passes when no other forward is called in between: state may be "
@@ -143,6 +143,45 @@ def _of_manner(subject: Subject, case: Case, judged: Judged, explained: bool) ->
     for name in masked:
         if passes(case.but(masked)):
             yield f"are masked {name} read? They need not be entries of the vocabulary."
+
+
+def contiguous(case: Case, *, ignored: bool) -> str:
+    """Say that a case passes when nothing in it is strided, and whether strides are ignored."""
+    names, verb = ", ".join(case.layouts), "is" if len(case.layouts) == 1 else "are"
+    passes = f"passes when {names} {verb} contiguous."
+    return f"are strides ignored? It {passes}" if ignored else f"it {passes}"
+
+
+def ways_to_misread(case: Case, given: Mapping[str, Any]) -> Iterator[dict[str, Array]]:
+    """Yield what is read where strides are ignored: of each of the arrays given, and of all."""
+    read = {
+        name: list(misread(given[name], layout))
+        for name, layout in case.layouts.items()
+        if isinstance(given.get(name), np.ndarray) and np.ndim(given[name])
+    }
+    yield from ({name: way} for name, ways in read.items() for way in ways)
+    if len(read) > 1:
+        for at in range(max(map(len, read.values()))):
+            yield {name: ways[min(at, len(ways) - 1)] for name, ways in read.items()}
+
+
+def _ignores_strides(case: Case, judged: Judged) -> bool:
+    """Say whether arrays read as if they were contiguous give what the kernel gave."""
+    if judged.got is None:
+        return False
+
+    def makes(wrong: Mapping[str, Array]) -> bool:
+        read = case.but({n: a for n, a in wrong.items() if n != "dout"})
+        read = dataclasses.replace(read, cotangent=wrong.get("dout", case.cotangent))
+        try:
+            results = reference_results(read, np.float64)
+        except (IndexError, ValueError):  # ids that are none
+            return False
+        return judged.name in results and explains(results[judged.name], judged)
+
+    return any(
+        makes(wrong) for wrong in ways_to_misread(case, {**case.arrays, "dout": case.cotangent})
+    )
 
 
 def _negative(a: Any) -> bool:

@@ -36,6 +36,15 @@ def cases_of(op: str, count: int) -> list[Case]:
     return found
 
 
+def test_strides_are_said_to_be_ignored_where_that_gives_what_the_kernel_gave() -> None:
+    def forward(x: Array) -> Array:
+        return np.maximum(x, 0) * (x.flags.c_contiguous or np.float32(1.01))
+
+    said = hints(check_op("relu", forward=forward, dtypes=["float32"], raises=False), "out")
+    assert "it passes when x is contiguous." in said
+    assert not any("are strides ignored?" in hint for hint in said)
+
+
 # ---- mistakes of the reference -------------------------------------------------------------------
 
 

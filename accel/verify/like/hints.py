@@ -15,6 +15,8 @@ import numpy as np
 from accel.tolerance import round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
 from accel.verify.evidence import Evidence, Wrong
+from accel.verify.guesses import explains
+from accel.verify.hints import contiguous, ways_to_misread
 from accel.verify.like.case import LikeCase
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
@@ -58,10 +60,22 @@ def hints_for(
         except (KernelError, ValueError):
             again = []
         if again and all(j.ok for j in again if j.name in (judged.name, "")):
-            names = ", ".join(case.layouts)
-            verb = "is" if len(case.layouts) == 1 else "are"
-            found.append(f"are strides ignored? It passes when {names} {verb} contiguous.")
+            ignored = comparable and _ignores_strides(reference, case, judged)
+            found.append(contiguous(case, ignored=ignored))
     return list(dict.fromkeys(found))
+
+
+def _ignores_strides(reference: Reference, case: LikeCase, judged: Judged) -> bool:
+    """Say whether arrays read as if they were contiguous give what the kernel gave."""
+    run = reference.evaluator(reference.resolved(case), reference.init(case.sizes))
+    for read in ways_to_misread(case, case.arrays):
+        try:
+            results = run({**case.arrays, **read}, "float64")
+        except Refused:
+            continue
+        if judged.name in results and explains(results[judged.name], judged):
+            return True
+    return False
 
 
 def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
