@@ -7,6 +7,7 @@ shape, place), and the tensors. https://github.com/huggingface/safetensors
 import json
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -227,6 +228,11 @@ def _stored(folder: Path) -> dict[str, Stored]:
         for name in names:
             if os.path.basename(name) != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{folder / INDEX} names {shown(name)}, no file of this folder")
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{folder / INDEX} names {name}, which is not there: fetch it, or, where "
+                    f"{ONE_FILE} holds the whole model, remove the index"
+                )
     elif not (folder / ONE_FILE).is_file():
         others = "; pytorch_model.bin is not read, since it may run code" * any(
             folder.glob("pytorch_model*.bin")
@@ -243,13 +249,20 @@ def _stored(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def _all_unlike(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a JSON object that has a name twice."""
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"it has {named(twice)} more than once")
+
+
 def safetensors(path: Path) -> dict[str, Stored]:
     """Return the tensors of a ``.safetensors`` file, by name.
 
     Raises
     ------
     ValueError, OSError
-        When its header is damaged.
+        When its header is damaged, or the tensors do not fill the file one behind the other.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -264,7 +277,8 @@ def safetensors(path: Path) -> dict[str, Stored]:
             for name, raw in header.items()
             if name != "__metadata__"
         }
-    except ValueError as error:
+        json.loads(text, object_pairs_hook=_all_unlike)  # else of two of a name one would vanish
+    except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} has a header that cannot be read: {error}") from None
     found = {}
     for name, entry in entries.items():
@@ -277,4 +291,17 @@ def safetensors(path: Path) -> dict[str, Stored]:
                 f"and bytes {begin:,} to {end:,} of {size - 8 - length:,}"
             )
         found[name] = Stored(path, entry.dtype, tuple(entry.shape), 8 + length + begin)
+    at, last = 0, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin != at:
+            raise ValueError(
+                f"{path} is damaged: the tensor {named([name])} begins at byte {begin:,}, but what "
+                f"comes before, {last}, ends at {at:,}"
+            )
+        at, last = end, f"the tensor {named([name])}"
+    if at != size - 8 - length:
+        raise ValueError(
+            f"{path} is damaged: {size - 8 - length - at:,} bytes follow {last}, and belong to none"
+        )
     return found

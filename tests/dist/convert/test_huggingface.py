@@ -468,7 +468,7 @@ def test_tensors_must_be_those_that_the_configuration_asks_for(
         ("model.safetensors", b"\2\0\0\0\0\0\0\0[]", "a header that cannot be read"),
         ("model.safetensors.index.json", b"{}", "cannot be read"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../b"}}', "no file of this"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', "No such file"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', "names b.saf"),
     ],
 )
 def test_damaged_files_end_in_a_sentence(
@@ -490,6 +490,54 @@ def test_a_truncated_tensor_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_bytes(path.read_bytes()[:-1])
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
     assert "is damaged: the tensor model.norm.weight" in capsys.readouterr().err
+
+
+def overlapping(header: dict[str, Any], data: bytes) -> tuple[str, bytes]:
+    return json.dumps({**header, "hidden": next(iter(header.values()))}), data
+
+
+def named_twice(header: dict[str, Any], data: bytes) -> tuple[str, bytes]:
+    name, entry = next(iter(header.items()))
+    return json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(entry)}}}", data
+
+
+def with_a_hole(header: dict[str, Any], data: bytes) -> tuple[str, bytes]:
+    last = list(header.values())[-1]
+    last["data_offsets"] = [n + 4 for n in last["data_offsets"]]
+    return json.dumps(header), data + bytes(4)
+
+
+def too_long(header: dict[str, Any], data: bytes) -> tuple[str, bytes]:
+    return json.dumps(header), data + bytes(5)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (overlapping, "the tensor (hidden|model.embed_tokens.weight) begins at byte 0, but what"),
+        (named_twice, "it has model.embed_tokens.weight more than once"),
+        (with_a_hole, "the tensor model.norm.weight begins at byte .*, but what comes before"),
+        (too_long, "5 bytes follow the tensor model.norm.weight, and belong to none"),
+    ],
+)
+def test_tensors_have_names_of_their_own_and_fill_the_file(
+    damage: Callable[[dict[str, Any], bytes], tuple[str, bytes]],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_random(tmp_path / "mine", LLAMA)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    path = tmp_path / "hf" / "model.safetensors"
+    whole = path.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:length])
+    del header["__metadata__"]
+    text, data = damage(header, whole[length:])
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data)
+    assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
+    said = capsys.readouterr().err
+    assert str(path) in said and re.search(message, said) and said.count("\n") == 1
 
 
 def test_a_damaged_checkpoint_is_not_exported(
