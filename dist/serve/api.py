@@ -84,7 +84,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float = 1.0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stop: str | Annotated[list[str], Meta(max_length=16)] = []
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     # OpenAI has not these
@@ -218,8 +218,9 @@ def read_request(body: bytes, kind: type[R]) -> R:
     except msgspec.ValidationError as error:
         unknown = re.search(r"unknown field `(.*?)`", str(error))
         named = unknown or re.search(r"at `\$\.(\w+)|required field `(\w+)`", str(error))
+        empty = "; null and [] count as nothing given" * ("required field" in str(error))
         raise Refused(
-            f"the request does not fit: {error}",
+            f"the request does not fit: {error}{empty}",
             param=next(filter(None, named.groups()), None) if named else None,
             code="unknown_parameter" if unknown else None,
         ) from error

@@ -40,6 +40,11 @@ class Connection(H11Protocol):
         self.loop.call_later(IDLE_SECONDS, self._look)
 
 
+def _says_more_than_that_a_client_left(record: logging.LogRecord) -> bool:
+    """Say whether a record is worth a line: several pieces may be due to who is no longer there."""
+    return "socket.send() raised exception" not in record.getMessage()
+
+
 class Server(uvicorn.Server):
     """Ends quietly when asked to, with an error for those who wait for an answer.
 
@@ -54,6 +59,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, engine: Engine, ready: Callable[[], None]) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        logging.getLogger("asyncio").addFilter(_says_more_than_that_a_client_left)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -85,6 +86,15 @@ def test_a_full_queue_is_said_and_then_there_is_room_again(run: Path) -> None:
         assert status == 400 and "asks for 4 answers, and this server takes 3" in str(said)
 
 
+def test_a_client_that_has_left_is_no_line_in_the_terminal(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    asyncio_s = logging.getLogger("asyncio")
+    asyncio_s.warning("socket.send() raised exception.")  # what it says when it writes to nobody
+    asyncio_s.warning("something else")
+    assert caplog.messages == ["something else"]
+
+
 # ---- bad requests --------------------------------------------------------------------------------
 
 
@@ -100,7 +110,22 @@ def test_a_full_queue_is_said_and_then_there_is_room_again(run: Path) -> None:
         (TEXT, {"model": "gpt-4o", "prompt": "x"}, 404, "no model 'gpt-4o' here, only", "model"),
         (TEXT, {"model": "tiny", "prompt": "x", "foo": 1}, 400, "unknown field `foo`", "foo"),
         (TEXT, {"model": "tiny", "prompt": [1, 2]}, 400, "Expected `str`, got `int`", "prompt"),
-        (TEXT, {"model": "tiny", "prompt": []}, 400, "missing required field", "prompt"),
+        (
+            TEXT,
+            {"model": "tiny", "prompt": []},
+            400,
+            "null and [] count as nothing given",
+            "prompt",
+        ),
+        (TEXT, {"model": "tiny", "prompt": "x", "seed": -1}, 400, "`int` >= 0", "seed"),
+        (CHAT, {"model": "tiny", "messages": [None]}, 400, "got `null`", "messages"),
+        (
+            CHAT,
+            {"model": "tiny", "messages": [{"role": "user", "content": None}]},
+            400,
+            "missing required field `content` - at `$.messages[0]`; null and [] count",
+            "content",
+        ),
         (TEXT, {"model": "tiny", "prompt": "x", "n": 0}, 400, "`int` >= 1", "n"),
         (TEXT, {"model": "tiny", "prompt": "x", "n": 10**30}, 400, "fit", "n"),
         (TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 1.5}, 400, "got", "max_tokens"),
