@@ -4,6 +4,11 @@ Each rung is a module with a ``main`` that prints what it shows, and the first s
 docstring says what that is: ``python -m reference.study.autoregression``.
 """
 
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
 LADDER = (  # modules, the easiest first
     "reference.study.autoregression",
     "reference.study.losses",
@@ -20,3 +25,12 @@ LADDER = (  # modules, the easiest first
     "reference.study.copy_task",
     "reference.study.ranks",
 )
+
+
+def shown(main: Callable[..., None], *arguments: Any) -> None:
+    """Run what prints, to its end or until its reader (``head``, say) has read enough."""
+    try:
+        main(*arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

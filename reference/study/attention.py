@@ -36,6 +36,7 @@ grouped heads   Hkv key/value heads serve H query heads (Ainslie et al. 2023, "G
 import numpy as np
 
 from reference import ops
+from reference.study import shown
 from reference.types import Array
 
 Gradients = tuple[Array, Array, Array]
@@ -185,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

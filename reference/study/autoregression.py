@@ -26,6 +26,7 @@ equal, and XᵀX has the square of the condition number of X (by how much solvin
 
 import numpy as np
 
+from reference.study import shown
 from reference.types import Array
 
 
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

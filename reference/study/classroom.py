@@ -41,7 +41,7 @@ import numpy as np
 from reference.params import Layout, ParamSpec, bias, weight
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
-from reference.study import attention
+from reference.study import attention, shown
 from reference.study.fit import fit
 from reference.study.poem import POEM, between_marks, bigram_counts, bigram_entropy, decode
 from reference.types import Array, Grads, Ids, Params
@@ -196,4 +196,4 @@ def report(ids: Ids, words: list[str], choices: Choices) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    shown(main, sys.argv[1:])

@@ -29,6 +29,7 @@ from reference.encoder_decoder import (
     loss_forward,
 )
 from reference.params import INIT_STD
+from reference.study import shown
 from reference.study.fit import fit
 from reference.types import Array, Grads, Ids, Params
 
@@ -168,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

@@ -32,6 +32,7 @@ import itertools
 
 import numpy as np
 
+from reference.study import shown
 from reference.types import Array
 
 
@@ -96,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

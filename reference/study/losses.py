@@ -37,6 +37,7 @@ from collections.abc import Callable
 import numpy as np
 
 from reference.softmax import softmax, softmax_backward
+from reference.study import shown
 from reference.study.poem import bigram_counts, encode
 from reference.types import Array
 
@@ -159,4 +160,4 @@ def _onehot(y: int, size: int) -> Array:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

@@ -24,7 +24,7 @@ import numpy as np
 
 from reference.adamw import adamw
 from reference.sinusoidal import sinusoidal_table
-from reference.study import classroom
+from reference.study import classroom, shown
 from reference.study.poem import POEM, between_marks
 from reference.types import Array, Ids, Params
 
@@ -121,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

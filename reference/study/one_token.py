@@ -22,6 +22,7 @@ import numpy as np
 from reference import ops
 from reference.config import Config
 from reference.params import decoder_layout
+from reference.study import shown
 from reference.types import Array
 
 TEXT = "banana"
@@ -169,4 +170,4 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    shown(main, sys.argv[1:])

@@ -31,7 +31,7 @@ import numpy as np
 from reference.params import Layout, weight
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
-from reference.study import attention
+from reference.study import attention, shown
 from reference.study.fit import fit
 from reference.types import Array, Grads, Ids, Params
 
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

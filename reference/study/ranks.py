@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from reference.adamw import adamw
-from reference.study import gpt
+from reference.study import gpt, shown
 from reference.types import Array
 
 Sum = Callable[[Sequence[Array]], Array]
@@ -166,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.study import attention
+from reference.study import attention, shown
 from reference.types import Array
 
 
@@ -109,4 +109,4 @@ def _unit(x: Array) -> Array:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

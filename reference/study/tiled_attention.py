@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from reference.study import attention
+from reference.study import attention, shown
 from reference.types import Array
 
 TILE = 32  # queries, and keys, of a tile
@@ -162,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    shown(main)

@@ -327,6 +327,16 @@ def test_each_rung_runs_and_says_what_it_shows(name: str) -> None:
     assert SAYS[name] in done.stdout and done.stderr == ""
 
 
+@pytest.mark.parametrize("name", ["tokenizer.reference", "reference.study.one_token"])
+def test_a_rung_ends_without_a_word_when_its_reader_has_read_enough(name: str) -> None:
+    command = [sys.executable, "-u", "-m", name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == b"" and running.wait(60) == 0
+
+
 @pytest.mark.parametrize("name", LADDER)
 def test_each_rung_is_a_page_and_says_in_a_sentence_what_it_is(name: str) -> None:
     module = importlib.import_module(name)
