@@ -46,7 +46,8 @@ exit status:
   0  all as the reference
   1  something is not, or could not be checked at all
   2  wrong usage
-  3  what was tried is right, but something was not tried (--partial: 0)
+  3  what was tried is right, but something offered was not tried (--partial: 0),
+     or a folder of results has files of no golden vector
 """
 
 
@@ -164,7 +165,9 @@ def run(argv: list[str]) -> int:
             print(json.dumps(results.to_dict(), indent=2))
         else:
             results.show(out)
-        return 0 if results.ok else 1
+        if not results.ok:
+            return 1
+        return UNTRIED if results.unread and not arguments.partial else 0
 
     sources, broken = _sources(arguments), False
     if arguments.case is not None:

@@ -22,6 +22,12 @@ from reference.types import Array, DropoutKey, RopeScaling
 UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
+def unreadable(error: BaseException) -> str:
+    """Say why a file is no ``.npz``; what NumPy says of other files is to read them as pickles."""
+    said = str(error)
+    return "it is of another kind, or cut short" if "pickle" in said or not said else said
+
+
 def case_command(subject: str, path: str | Path) -> str:
     """Return what runs a saved case again: a command as a shell takes it, or a call in Python."""
     if subject.startswith("--"):
@@ -109,8 +115,8 @@ def save_failure(path: Path, case: Case, judged: list[Judged]) -> None:
     arrays |= cotangent_arrays(case.cotangent)
     arrays |= {f"expected.{name}": value for name, value in case.exact().items()}
     for result in judged:
-        if result.exact is not None:
-            arrays.setdefault(f"expected.{result.name}", result.exact)
+        if result.known is not None:
+            arrays.setdefault(f"expected.{result.name}", result.known)
         if result.got is not None and f"got.{result.name}" not in arrays:
             arrays[f"got.{result.name}"] = result.got
     arrays["case"] = np.array(
@@ -151,7 +157,9 @@ def load_failure(path: str | Path) -> Case:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             content = {name: file[name] for name in file.files}
     except UNREADABLE as error:
-        raise ValueError(f"{path} is no .npz of a case: {error}") from None
+        raise ValueError(
+            f"{path} is no .npz of a case: {unreadable(error)}; give a file that a failure left"
+        ) from None
     try:
         about = json.loads(str(content["case"]))
         if "like" in about:

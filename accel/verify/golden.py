@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from accel.tolerance import Closeness, Magnitude, compare
 from accel.verify.contract import Case, draw_case, expected, gradient_names, shape_of
 from accel.verify.draw import Draw
-from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json
+from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json, unreadable
 from accel.verify.ops import room
 from accel.verify.travel import special_at
 from reference import ops as reference
@@ -36,6 +36,7 @@ CASES = 4  # of each op
 MAX_ELEMENTS = 2_000  # of a case
 PRECISIONS = ("float64", "float32", "bf16")
 STEPS = 5
+SUFFIXES = (".safetensors", ".npz")  # of a file of results; the first goes before the other
 
 MODEL = dataclasses.replace(TINY, vocab_size=31, context_length=12)
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -178,6 +179,8 @@ def _of_model(seed: int) -> Golden:
 
 def write_golden(folder: Path, *, seed: int = 0, ops: Iterable[str] | None = None) -> int:
     """Write golden vectors and a README into a folder, and return how many files there are."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give --golden the name of a folder to write into")
     folder.mkdir(parents=True, exist_ok=True)
     vectors = golden_cases(seed, ops)
     for golden in vectors:
@@ -200,6 +203,7 @@ class GoldenReport:
     folder: str
     rows: list[tuple[str, str, str, Closeness | None, str]]  # file, result, dtype, how close, why
     missing: list[str]  # files that another program did not write
+    unread: list[str]  # files that it did write, and that are no golden vector's
 
     @property
     def ok(self) -> bool:
@@ -219,7 +223,13 @@ class GoldenReport:
             }
             for file, name, dtype, near, why in self.rows
         ]
-        return {"folder": self.folder, "ok": self.ok, "results": rows, "missing": self.missing}
+        return {
+            "folder": self.folder,
+            "ok": self.ok,
+            "results": rows,
+            "missing": self.missing,
+            "unread": self.unread,
+        }
 
     def show(self, console: Console) -> None:
         """Print a table of all results."""
@@ -238,6 +248,14 @@ class GoldenReport:
                 f"not there, so not checked: {len(self.missing)} files of {', '.join(ops)}",
                 highlight=False,
             )
+        if self.unread:
+            console.print(
+                f"not tried: {', '.join(self.unread)}: no golden vector has such a name, or it is "
+                "there in another form; rename or remove it",
+                style="yellow",
+                highlight=False,
+                markup=False,
+            )
         verdict = "all as the reference" if self.ok else "not as the reference"
         console.print(f"{len(self.rows)} results: {verdict}", highlight=False)
 
@@ -252,13 +270,15 @@ def check_results(folder: Path, *, seed: int = 0, dtype: str | None = None) -> G
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; give the folder of computed results")
-    report = GoldenReport(str(folder), [], [])
+    files = {path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
+    report = GoldenReport(str(folder), [], [], [])
     for golden in golden_cases(seed):
-        paths = [folder / f"{golden.name}{suffix}" for suffix in (".safetensors", ".npz")]
+        paths = [folder / f"{golden.name}{suffix}" for suffix in SUFFIXES]
         path = next((p for p in paths if p.is_file()), None)
         if path is None:
             report.missing.append(golden.name)
             continue
+        files.remove(path.name)
         try:
             results = read_tensors(path)
         except ValueError as error:
@@ -267,6 +287,7 @@ def check_results(folder: Path, *, seed: int = 0, dtype: str | None = None) -> G
         for name, exact in golden.exact.items():
             row = _one_result(golden, name, exact, results, dtype)
             report.rows.append((path.name, name, *row))
+    report.unread = sorted(files)
     if not report.rows:
         raise ValueError(
             f"{folder} holds no results: for a golden file rmsnorm-0.safetensors write "
@@ -318,7 +339,7 @@ def read_tensors(path: Path) -> Tensors:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
         except UNREADABLE as error:
-            raise ValueError(f"{path.name} is no readable .npz: {error}") from None
+            raise ValueError(f"{path.name} is no readable .npz: {unreadable(error)}") from None
     tensors: Tensors = {}
     try:
         for name, entry in deserialize(path.read_bytes()):  # type: ignore[no-untyped-call]
@@ -368,7 +389,7 @@ BF16, and run
     myllm verify --against RESULTS --seed {seed}
 
 The dtype of a result says how close it has to be; `--dtype` overrides that. Files you do not write
-are reported and not held against you.
+are reported and not held against you; files of other names are named, and make the status 3.
 
 `model.safetensors` is a toy decoder: `input.param.*`, `ids`, `targets` and `mask`; expected are the
 `loss` (the mean over the targets that count) of each of five steps, `dparam.*`, the gradient of the

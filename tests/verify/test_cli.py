@@ -348,6 +348,8 @@ def test_an_op_outside_the_contract_is_shown_the_way(capsys: pytest.CaptureFixtu
         (["--against", "nowhere"], "there is no folder nowhere"),
         (["--backend", "reference", "--case", "none.npz"], "none.npz is no .npz of a case"),
         (["--module", "none.py"], "there is no file none.py"),
+        (["--golden", "notes.md"], "notes.md is a file: give --golden the name of a folder"),
+        (["--case", "notes.md"], "notes.md is no .npz of a case: it is of another kind, or cut sh"),
     ],
 )
 def test_what_is_not_there_is_said_in_a_line(
@@ -358,6 +360,7 @@ def test_what_is_not_there_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.md").write_text("Notes.")
     assert main(["verify", *arguments]) == 1
     assert message in capsys.readouterr().err
 
@@ -485,6 +488,19 @@ def test_wrong_results_are_found_by_file_and_name(
     assert "no readable safetensors" in found["relu-0.safetensors", ""]["problem"]
     assert "dx is missing" in found["relu-1.npz", "dx"]["problem"]
     assert "attention-0" in report["missing"]
+
+
+def test_files_of_no_golden_vector_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (vector, *_) = golden.golden_cases(ops=["gelu"])
+    for name in ("gelu-0.npz", "gelu-7.npz", "gelu0.npz"):
+        np.savez(tmp_path / name, **vector.exact)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["verify", "--against", str(tmp_path)]) == UNTRIED
+    assert "not tried: gelu-7.npz, gelu0.npz: no golden vector" in capsys.readouterr().out
+    assert main(["verify", "--against", str(tmp_path), "--partial", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unread"] == ["gelu-7.npz", "gelu0.npz"]
 
 
 def test_bf16_results_are_read_and_held_to_bf16(tmp_path: Path) -> None:
