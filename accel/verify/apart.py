@@ -559,7 +559,7 @@ def _serve(tell: Callable[[str, Any], None]) -> None:
         try:
             if isinstance(given, Source):
                 subject = given.load()
-                subject.watch = tell
+                subject.watch, subject.caught = tell, (BaseException,)
             elif isinstance(subject, Exception):
                 raise subject
             else:

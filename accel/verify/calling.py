@@ -39,6 +39,14 @@ class Judged(NamedTuple):
     got: Array | None = None
     exact: Array | None = None
     problem: str = ""  # one line when something other than the value is wrong
+    unknown: Array | None = None  # bool: where nobody knows what is due, and exact is got
+
+    @property
+    def known(self) -> Array | None:
+        """What is due, NaN where nobody knows."""
+        if self.unknown is None or self.exact is None:
+            return self.exact
+        return np.where(self.unknown, np.nan, self.exact)
 
     @property
     def ok(self) -> bool:
@@ -253,6 +261,8 @@ def take_out(
         fits, wanted = isinstance(out, tuple), f"{len(names)} parts"
     else:
         fits, wanted = all(hasattr(out, f) for f in kind._fields), " and ".join(kind._fields)
+        if kind is Loss:
+            wanted = f"(({', '.join(kind._fields)}), cache), or ({', '.join(kind._fields)}) alone"
     if fits and kind:
         out = kind(*(getattr(out, f) for f in kind._fields))
     parts = named_parts(out) if fits else {}
@@ -315,9 +325,14 @@ def place_cotangent(run: Run, cotangent: Any) -> Any:
 def named_gradients(run: Run, result: Any, owed: list[str]) -> dict[str, Any]:
     """Name the gradients that a backward returned."""
     found = list(result) if isinstance(result, (tuple, list)) else [result]
-    if len(found) > len(owed):  # None stands for an array that was not given
-        trailing = [g for g in found if g is not None]
-        found = trailing if len(trailing) == len(owed) else found
+    if len(found) > len(owed):  # None stands for an array that was not given, or for an option
+        arguments = [p.name for p in contract_parameters(run.spec.forward_name)]
+        for order in (run.spec.gradients, arguments):
+            given = {f"d{n}": g for n, g in zip(order, found, strict=False) if g is not None}
+            beyond = [g for g in found[len(order) :] if g is not None]
+            if list(given) == owed and not beyond:
+                found = list(given.values())
+                break
     if len(found) != len(owed):
         run.problem(
             "",

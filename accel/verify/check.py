@@ -53,6 +53,13 @@ class Options:
     partial: bool = False  # whether what the subject offers and nobody tries is all right
     budget: float | None = None  # seconds for all of it; fewer cases are tried when they run out
 
+    def __post_init__(self) -> None:
+        if self.examples is not None and self.examples < 1:
+            raise SubjectError(f"examples must be at least 1, got {self.examples}")
+        for name in ("ops", "dtypes"):
+            if getattr(self, name) == ():
+                raise SubjectError(f"{name} is empty: name some, or leave it out for all there are")
+
 
 def check_module(
     module: Any,
@@ -363,7 +370,7 @@ def cases_of(spec: Op, options: Options) -> int:
     # first: an op without a room is refused before anything runs
     weight = spec.WEIGHT if isinstance(spec, OwnOp) else room(spec.name).WEIGHT
     if options.examples is not None:
-        return max(1, options.examples)
+        return options.examples
     return int(EXAMPLES * weight * (THOROUGH if options.thorough else 1))
 
 

@@ -127,6 +127,22 @@ def test_the_same_module_twice_fails_twice(tmp_path: Path) -> None:
         assert isinstance(error, SubjectError) and "does not import" in str(error)
 
 
+INTERRUPTED = """
+def softmax(x):
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_that_a_kernel_raises_is_told_as_any_other_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = modules(tmp_path, INTERRUPTED)
+    ((report,)) = check_all(asked([path]), jobs=1)
+    assert isinstance(report, Report)
+    assert "softmax raised KeyboardInterrupt" in report.text()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 SLOW = """
 import time
 from reference import ops

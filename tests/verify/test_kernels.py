@@ -323,6 +323,50 @@ def test_a_forward_alone_needs_no_cache_and_a_backward_then_gets_its_inputs() ->
     assert set(both.results) == {"out", "dx", "dgain"} and both.not_covered == ["out"]
 
 
+def test_a_forward_of_the_wrong_form_is_told_and_its_backward_not_called() -> None:
+    def forward(*arrays: Array, **named: Array) -> Any:
+        (total, n_valid), cache = ops.linear_cross_entropy_forward(*arrays, **named)
+        return total, n_valid, cache
+
+    def backward(dloss: float, cache: Any) -> Any:
+        raise AssertionError("called without a cache")
+
+    op = "linear_cross_entropy"
+    report = check_op(op, forward=forward, backward=backward, examples=5, raises=False)
+    assert {failure.kind for failure in report.failures} == {"missing"}
+    assert "forward should give ((total, n_valid), cache), or (total, n_valid) alone, gave 3 p" in (
+        report.text()
+    )
+
+
+def test_none_stands_where_nothing_was_given() -> None:
+    def swapped(dout: Array, cache: Any) -> Any:
+        return None, *ops.rmsnorm_backward(dout, cache)
+
+    def by_argument(dloss: float, cache: Any) -> Any:
+        dx, dhead, *dbias = ops.linear_cross_entropy_backward(dloss, cache)
+        return dx, dhead, None, None, *(dbias or [None])
+
+    few: dict[str, Any] = {"dtypes": ["float32"], "examples": 8}
+    forward = ops.linear_cross_entropy_forward
+    check_op("linear_cross_entropy", forward=forward, backward=by_argument, **few)
+    report = check_op("rmsnorm", forward=ops.rmsnorm_forward, backward=swapped, **few, raises=False)
+    assert {failure.kind for failure in report.failures} == {"count"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"examples": 0}, "examples must be at least 1, got 0"),
+        ({"examples": -1}, "examples must be at least 1, got -1"),
+        ({"dtypes": []}, "dtypes is empty: name some, or leave it out for all there are"),
+    ],
+)
+def test_a_check_of_nothing_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(SubjectError, match=says):
+        check_op("relu", forward=lambda x: np.maximum(x, 0), **given)
+
+
 def test_options_that_a_kernel_lacks_are_left_out_and_said_to_be() -> None:
     def linear_forward(x: Array, w: Array) -> Array:
         return x @ w
