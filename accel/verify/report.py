@@ -225,7 +225,8 @@ def failure_text(failure: Failure) -> str:
     ):
         lines.append(f"  {first_difference(failure.name, judged.got, judged.exact)}")
         if 1 < judged.exact.size <= 12:
-            lines.append(f"    expected {_numbers(judged.exact)}")
+            with np.printoptions(nanstr="nan" if judged.unknown is None else "?"):
+                lines.append(f"    expected {_numbers(judged.known)}")
             lines.append(f"    got      {_numbers(judged.got)}")
     if failure.also:
         lines.append(f"  wrong in the same case: {', '.join(failure.also)}")
@@ -247,7 +248,7 @@ def small_arrays(case: Case) -> list[str]:
     return [f"{name} = {_numbers(a)}" for name, a in given.items() if a.size <= 8]
 
 
-def _numbers(a: Array) -> str:
+def _numbers(a: Any) -> str:
     return np.array2string(a, precision=6, separator=", ", max_line_width=200).replace("\n", "")
 
 

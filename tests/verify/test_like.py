@@ -5,8 +5,13 @@ import shlex
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from accel.verify.calling import Judged
+from accel.verify.contract import Case
+from accel.verify.report import failure_text
+from accel.verify.search import Failure
 from accel.verify.subject import SubjectError
 from dist.cli import main
 from tests.helpers import ROOT, like
@@ -177,6 +182,38 @@ def test_right_functions_pass(tmp_path: Path, seed: int) -> None:
     assert report.cases == 5 * 4 * 7
     assert {"dx", "dgain"} <= set(report.ops[0].results)
     assert any("loss: gradients are not checked" in note for note in report.notes)
+
+
+def test_strides_are_said_to_be_ignored_where_that_gives_what_came(tmp_path: Path) -> None:
+    text = (
+        "right = relu\ndef relu(x):\n"
+        "    return right(x) * (x.flags.c_contiguous or x.dtype.type(1.1))"
+    )
+    report = checked(tmp_path, f"{RIGHT}\n{text}\n", "relu", dtypes=("float32",))
+    said = [hint for failure in report.failures for hint in failure.hints]
+    assert any(re.fullmatch("it passes when .* contiguous.", hint) for hint in said)
+    assert not any("are strides ignored?" in hint for hint in said)
+
+
+def test_every_element_of_a_small_gradient_is_tried(tmp_path: Path) -> None:
+    text = (
+        "def running_backward(dout, x):\n"
+        "    dx = np.cumsum(dout[:, ::-1], axis=1)[:, ::-1].copy()\n"
+        "    if x.shape[1] == 1:\n        dx[-3:-2] = 0\n    return dx"
+    )
+    report = checked(tmp_path, f"{RIGHT}\n{text}\n", "running", examples=80)
+    assert [failure.name for failure in report.failures] == ["dx"], report.text()
+    assert any("of a larger one 8 elements" in note for note in report.notes)
+
+
+def test_what_nobody_knows_is_a_question_mark_among_what_was_expected() -> None:
+    x = np.array([1.0, 2.0, 3.0])
+    unknown = np.array([False, True, False])
+    judged = Judged("dx", "value", got=x, exact=np.array([1.5, 2.0, 3.0]), problem="is off",
+                    unknown=unknown)  # fmt: skip
+    case = Case("relu", "float32", {"x": x}, {}, None, {})
+    said = failure_text(Failure("relu", "float32", "dx", "value", case, judged))
+    assert "expected [1.5,   ?, 3. ]" in said and "got      [1., 2., 3.]" in said
 
 
 @pytest.mark.slow

@@ -241,4 +241,5 @@ class Run:
                 ):
                     kind, problem = "dtype", f"{name} is {given}; the reference gives {due}"
             shown = np.where(truth.judged, exact, value)  # what nobody knows is no difference
-            self.judged.append(Judged(name, kind, found, value, shown, problem))
+            unknown = None if truth.judged.all() else ~truth.judged
+            self.judged.append(Judged(name, kind, found, value, shown, problem, unknown))

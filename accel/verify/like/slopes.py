@@ -14,8 +14,8 @@ settles on neither f bends within h, and nothing is known.
 What plain code is off by in a gradient is not to be had. Its terms may be far larger than their sum
 (1 - n² in a norm of one element). A part f of the result that has x for a factor has a slope f/x
 for a term, so that the size of the terms is taken to be ‖dout f‖/rms(x), over the results that
-depend on x, with the root mean square of x in its row, and at least that of all. In large arrays
-some elements are tried, the first and the last among them.
+depend on x, with the root mean square of x in its row, and at least that of all. Of an array of up
+to 64 elements every one is tried, of a larger one a few, the first and the last among them.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,8 @@ import numpy as np
 
 from reference.types import Array
 
-TRIED = 6  # elements of an input
+SMALL = 64  # elements of an input of which each is tried
+TRIED = 6  # elements of a larger one, beside its first and its last
 STEP = 2.0**-15  # times the size of x
 NOISE = 2.0**-34  # 2^-53 over the smallest h, and a factor for the sum
 
@@ -71,7 +72,7 @@ def slopes(
         parts = [np.full(x.shape, np.nan) for _ in range(5)]
         if x.size:
             rms = float(np.sqrt(np.mean(x**2))) or 1.0
-            inside = rng.permutation(x.size)[:TRIED]
+            inside = rng.permutation(x.size)[: TRIED if x.size > SMALL else SMALL]
             for at in {0, x.size - 1, *inside.tolist()}:
                 row = x.reshape(-1, x.shape[-1])[at // x.shape[-1]] if x.ndim else x
                 own = float(np.sqrt(np.mean(row**2))) or rms

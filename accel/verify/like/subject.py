@@ -26,7 +26,7 @@ from accel.verify.like.frameworks import NumPy
 from accel.verify.like.hints import hints_for
 from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
 from accel.verify.like.run import Pair, Run
-from accel.verify.like.slopes import Slopes
+from accel.verify.like.slopes import SMALL, TRIED, Slopes
 from accel.verify.like.truth import KNOWN, ROUNDINGS, Truth
 from accel.verify.subject import KernelError, Subject, SubjectError
 from reference.contract import Op
@@ -226,6 +226,12 @@ class LikeSubject(Subject):
             truths = expect(run, case.arrays, case.dtype, rng, wanted)
             if cotangents_of(case.arrays) and isinstance(reference.framework, NumPy):
                 truths |= _of_slopes(reference, case, truths, rng)
+                if any(a.size > SMALL for n, a in case.arrays.items() if f"d{n}" in truths):
+                    self.notes.add(
+                        f"{reference.name}: the reference has no autograd, so gradients are judged "
+                        f"by differences: all of an array of up to {SMALL} elements, of a larger "
+                        f"one {TRIED + 2} elements"
+                    )
             types = reference.results(case.arrays, options, init, work)[1]
         if case.dtype in FP8:  # what comes out is in no 8 bits
             types = {}
