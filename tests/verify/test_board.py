@@ -42,6 +42,10 @@ def test_there_are_enough_wrong_kernels_of_every_op_and_none_twice() -> None:
     assert all(wrong.what and wrong.words for wrong in WRONG)
 
 
+def test_every_wrong_kernel_is_an_edit_of_the_right_one() -> None:
+    assert all(build(wrong) for wrong in WRONG)
+
+
 def wrong_and_seen(wrong: Wrong) -> None:
     call = calls.read(wrong.witness)
     assert differs(build(wrong), call), f"{wrong.op} {wrong.name} is as the reference"
@@ -209,6 +213,20 @@ def test_the_quick_form_counts_writes_and_draws(
     assert data["counts"]["verify"]["float32"] == [0, 2]
     assert bench.main(["--read", str(counts)]) == 0
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "logits",  # float32, bf16 and tf32, of which the reference has no arrays
+        *(pytest.param(op, marks=pytest.mark.slow) for op in OPS if op != "logits"),
+    ],
+)
+def test_the_quick_form_judges_every_op_in_every_precision(op: str) -> None:
+    found = bench.judge_op(op, None, bench.QUICK, True)
+    corpora = {kind if kind in ("bf16", "tf32") else "float32" for _, kind, _ in all_right(op)}
+    assert corpora <= {verdict.corpus for verdict in found}
+    assert {verdict.judge for verdict in found} >= {"verify", "KernelBench", "gpucheck"}
 
 
 def test_runs_over_different_ops_add_up() -> None:

@@ -334,7 +334,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "  myllm bench verify --seeds 50         false alarms of verify alone, by seed",
     )
     p.add_argument(
-        "--quick", action="store_true", help="few kernels and cases, to see that it runs"
+        "--quick",
+        action="store_true",
+        help="few kernels and cases, to see in a minute or two that it runs",
     )
     p.add_argument("--every", type=int, default=1, help="judge every so-manieth kernel of each op")
     p.add_argument(

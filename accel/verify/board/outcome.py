@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import round_bf16
+from accel.verify.contract import numpy_dtype
 from reference import ops
 from reference.contract import Op
 from reference.ops import OPS
@@ -64,8 +65,9 @@ def outcome(module: Any, call: Call, dtype: str | None = None, given: Any = None
 
     Parameters
     ----------
-    dtype : {"float32", "float64", "bf16"}, optional
-        The floats that go in; those of the call when None. bf16 is float32 that holds bf16 values.
+    dtype : {"float32", "float64", "bf16", "tf32"}, optional
+        The floats that go in; those of the call when None. bf16 is float32 that holds bf16 values,
+        tf32 is float32.
     given : tuple of arrays, optional
         The very buffers to pass; copies of the call's arrays when None.
     """
@@ -121,7 +123,7 @@ def copied(value: Any, dtype: str | None = None) -> Any:
             new = np.asarray(base).copy()[..., ::2]  # every other element of a buffer
         if dtype is None or value.dtype.kind != "f":
             return new
-        return round_bf16(new) if dtype == "bf16" else new.astype(dtype)
+        return round_bf16(new) if dtype == "bf16" else new.astype(numpy_dtype(dtype))
     if isinstance(value, KVCache):
         return KVCache([copied(a, dtype) for a in value.k], [copied(a, dtype) for a in value.v])
     if isinstance(value, dict):

@@ -235,9 +235,7 @@ class Judge:
                     continue
                 with np.errstate(all="ignore"):
                     try:
-                        found = outcome(
-                            kernel, call, "float32" if precision == "tf32" else precision
-                        )
+                        found = outcome(kernel, call, precision)
                     except Exception as error:  # a kernel that raises has been found out
                         return f"raises {type(error).__name__}: {error}"
                     if why := self._looks(op, i, found, precision):
@@ -245,7 +243,7 @@ class Judge:
         return self._repeated(op, kernel, precisions[0]) if self.rule.repeats else ""
 
     def _looks(self, op: str, i: int, found: list[Result], precision: str) -> str:
-        wanted = self.expected(op, i, "float32" if precision == "tf32" else precision)
+        wanted = self.expected(op, i, precision)
         for result in found:
             if result.name not in wanted:
                 return f"{result.name} is of no use"

@@ -571,7 +571,7 @@ w("decode_step", "window_of_first_layer", "every layer has the first one's windo
 w("decode_step", "window_one_more", "an ALiBi layer's window holds one key too many", "window off by one",
   "dec(steps=9, window=3, kind='alibi')", ("positions[:, None] - where < window", "positions[:, None] - where <= window"))
 w("decode_step", "rope_of_first_row", "all rows turn by row 0's position", "position row rope",
-  "dec(position=[2, 5])", ("start=positions)[0][:, 0]", "start=int(positions[0]))[0][:, 0]"))
+  "dec(position=[2, 5])", ("start=positions, scaling", "start=int(positions[0]), scaling"))
 w("decode_step", "ring_not_wrapped", "what lies behind the ring's start is not seen once it wraps", "ring wrap window",
   "dec(steps=8, window=3)", ("may = where >= 0", "may = slot <= positions[:, None] % ring"))
 w("decode_step", "alibi_by_slot", "ALiBi's slopes of other counts than powers of two", "alibi slopes heads",
