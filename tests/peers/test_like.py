@@ -228,6 +228,30 @@ def test_right_functions_pass_with_many_seeds(tmp_path: Path, function: str) -> 
         assert report.right, report.text()
 
 
+STEPS = """
+def norm(x, g):
+    return x / torch.sqrt((x ** 2).mean(-1, keepdim=True) + 1e-6) * g
+"""
+FUSED = """
+def norm(x, g):
+    return F.rms_norm(x, g.shape, g, 1e-6)
+"""
+
+
+def test_roundings_after_each_step_are_allowed_where_the_reference_makes_them(
+    tmp_path: Path,
+) -> None:
+    head = "import torch\nimport torch.nn.functional as F\n"
+    shapes = "SHAPES = {'norm': {'x': 'B T D', 'g': 'D'}}\n"
+    how: dict[str, Any] = {"dtypes": ("bf16",), "examples": 100}
+    report = checked(tmp_path, head + STEPS, "norm", ref=head + shapes + FUSED, **how)
+    assert not report.right
+    said = [hint for failure in report.failures for hint in failure.hints]
+    assert any("write the reference in such steps" in hint for hint in said), report.text()
+    report = checked(tmp_path, head + STEPS, "norm", ref=head + shapes + STEPS, **how)
+    assert report.right, report.text()
+
+
 WRONG = {
     "attention": "attention = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=1.0)",
     "conv": "conv = lambda x, w: F.relu(F.conv2d(x, w.flip(-1), padding=1))",

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.tolerance import round_bf16, round_float16, round_tf32
+from accel.tolerance import UNIT_ROUNDOFF, round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import explains
 from accel.verify.hints import contiguous, ways_to_misread
 from accel.verify.like.case import LikeCase
+from accel.verify.like.frameworks import NumPy
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
 from accel.verify.subject import KernelError
@@ -26,6 +27,7 @@ from reference.types import Array
 if TYPE_CHECKING:
     from accel.verify.like.subject import LikeSubject
 
+FEW = 10  # times what is allowed, which roundings after each step may come to
 MANY = 0.25  # of the larger cases, which may have another mistake beside the one that is guessed
 TILES = (1024, 512, 256, 128, 64, 32, 16, 8, 4)
 
@@ -62,6 +64,14 @@ def hints_for(
         if again and all(j.ok for j in again if j.name in (judged.name, "")):
             ignored = comparable and _ignores_strides(reference, case, judged)
             found.append(contiguous(case, ignored=ignored))
+    near = judged.closeness
+    stored = UNIT_ROUNDOFF[case.dtype].stored and not isinstance(reference.framework, NumPy)
+    if judged.kind == "value" and near is not None and near.ratio < FEW and stored:
+        found.append(
+            "what is allowed follows from the roundings that the reference makes. Is that one "
+            "fused call, and does the kernel round after each step? Compute in float32, or write "
+            "the reference in such steps."
+        )
     return list(dict.fromkeys(found))
 
 
