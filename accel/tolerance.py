@@ -13,17 +13,18 @@ one rounding error can be multiplied by; c counts roundings (Higham 2002, sectio
 Without the second term a tiny case fails by luck: the plain code may happen to make no error at
 all where a correct kernel makes one.
 
-    c = r + min(n, max(4√n, 3n/8))
+    c = r + min(n, 4√n)
 
 where r is the number of roundings on the longest path from an input to an output and n the number
 of terms that are added up. A sum of n terms in any order is off by at most n u s (Higham 2002,
 equation 4.4), and if its roundings are independent and of mean zero by more than 4√n u s only with
 a chance below exp(-8) times a small number, even if every rounding goes as badly as it can (Higham
-& Mary 2019, theorem 2.4). They are neither where terms take few values, as those of dx over a large
-vocabulary do, whose probabilities are nearly equal: while a running sum stays between two powers of
-two, equal terms are rounded alike. Of n equal terms t the i-th rounding is then at most half the
-spacing of numbers at i t, u 2^⌊log₂(i t)⌋. Sums up to 2^k come to 2^2k u / 3t, those from there to
-τ 2^k to (τ - 1) 2^2k u / t, together (τ - 2/3)/τ² n u s, which is largest, 3/8 n u s, at τ = 4/3.
+& Mary 2019, theorem 2.4). They are neither where terms are alike, as probabilities over a large
+vocabulary are, and there it is r + min(n, max(4√n, 3n/8)): while a running sum stays between two
+powers of two, equal terms are rounded alike. Of n equal terms t the i-th rounding is then at most
+half the spacing of numbers at i t, u 2^⌊log₂(i t)⌋. Sums up to 2^k come to 2^2k u / 3t, those from
+there to τ 2^k to (τ - 1) 2^2k u / t, together (τ - 2/3)/τ² n u s, which is largest, 3/8 n u s, at
+τ = 4/3.
 
 The float64 reference rounds too: c u₆₄ s is added, which matters only when the kernel itself works
 in float64.
@@ -109,6 +110,13 @@ class Magnitude(NamedTuple):
     s: Array  # the op on absolute values, of the result's shape
     roundings: int  # r
     terms: int = 1  # n
+    alike: bool = False  # whether the terms may be nearly equal
+
+    @property
+    def sums(self) -> float:
+        """What adding up the terms may come to, in units of u s."""
+        known = 4 * self.terms**0.5
+        return min(self.terms, max(known, 3 / 8 * self.terms) if self.alike else known)
 
 
 class Closeness(NamedTuple):
@@ -233,9 +241,8 @@ def allowed(
     """
     u = UNIT_ROUNDOFF[dtype]
     underflow = 16 * _UNDERFLOW.get(dtype, _TINY)
-    sums = min(magnitude.terms, max(4 * magnitude.terms**0.5, 3 / 8 * magnitude.terms))
-    c_u = magnitude.roundings * u + sums * u.sums
-    c_u += (magnitude.roundings + sums) * UNIT_ROUNDOFF["float64"]
+    c_u = magnitude.roundings * u + magnitude.sums * u.sums
+    c_u += (magnitude.roundings + magnitude.sums) * UNIT_ROUNDOFF["float64"]
     k = 3 if gradient else 2
 
     exact = np.asarray(exact, np.float64)

@@ -353,14 +353,16 @@ class Expected(NamedTuple):
 
     def shifted(self, name: str, base: Array) -> "Expected":
         """Return what is due of a result that was added to something: one more rounding."""
-        s, roundings, terms = self.magnitudes[name]
+        magnitude = self.magnitudes[name]
         plain = np.asarray(self.plain[name])
         return self._replace(
             exact={**self.exact, name: self.exact[name] + base.astype(np.float64)},
             plain={**self.plain, name: (plain + base).astype(plain.dtype)},
             magnitudes={
                 **self.magnitudes,
-                name: Magnitude(s + np.abs(base), roundings + 1, terms),
+                name: magnitude._replace(
+                    s=magnitude.s + np.abs(base), roundings=magnitude.roundings + 1
+                ),
             },
             travels={n: t.shifted(base) if n == name else t for n, t in self.travels.items()},
             rules={},

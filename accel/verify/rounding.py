@@ -37,10 +37,10 @@ def summed(s: Array, roundings: int, terms: int, u: Unit, stored: Array) -> Magn
     is what comes of them, which may be much less than the terms: a kernel that adds up in 16 bits
     is off by more.
     """
+    found = Magnitude(s, roundings, terms)
     if not u.stored:
-        return Magnitude(s, roundings, terms)
-    c = roundings + min(terms, 4 * math.sqrt(terms))
-    return Magnitude(stored + c * u.sums / u * s, 1)
+        return found
+    return Magnitude(stored + (roundings + found.sums) * u.sums / u * s, 1)
 
 
 def bend(top: Array, u: float) -> Array:

@@ -84,7 +84,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float = 1.0
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stop: str | Annotated[list[str], Meta(max_length=16)] = []
-    seed: Annotated[int, Meta(ge=0)] | None = None
+    seed: int | None = None  # OpenAI's may be negative
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     # OpenAI has not these

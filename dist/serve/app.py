@@ -279,7 +279,7 @@ def _answers(served: Served, request: Request, inbox: Inbox, most: int) -> list[
     if request.chat:
         ends.add(special_id(tokenizer, END))
     # without a seed each answer is another one; a seed gives the same whenever it is asked for
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
     loop = asyncio.get_running_loop()
 
     def deliver(index: int, piece: Piece) -> None:

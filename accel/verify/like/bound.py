@@ -2,7 +2,7 @@
 
 ``accel/tolerance.py`` allows
 
-    ‖err‖ ≤ k ‖plain err‖ + c u s,        c = r + min(n, max(4√n, 3n/8))
+    ‖err‖ ≤ k ‖plain err‖ + c u s,        c = r + min(n, 4√n)
 
 for each result and each of its rows. For the contract's ops s, r and n are written down; here they
 are measured, on the reference f alone and in each case anew.

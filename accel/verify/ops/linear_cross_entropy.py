@@ -99,13 +99,13 @@ def magnitude(v: Values, dout: float, u: Unit) -> Magnitudes:
     dz = p * mask[:, None] * abs(float(dout))
     rows, terms = len(x), width + len(head)
     found = {
-        "total": Magnitude(np.asarray(np.sum(losses * mask)), 6, terms + rows),
+        "total": Magnitude(np.asarray(np.sum(losses * mask)), 6, terms + rows, alike=True),
         "n_valid": Magnitude(np.asarray(0.0), 0),
-        "dx": Magnitude((dz @ head).reshape(v["x"].shape), 9, terms),
-        "dhead": Magnitude(dz.T @ x, 9, terms + rows),
+        "dx": Magnitude((dz @ head).reshape(v["x"].shape), 9, terms, alike=True),
+        "dhead": Magnitude(dz.T @ x, 9, terms + rows, alike=True),
     }
     if bias is not None:
-        found["dbias"] = Magnitude(np.sum(dz, axis=0), 8, terms + rows)
+        found["dbias"] = Magnitude(np.sum(dz, axis=0), 8, terms + rows, alike=True)
     return found
 
 

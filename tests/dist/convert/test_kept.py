@@ -243,9 +243,12 @@ def test_a_head_of_another_type_is_not_the_embedding(
     whole = path.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:end])
-    header["lm_head.weight"] = {**header["model.embed_tokens.weight"], "dtype": "BF16"}
+    embedding, data = header["model.embed_tokens.weight"], whole[end:]
+    begin, stop = embedding["data_offsets"]
+    places = (len(data), len(data) + stop - begin)
+    header["lm_head.weight"] = {**embedding, "dtype": "BF16", "data_offsets": places}
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data + data[begin:stop])
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
     assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
 

@@ -117,7 +117,6 @@ def test_a_client_that_has_left_is_no_line_in_the_terminal(
             "null and [] count as nothing given",
             "prompt",
         ),
-        (TEXT, {"model": "tiny", "prompt": "x", "seed": -1}, 400, "`int` >= 0", "seed"),
         (CHAT, {"model": "tiny", "messages": [None]}, 400, "got `null`", "messages"),
         (
             CHAT,
