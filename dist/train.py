@@ -374,6 +374,10 @@ class Trainer:
         looked_at = self.config.run.eval_windows
         for windows in self.heldout:
             d = windows.dataset
+            if any(source.dataset.path == d.path for source in self.data.sources):
+                self.console.say(
+                    f"{d.path} is held out and trained on: it says nothing of new text"
+                )
             if looked_at < d.n_windows:
                 self.console.say(f"{d.path}: {d.n_windows:,} windows held out;")
                 self.console.say(f"  the first {looked_at:,} are looked at (run.eval_windows)")

@@ -1,6 +1,7 @@
 """What a run says: a bar on a terminal, and elsewhere a short line now and then."""
 
 import contextlib
+import dataclasses
 import io
 import math
 import os
@@ -69,6 +70,19 @@ def test_no_line_of_a_run_is_wider_than_a_terminal(
     assert [line for line in lines if len(line) > 80] == []
     assert "all settings are in run/config.toml" in lines and len(lines) > 20
     assert "  the first 3 are looked at (run.eval_windows)" in lines
+
+
+def test_held_out_text_that_is_trained_on_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for name in ("heldout", "train"):
+        (tmp_path / name).mkdir()
+        config = prepare(tmp_path / name, run__out=str(tmp_path / name / "run"))
+        data = dataclasses.replace(config.data, train=str(tmp_path / name / name))
+        assert train(dataclasses.replace(config, data=data)) == 0
+        said.append("heldout is held out and trained on: it says" in capsys.readouterr().out)
+    assert said == [True, False]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
