@@ -232,7 +232,7 @@ def unheard() -> Iterator[None]:
 
     They inherit what is blocked here; what comes meanwhile is heard here behind it.
     """
-    if not hasattr(signal, "pthread_sigmask"):
+    if sys.platform == "win32":
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})

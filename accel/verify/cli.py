@@ -46,8 +46,8 @@ exit status:
   0  all as the reference
   1  something is not, or could not be checked at all
   2  wrong usage
-  3  what was tried is right, but something offered was not tried (--partial: 0),
-     or a folder of results has files of no golden vector
+  3  what was tried is right, but not all that is offered was (--partial: 0), or
+     a folder of results has files of no golden vector
 """
 
 

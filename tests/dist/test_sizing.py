@@ -177,8 +177,8 @@ def test_plan_writes_no_file_that_its_ranks_cannot_share(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--minutes", "0"], "--minutes must be positive"),
-        (["--minutes", "nan"], "--minutes must be positive"),
+        (["--minutes", "0"], "--minutes must be a number of minutes above 0"),
+        (["--minutes", "nan"], "--minutes must be a number of minutes above 0"),
         ([], "CONFIG is needed, or --minutes"),
         (["demo", "-o", "x.toml"], "-o belongs with --minutes"),
         (["--minutes", "1", "--speed", "5"], "no --set, no --speed"),

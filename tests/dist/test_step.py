@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(AllRanksError, match="bytes but has"):
         checkpoint.load(path, stepper, Solo())
     (path / f"{name}.bin").unlink()
-    with pytest.raises(AllRanksError, match=rf"has no {name}\.bin: .*; go on from an older one"):
+    with pytest.raises(AllRanksError, match=rf"has no {name}\.bin: .*; take an older one"):
         checkpoint.load(path, stepper, Solo())
     (path / "manifest.json").write_text("{")
     with pytest.raises(AllRanksError, match="is damaged"):

@@ -1,5 +1,6 @@
 """A sweep runs what its grid says, once, goes on when stopped, and reports what came of it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -339,8 +340,10 @@ def test_a_run_that_is_killed_says_by_what(folder: Path, tmp_path: Path) -> None
     def kill() -> None:
         wait_for(lambda: len(monitor.read_metrics(Path(trial.run.run.out))) > 3)
         mine = str(Path(trial.run.run.out) / "run.toml")
-        (process,) = (p for p in psutil.Process().children() if mine in p.cmdline())
-        process.kill()
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.ZombieProcess):  # of what has ended
+                if mine in process.cmdline():
+                    process.kill()
 
     thread = threading.Thread(target=kill)
     thread.start()
