@@ -131,6 +131,15 @@ def test_a_packing_that_is_asked_to_end_says_so_in_two_lines(
     assert packing.returncode == 128 + number
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="blocks no signals")
+def test_processes_that_encode_are_started_deaf(tmp_path: Path) -> None:
+    train_from_iterator(["the cat sat on the mat"], 276).save(tmp_path / "t.tok")
+    with pack._Workers(pack.Settings(str(tmp_path / "t.tok")), 1) as workers:
+        blocked = workers.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result()
+    assert blocked >= {signal.SIGINT, signal.SIGHUP}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def test_a_worker_that_is_killed_ends_a_packing_with_a_sentence(tmp_path: Path) -> None:
     train_from_iterator(["the cat sat on the mat"], 276).save(tmp_path / "t.tok")
 

@@ -399,6 +399,16 @@ def test_a_full_disk_is_named_with_what_to_do(
     assert f"{tmp_path}/more/train/00000.bin: No space left" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
+def test_a_shard_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    stream = writer._Stream(tmp_path / "00000.bin", np.dtype("<u2"))
+    stream.close()
+    with open("/dev/full", "wb", buffering=0) as stream._file:
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            stream.write(b"tokens")
+        assert raised.value.filename == str(tmp_path / "00000.bin")
+
+
 def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:
     import pyarrow
     import pyarrow.parquet

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tokenizer_texts import rows_of
+from tokenizer import read
 from tokenizer.read import Source, expand
 
 TEXT = b"".join(b"line %d of many\n" % i for i in range(20_000))  # more than a pipe holds
@@ -56,7 +57,8 @@ def test_endings_may_be_capitals(tmp_path: Path) -> None:
         assert list(Source([str(capitals)]).texts()) == expected, path
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "BLOCK_BYTES", 7)  # the second block begins with another
     (tmp_path / "a.txt").write_text("\ufeffone\n\ufefftwo", "utf-8")
     assert list(Source([str(tmp_path / "a.txt")]).texts()) == ["one\n\ufefftwo".encode()]
 
