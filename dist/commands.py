@@ -230,8 +230,8 @@ def pack(argv: Sequence[str]) -> int:
             progress=progress,
         )
     except (KeyboardInterrupt, Ended):
-        if (Path(given.out) / packing.JOURNAL).exists():
-            report("the same command goes on from what is packed")
+        if done := packing.kept(Path(given.out)):
+            report(f"the same command goes on after {done:,} documents")
         raise
     for split in packing.SPLITS:
         print(

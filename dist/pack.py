@@ -455,6 +455,14 @@ def nearly_trained_on(documents: Callable[[], Iterator[Document]], fraction: flo
     return {number for number, double in zip(held, doubles, strict=True) if double}
 
 
+def kept(out: Path) -> int:
+    """Return the documents that a packing which was interrupted has in its journal."""
+    try:
+        return manifest.read(out / JOURNAL, Journal, JOURNAL_FORMAT, "").counts.read
+    except FileNotFoundError:
+        return 0
+
+
 def _begin(out: Path, mark: str, report: Callable[[str], None]) -> Journal:
     """Return the journal to go on from, which is on disk, in a folder that is ours to fill."""
     path = out / JOURNAL

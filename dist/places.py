@@ -40,13 +40,13 @@ def new_place(path: Path) -> Iterator[Path]:
     try:
         with writing(path):
             yield part
-        for written in [*part.rglob("*")] if part.is_dir() else [part]:
-            _sync_file(written)
-        if part.is_dir():
-            sync_folder(part)
-        if path.is_dir():  # empty; only Linux would put a folder in its place
-            path.rmdir()
-        move(part, path)
+            for written in [*part.rglob("*")] if part.is_dir() else [part]:
+                _sync_file(written)
+            if part.is_dir():
+                sync_folder(part)
+            if path.is_dir():  # empty; only Linux would put a folder in its place
+                path.rmdir()
+            move(part, path)
     except BaseException:
         if part.is_dir():
             shutil.rmtree(part)
