@@ -105,6 +105,20 @@ def prepare_texts(folder: Path, **overrides: Any) -> RunFile:
     return from_tables(tables(folder, **more, **overrides))
 
 
+def learned(folder: Path) -> Path:
+    """Return the folder of a run whose model has learned a little."""
+    changes: dict[str, Any] = {
+        "train__steps": 60,
+        "run__eval_every": 30,
+        "run__sample_every": 60,
+        "run__sample_prompt": "the quick",
+        "run__eval_windows": 9999,
+    }
+    config = prepare_texts(folder, **changes)
+    assert cli.main(["train", str(save_run_file(config, folder / "run.toml"))]) == 0
+    return folder / "run"
+
+
 def save_run_file(config: RunFile, path: Path) -> Path:
     path.write_text(config.to_toml(), encoding="utf-8")
     return path

@@ -1,5 +1,6 @@
 """Checkpoints with random weights, of the families that others know too."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -86,3 +87,16 @@ def check_refused(
     said = capsys.readouterr().err
     assert all(field in said for field in fields) and said.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the header of a ``.safetensors`` file, and what comes behind."""
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8:end]), whole[end:]
+
+
+def put_together(path: Path, header: dict[str, Any] | str, data: bytes) -> None:
+    """Write such a file, of a header as it is or that is JSON already."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)

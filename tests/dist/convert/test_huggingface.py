@@ -27,6 +27,8 @@ from tests.helpers.weights import (
     QWEN3,
     check_refused,
     copied,
+    parts_of,
+    put_together,
     write_random,
 )
 
@@ -529,12 +531,9 @@ def test_tensors_have_names_of_their_own_and_fill_the_file(
     write_random(tmp_path / "mine", LLAMA)
     assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
     path = tmp_path / "hf" / "model.safetensors"
-    whole = path.read_bytes()
-    length = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:length])
+    header, data = parts_of(path)
     del header["__metadata__"]
-    text, data = damage(header, whole[length:])
-    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data)
+    put_together(path, *damage(header, data))
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
     said = capsys.readouterr().err
     assert str(path) in said and re.search(message, said) and said.count("\n") == 1

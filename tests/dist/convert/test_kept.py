@@ -18,7 +18,7 @@ from dist.model import load_model
 from dist.numbers import KINDS, converted, from_bf16, size_of, to_bf16
 from dist.weights import Part, Weights, load_master, parts, write_weights
 from reference.config import Config
-from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, write_random
+from tests.helpers.weights import FAMILIES, GPT2, LLAMA, QWEN3, parts_of, put_together, write_random
 
 # rows of ours that are rows of theirs, columns that are, and heads whose pairs change places
 MODELS = {
@@ -220,12 +220,9 @@ def test_kinds_that_a_folder_cannot_have_are_refused(
     write_random(tmp_path / "mine", LLAMA)
     assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
     path = tmp_path / "hf" / "model.safetensors"
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:end])
+    header, data = parts_of(path)
     header[tensor]["dtype"] = dtype
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+    put_together(path, header, data)
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
     said = capsys.readouterr().err
     assert f"{tensor} holds '{dtype}'; known are F32, F16, BF16" in said and "Q8_0T;" not in said
@@ -240,15 +237,12 @@ def test_a_head_of_another_type_is_not_the_embedding(
     words = ["export", str(tmp_path / "mine"), str(tmp_path / "hf"), "--dtype", "float16"]
     assert cli.main(words) == 0
     path = tmp_path / "hf" / "model.safetensors"
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:end])
-    embedding, data = header["model.embed_tokens.weight"], whole[end:]
+    header, data = parts_of(path)
+    embedding = header["model.embed_tokens.weight"]
     begin, stop = embedding["data_offsets"]
     places = (len(data), len(data) + stop - begin)
     header["lm_head.weight"] = {**embedding, "dtype": "BF16", "data_offsets": places}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data + data[begin:stop])
+    put_together(path, header, data + data[begin:stop])
     assert cli.main(["import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 1
     assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
 
