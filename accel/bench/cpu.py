@@ -96,42 +96,40 @@ class Bench:
         return Row(what, times["ours"], times.get("theirs"), None if theirs is None else bar)
 
     def step(self, step: Step, compiled: bool) -> Iterator[Row]:
-        """Compare training steps."""
+        """Compare training steps, a mode after the other: memory is laid out for one kind of step.
+
+        (Of two in turns each would find the places of the other.)
+        """
         name, config, batch, length, bars = step
-        models = {
-            mode: Training(load("cpu", compute=mode), config, batch, length) for mode in self.modes
-        }
-        functions: dict[str, Function] = {mode: model.step for mode, model in models.items()}
-        if self.peer is not None:
-            first = models["float32"]
-            given = config, first.initial, first.ids, first.targets
-            plain = self.peer.Peer(*given, kind="float32")
-            loss, gradients = plain.gradient()
-            for mode, model in models.items():
-                model.check(f"{name}, {mode}", 1e-4 if mode == "float32" else 1e-1, loss, gradients)
-            for kind in self.modes:
-                for how in ("eager", "compiled") if compiled else ("eager",):
-                    same = kind == "float32" and how == "eager"
-                    other = (
-                        plain
-                        if same
-                        else self.peer.Peer(*given, kind=kind, compiled=how != "eager")
-                    )
-                    functions[f"{kind} {how}"] = other.step
-        times = alternate(functions, sample=0.0, want=7, budget=120, quick=self.quick)
-        if self.peer is None:
-            yield from (Row(f"{name}, {mode}", times[mode]) for mode in self.modes)
-            return
-        eager = times["float32 eager"]
-        yield Row(f"{name}, float32 / eager", times["float32"], eager, bars.eager)
-        if compiled:
-            other = times["float32 compiled"]
-            yield Row(f"{name}, float32 / compiled", times["float32"], other, bars.compiled)
-        if "bf16" in self.modes:
-            yield Row(f"{name}, bf16 / eager float32", times["bf16"], eager, bars.halves)
-            best = min(seconds for side, seconds in times.items() if side.startswith("bf16 "))
-            which = "autocast, better of two" if compiled else "autocast"
-            yield Row(f"{name}, bf16 / {which}", times["bf16"], best, bars.autocast)
+        for mode in self.modes:
+            model = Training(load("cpu", compute=mode), config, batch, length)
+            functions: dict[str, Function] = {"ours": model.step}
+            if self.peer is not None:
+                given = config, model.initial, model.ids, model.targets
+                peer = partial(self.peer.Peer, *given)
+                plain = peer(kind="float32")
+                model.check(
+                    f"{name}, {mode}", 1e-4 if mode == "float32" else 1e-1, *plain.gradient()
+                )
+                functions["float32 eager"] = plain.step
+                if mode == "bf16":
+                    functions["bf16 eager"] = peer(kind=mode).step
+                if compiled:
+                    functions[f"{mode} compiled"] = peer(kind=mode, compiled=True).step
+            times = alternate(functions, sample=0.0, want=7, budget=120, quick=self.quick)
+            ours, eager = times["ours"], times.get("float32 eager")
+            if eager is None:
+                yield Row(f"{name}, {mode}", ours)
+            elif mode == "bf16":
+                yield Row(f"{name}, bf16 / eager float32", ours, eager, bars.halves)
+                best = min(seconds for side, seconds in times.items() if side.startswith("bf16 "))
+                which = "autocast, better of two" if compiled else "autocast"
+                yield Row(f"{name}, bf16 / {which}", ours, best, bars.autocast)
+            else:
+                yield Row(f"{name}, float32 / eager", ours, eager, bars.eager)
+                if compiled:
+                    other = times["float32 compiled"]
+                    yield Row(f"{name}, float32 / compiled", ours, other, bars.compiled)
 
     def share(self, step: Step) -> Row:
         """Measure the part of a float32 step that is neither products nor attention."""

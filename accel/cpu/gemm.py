@@ -32,6 +32,7 @@ from accel.cpu.kernels import FEW_THREADS, MAP, add_tile, address, contiguous, c
 from accel.cpu.memory import empty
 from accel.cpu.packing import pack_columns, pack_rows, prefetch
 from accel.cpu.simd import (
+    STEPS,
     at,
     block_columns,
     block_vectors,
@@ -121,12 +122,10 @@ def _product(
                     w, j = min(width, columns - p * width), j0 + p * width
                     panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + j)
                     # While one panel multiplies, the next one comes into the nearer cache.
-                    following = at(panel, width * depth)
-                    part = (width * kc * SIX + end - i - 1) // max(end - i, 1)
+                    following = at(panel, width * depth) if p + 1 < panels else panel
+                    part = (width * STEPS * SIX + end - i - 1) // max(end - i, 1)
                     for row in range(i, end, SIX):
-                        if p + 1 < panels:
-                            done = (row - i) // SIX * part
-                            prefetch(following, done, min(done + part, width * kc), line)
+                        ahead = at(following, (row - i) // SIX * (kc // STEPS) * part)
                         height, made = min(SIX, end - row), at(to, (row - i) * ldc)
                         stream = at(plus, (top + row) * n + j)
                         if last and plus_address:
@@ -150,6 +149,8 @@ def _product(
                             made,
                             ldc,
                             add,
+                            ahead,
+                            part,
                         )
                         if last and bias_address:
                             add_tile(made, ldc, at(bias, j), 0, height, w)

@@ -50,6 +50,8 @@ _INT64 = ir.IntType(64)
 # split of the work is the same on all of them.
 PAD_BYTES = 64
 
+STEPS = 4  # of k, which a block of six rows takes for one test whether there are more
+
 
 # --- pointers ------------------------------------------------------------------------------------
 
@@ -340,17 +342,20 @@ def _register_block(rows: int, full: bool) -> Any:
         k: Any,
         n: Any,
         accumulate: Any,
+        ahead: Any,
+        ahead_step: Any,
     ) -> Any:
         def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
             element = context.get_value_type(signature.args[0].dtype)
             lanes = lanes_of(context, signature.args[0])
-            _emit_block(
-                builder, element, lanes, rows, block_vectors() if full else 1, not full, *args
-            )
+            vectors = block_vectors() if full else 1
+            *others, ahead, ahead_step = args
+            asked = None if signature.args[-2] == types.none else (ahead, ahead_step)
+            _emit_block(builder, element, lanes, rows, vectors, not full, asked, *others)
             return context.get_dummy_value()
 
         i = types.int64
-        return types.none(a, i, i, b, i, c, i, i, i, types.boolean), codegen
+        return types.none(a, i, i, b, i, c, i, i, i, types.boolean, ahead, i), codegen
 
     return block
 
@@ -362,6 +367,7 @@ def _emit_block(
     rows: int,
     vectors: int,
     masked: bool,
+    ahead: tuple[Value, Value] | None,
     a: Value,
     a_row: Value,
     a_col: Value,
@@ -438,11 +444,16 @@ def _emit_block(
         builder.store(column, a_k)
         builder.store(builder.gep(row, [b_row]), b_k)
 
-    together = 2 if rows == 6 and not masked else 1  # steps for one test whether there are more
-    if together == 2:
-        with builder.if_then(builder.trunc(k, ir.IntType(1))):
+    together = STEPS if rows == 6 and not masked else 1
+    if together > 1:
+        with cgutils.for_range(builder, builder.urem(k, index(together))):
             step()
+    ahead_k = ahead and cgutils.alloca_once_value(builder, ahead[0])
     with cgutils.for_range(builder, builder.udiv(k, index(together))):
+        if ahead and together > 1:
+            line = builder.load(ahead_k)
+            emit_prefetch(builder, line, 2, write=False)
+            builder.store(builder.gep(line, [ahead[1]]), ahead_k)
         for _ in range(together):
             step()
 
@@ -493,6 +504,8 @@ def tile_gemm(
     c: Any,
     c_row: int,
     accumulate: bool,
+    ahead: Any = None,
+    ahead_step: int = 0,
 ) -> None:
     """C (+)= A B on tiles: c[i, j] (+)= Σ_k a[i, k] b[k, j].
 
@@ -507,6 +520,10 @@ def tile_gemm(
         columns.
     accumulate : bool
         Add to C; else overwrite it.
+    ahead : pointer, optional
+        What is needed soon: blocks of six rows ask for a cache line there every ``STEPS`` steps of
+        k, each ``ahead_step`` elements past the one before, for the second-level cache. (Asked for
+        all at once they would hold up the operands that come from there.)
     """
     width = block_columns(a)
     j = 0
@@ -517,20 +534,20 @@ def tile_gemm(
             ai, ci = at(a, i * a_row), at(c, i * c_row + j)
             for row in range(6):
                 prefetch_row(at(ci, row * c_row))
-            _wide_6(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_6(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
             i += 6
         ai, ci = at(a, i * a_row), at(c, i * c_row + j)
         left = rows - i
         if left == 1:
-            _wide_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         elif left == 2:
-            _wide_2(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_2(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         elif left == 3:
-            _wide_3(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_3(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         elif left == 4:
-            _wide_4(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_4(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         elif left == 5:
-            _wide_5(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate)
+            _wide_5(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         j += width
     width = vector_columns(a)
     while j < columns:
@@ -539,10 +556,10 @@ def tile_gemm(
         i = 0
         while i + 6 <= rows:
             ai, ci = at(a, i * a_row), at(c, i * c_row + j)
-            _edge_6(ai, a_row, a_col, bj, b_row, ci, c_row, k, n, accumulate)
+            _edge_6(ai, a_row, a_col, bj, b_row, ci, c_row, k, n, accumulate, ahead, ahead_step)
             i += 6
         while i < rows:
             ai, ci = at(a, i * a_row), at(c, i * c_row + j)
-            _edge_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, n, accumulate)
+            _edge_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, n, accumulate, ahead, ahead_step)
             i += 1
         j += width

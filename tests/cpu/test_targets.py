@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accel.cpu.simd import STEPS
 from tests.helpers import ROOT
 
 ARM = {
@@ -66,7 +67,7 @@ from numba import njit, types
 from accel.cpu import simd
 kernel = njit(nogil=True)(simd.tile_gemm.py_func)
 p, i = types.CPointer(types.float32), types.int64
-kernel.compile((i, i, i, p, i, i, p, i, p, i, types.boolean))
+kernel.compile((i, i, i, p, i, i, p, i, p, i, types.boolean, p, i))
 print(next(iter(kernel.inspect_asm().values())))
 """
 X86 = {  # features, and the multiply-adds of a row of the register block
@@ -94,13 +95,15 @@ def made_for(processor: str, code: str) -> str:
 def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) -> None:
     # two threads of one core share what it can decode, and a cloud's machines are such threads
     said = made_for(processor, TILE)
-    products = 2 * 6 * X86[processor][1]  # two steps of a block of six rows
+    products = STEPS * 6 * X86[processor][1]  # those of a block of six rows in a turn
     found = [re.findall(r"^\t([a-z]\w+)", loop, re.M) for loop in inner_loops(said)]
     loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
     assert loops
     for loop in loops:
-        needed = products + 2 * (X86[processor][1] + 6)  # and what they multiply is loaded
-        assert len(loop) - needed <= 6, loop  # pointers of two steps, a count, the jump
+        assert loop.count("prefetcht1") == 1
+        needed = products + STEPS * (X86[processor][1] + 6)  # and what they multiply is loaded
+        # pointers of each step, the line ahead and its pointer, a count, the jump
+        assert len(loop) - needed <= 2 * STEPS + 4, loop
 
 
 EXPONENTIALS = """
@@ -131,7 +134,7 @@ def test_kernels_are_made_for_arm_and_fill_its_registers(triple: str, tmp_path: 
     assert {"_product", "tile_gemm"} <= set(files) and len(files) > 20
     for name, text in files.items():
         blocks = [loop for loop in inner_loops(text) if loop.count("\tfmla") >= 24]
-        wide = [loop for loop in blocks if len(re.findall(FOUR, loop)) in (24, 48)]
+        wide = [loop for loop in blocks if len(re.findall(FOUR, loop)) in (24, 24 * STEPS)]
         if name in ("_product", "tile_gemm"):
             assert wide, name  # 6 rows of 4 vectors
         for loop in wide:
