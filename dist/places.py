@@ -74,7 +74,7 @@ class Steady:
     """A file that takes what is written to the disk meanwhile, and not all of it at the end.
 
     On Linux it goes past the system's memory (O_DIRECT), which takes longer to find than the disk
-    takes to write (``checkpoint._settle``). Where there is no such way the memory is given back
+    takes to write (``saving._settle``). Where there is no such way the memory is given back
     each time, so that a large file goes through the same memory again and again. Either way it
     is fsynced again and again, for no more than half of the time: a disk that is asked at the end
     alone takes a second or more for a gigabyte, when nothing is left to be done beside it.

@@ -24,7 +24,7 @@ from threadpoolctl import threadpool_limits
 from accel import AUTO
 from accel import load as load_backend
 from accel.system import HANDED_ON
-from dist import checkpoint, mode, monitor
+from dist import checkpoint, mode, monitor, saving
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import Run, RunFile, from_tables
@@ -218,8 +218,8 @@ class Trainer:
         self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, every=every)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
-        self.saving: checkpoint.Saving | None = None  # being written
-        self.copies: checkpoint.Copies | None = None  # what is being written, of this rank
+        self.saving: saving.Saving | None = None  # being written
+        self.copies: saving.Copies | None = None  # what is being written, of this rank
         self.removing = threading.Thread()  # checkpoints that are no longer needed
         self._introduce()
         try:
@@ -245,8 +245,8 @@ class Trainer:
         while self.step < config.steps:
             record = self._one_step()
             # what a step needs of the memory it has by now
-            if self.step == first_step + 1 and checkpoint.room_for_copies(self.stepper, self.comm):
-                self.copies = checkpoint.Copies(self.stepper)
+            if self.step == first_step + 1 and saving.room_for_copies(self.stepper, self.comm):
+                self.copies = saving.Copies(self.stepper)
             # one message a step: who was asked to stop, how much memory is in use, whether rank 0
             # could write what there was to write since the last one, and whether a checkpoint that
             # is being written is
@@ -461,7 +461,7 @@ class Trainer:
         for sink in self.sinks:
             sink.flush()
         folder = self.out / CHECKPOINTS
-        self.saving = checkpoint.Saving(
+        self.saving = saving.Saving(
             folder, self.stepper, state, self.comm, self.tokenizer_path, aside=self.copies
         )
         self.saving_best = best
@@ -472,26 +472,26 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Make the checkpoint that is being written whole, and drop those no longer needed."""
-        saving, self.saving = self.saving, None
-        if saving is None:
+        done, self.saving = self.saving, None
+        if done is None:
             return
         began = time.perf_counter()
         # nothing tells how long a disk may take for what training did not wait for so far
-        self.comm.watch.begin("renaming" if saving.written else "disk", self.step)
-        path = saving.finish()
+        self.comm.watch.begin("renaming" if done.written else "disk", self.step)
+        path = done.finish()
         if self.comm.rank == 0:
             if self.saving_best:
-                checkpoint.point(path.parent, "best", path.name)
-            doomed = checkpoint.prune(path.parent, self.config.run.keep)
+                saving.point(path.parent, "best", path.name)
+            doomed = saving.prune(path.parent, self.config.run.keep)
             self.removing = threading.Thread(target=self._remove, args=(doomed,), daemon=True)
             self.removing.start()
         self.saving_seconds += time.perf_counter() - began
         self.console.say(f"saved {path}")
         self._write(
             {
-                "step": saving.state.step,
+                "step": done.state.step,
                 "save_ms": 1e3 * self.saving_seconds,
-                "write_ms": 1e3 * saving.seconds,
+                "write_ms": 1e3 * done.seconds,
             }
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import checkpoint, cli, monitor
+from dist import checkpoint, cli, monitor, saving
 from dist.comm import Solo
 from dist.config import RunFile, load
 from dist.train import CHECKPOINTS, Trainer
@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_and_does_not_begin_again(tmp_path: Path) -> 
     half = replace(whole, run=replace(whole.run, out=str(tmp_path / "half"), keep=9))
     assert train(half) == 0
     shutil.rmtree(tmp_path / "half" / CHECKPOINTS / "step-00000006")
-    checkpoint.point(tmp_path / "half" / CHECKPOINTS, "latest", "step-00000003")
+    saving.point(tmp_path / "half" / CHECKPOINTS, "latest", "step-00000003")
     shutil.rmtree(tmp_path / "base")  # no longer needed
     assert train(half) == 0 and digest(half) == digest(whole)
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel
-from dist import checkpoint
+from dist import checkpoint, saving
 from dist import step as steps
 from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
@@ -246,7 +246,7 @@ def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
     data = TrainingData(config)
     stepper = stepper_of(config)
     stepper.update(stepper.gradient([data.batch(0, 8)], 1, 0), 0.01)
-    path = checkpoint.save(tmp_path / "c", stepper, state_of(config), Solo())
+    path = saving.save(tmp_path / "c", stepper, state_of(config), Solo())
     assert path == checkpoint.find(tmp_path / "c") == checkpoint.find(path)
     assert not list((tmp_path / "c").glob("*.tmp"))
     other = stepper_of(config)
@@ -264,7 +264,7 @@ def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     config = prepare(tmp_path)
     stepper = stepper_of(config)
-    path = checkpoint.save(tmp_path / "c", stepper, state_of(config), Solo())
+    path = saving.save(tmp_path / "c", stepper, state_of(config), Solo())
     raw = bytearray((path / f"{name}.bin").read_bytes())
     raw[101] ^= 4
     (path / f"{name}.bin").write_bytes(raw)
@@ -289,14 +289,14 @@ def test_a_failed_save_leaves_what_was_there(
 ) -> None:
     config = prepare(tmp_path)
     stepper = stepper_of(config)
-    first = checkpoint.save(tmp_path / "c", stepper, state_of(config, 1), Solo())
+    first = saving.save(tmp_path / "c", stepper, state_of(config, 1), Solo())
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(AllRanksError, match=r"could not be written \(No space left"):
-        checkpoint.save(tmp_path / "c", stepper, state_of(config, 2), Solo())
+        saving.save(tmp_path / "c", stepper, state_of(config, 2), Solo())
     monkeypatch.undo()
     assert checkpoint.pointed(tmp_path / "c") == first
     assert [p.name for p in (tmp_path / "c").glob("step-*")] == [first.name]
@@ -307,15 +307,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     stepper = stepper_of(config)
     folder = tmp_path / "c"
     for step in range(1, 6):
-        checkpoint.save(folder, stepper, state_of(config, step), Solo())
+        saving.save(folder, stepper, state_of(config, step), Solo())
         if step == 2:
-            checkpoint.point(folder, "best", checkpoint.folder_name(2))
-        for path in checkpoint.prune(folder, keep=2):
+            saving.point(folder, "best", checkpoint.folder_name(2))
+        for path in saving.prune(folder, keep=2):
             assert checkpoint.step_of(path) is None
             shutil.rmtree(path)
     (folder / "step-00000009.tmp").mkdir()  # what crashes leave
     (folder / "step-00000001.old").mkdir()
-    left = checkpoint.prune(folder, keep=2)
+    left = saving.prune(folder, keep=2)
     assert sorted(path.name for path in left) == ["step-00000001.old", "step-00000009.tmp"]
     assert checkpoint.steps(folder) == [2, 4, 5]
     assert checkpoint.find(folder).name == checkpoint.folder_name(2)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from accel import launcher
-from dist import checkpoint, cli, launch, monitor
+from dist import checkpoint, cli, launch, monitor, saving
 from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
@@ -159,7 +159,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     config = prepare(tmp_path, run__checkpoint_every=1, run__keep=9)
     assert train(config) == 0
     whole = digest(config)
-    update, write = Stepper.update, checkpoint._write_slices
+    update, write = Stepper.update, saving._write_slices
     updates, waited = threading.Semaphore(0), []
 
     def updated(self: Stepper, *arguments: Any) -> None:
@@ -175,7 +175,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         return write(path, *what)
 
     monkeypatch.setattr(Stepper, "update", updated)
-    monkeypatch.setattr(checkpoint, "_write_slices", slow)
+    monkeypatch.setattr(saving, "_write_slices", slow)
     meanwhile = with_run(config, out=str(tmp_path / "meanwhile"), checkpoint_every=3)
     assert train(meanwhile) == 0
     assert waited == [[True] * 5] and digest(meanwhile) == whole
@@ -205,7 +205,7 @@ def test_training_goes_on_while_a_checkpoint_is_removed(
         rmtree(path)
 
     whole = property(lambda saving: saving._thread.join() or True)
-    monkeypatch.setattr(checkpoint.Saving, "written", whole)  # after one step, always
+    monkeypatch.setattr(saving.Saving, "written", whole)  # after one step, always
     monkeypatch.setattr(Stepper, "update", updated)
     monkeypatch.setattr(shutil, "rmtree", slow)
     assert train(config) == 0
@@ -225,10 +225,10 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2)
-    monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: SimpleNamespace(available=999))
-    threads, finish = [], checkpoint.Saving.finish
+    monkeypatch.setattr(saving.psutil, "virtual_memory", lambda: SimpleNamespace(available=999))
+    threads, finish = [], saving.Saving.finish
     monkeypatch.setattr(
-        checkpoint.Saving, "finish", lambda self: (threads.append(self._thread), finish(self))[1]
+        saving.Saving, "finish", lambda self: (threads.append(self._thread), finish(self))[1]
     )
     assert train(config) == 0 and threads == [None] * 3
     assert checkpoint.steps(Path(config.run.out) / "checkpoints") == [4, 6]
@@ -246,7 +246,7 @@ def test_memory_for_copies_is_found_before_a_checkpoint_is_due(
     stepper = SimpleNamespace(held=lambda name: [(0, 1 << 20), (3 << 20, 4 << 20)])
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", marked)
-        held = checkpoint.Copies(stepper)  # type: ignore[arg-type]
+        held = saving.Copies(stepper)  # type: ignore[arg-type]
     # every page is written to, before anybody takes a copy
     wait_for(lambda: all((part[:: mmap.PAGESIZE // 4] == 0).all() for part in made))
     arrays = [[np.full(1 << 20, value + i, "<f4") for i in (0, 10)] for value in (1, 2, 3)]
@@ -266,7 +266,7 @@ def test_what_is_written_is_on_the_disk_piece_by_piece_and_out_of_memory(
         advise(file, *what)
 
     monkeypatch.setattr(os, "posix_fadvise", advised)
-    monkeypatch.setattr(checkpoint, "PIECE", 10_000)
+    monkeypatch.setattr(saving, "PIECE", 10_000)
     pieces = with_run(config, out=str(tmp_path / "pieces"))
     assert train(pieces) == 0 and digest(pieces) == digest(config)
     master = [what for path, *what in given_back if path.endswith("master.bin")]
@@ -281,14 +281,14 @@ def test_a_write_that_fails_meanwhile_is_told_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2)
-    write = checkpoint._write_slices
+    write = saving._write_slices
 
     def full(path: Path, *what: Any) -> dict[int, int]:
         if "00000004" in str(path):
             raise OSError(28, "No space left on device")
         return write(path, *what)
 
-    monkeypatch.setattr(checkpoint, "_write_slices", full)
+    monkeypatch.setattr(saving, "_write_slices", full)
     assert train(config) == 1
     said = capsys.readouterr().err
     assert "step-00000004 could not be written (No space left on device)" in said

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import dist.train
-from dist import checkpoint, cli, comm, launch, monitor, watchdog
+from dist import cli, comm, launch, monitor, saving, watchdog
 from dist.step import Stepper
 from reference.types import Loss
 from tests.helpers.processes import FAULT
@@ -26,8 +26,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "start": (dist.train.Trainer, "_open"),
     "step": (Stepper, "update"),
     "evaluation": (dist.train, "evaluate"),
-    "checkpoint": (checkpoint, "_write_slices"),
-    "prune": (checkpoint, "prune"),
+    "checkpoint": (saving, "_write_slices"),
+    "prune": (saving, "prune"),
     "finish": (comm.Mpi, "finish"),
     "metrics": (monitor.Metrics, "write"),
 }
