@@ -24,9 +24,10 @@ from dist.commands import parser
 from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
 from dist.model import Model
 from dist.pack import part_ids, special_id
-from dist.use import add_model, load
+from dist.use import add_model, load, text_of
 from reference.generate import Sampling
 from reference.session import Session
+from tokenizer.read import standard_input
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -332,7 +333,7 @@ def main(argv: Sequence[str]) -> int:
                 return
 
     if given.prompt is not None:
-        answer(sys.stdin.read() if given.prompt == "-" else given.prompt, 0, Interrupts())
+        answer(text_of(given.prompt), 0, Interrupts())
         return 0
     repeat(answer, "(Ctrl-C ends an answer, Ctrl-D leaves)")
     return 0
@@ -346,9 +347,10 @@ def repeat(answer: Callable[[str, int, Interrupts], None], leave: str) -> None:
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  - input() then edits lines
+    typed = standard_input().isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no text must not end all
-    if sys.stdin.isatty():
+    if typed:
         print(leave, file=sys.stderr)
     interrupts, turn = Interrupts(), 0
     before = signal.signal(signal.SIGINT, interrupts)

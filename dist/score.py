@@ -11,7 +11,6 @@ What stands before a text in training is the end of another, so before the first
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from dist.commands import parser
 from dist.documents import EOS_NAMES
 from dist.model import Model
 from dist.pack import special_id
-from dist.use import add_model, load
+from dist.use import add_model, load, text_of
 from reference.model import head, hidden_forward, start_pass
 from reference.params import decoder_layout
 from reference.types import Array
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = load(given)
     eos = special_id(tokenizer, *EOS_NAMES)
     for text in given.texts:
-        text = sys.stdin.read() if text == "-" else text
+        text = text_of(text)
         ids = tokenizer.encode_ordinary(text)
         if not ids:
             raise ValueError("a text is empty: there is nothing to score")

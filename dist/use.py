@@ -17,6 +17,7 @@ from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
 from dist.model import Model, load_model
 from tokenizer.files import replace_durably
+from tokenizer.read import standard_input
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -41,6 +42,22 @@ def load(given: Any) -> tuple[Model, "Tokenizer"]:
     """
     model = load_model(given.checkpoint, given.backend, given.compute)
     return model, tokenizer_of(model)
+
+
+def text_of(given: str) -> str:
+    """Return a text of the command line; ``-`` stands for what comes from standard input.
+
+    Raises
+    ------
+    ValueError
+        If there is no standard input, or what comes is not UTF-8.
+    """
+    if given != "-":
+        return given
+    try:
+        return standard_input().read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 at its byte {error.start}") from None
 
 
 def tokenizer_of(model: Model) -> "Tokenizer":

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -14,7 +13,7 @@ from dist.commands import parser
 from dist.inspect.trace import Trace, trace
 from dist.model import Model, load_model
 from dist.monitor import bytes_text
-from dist.use import tokenizer_of
+from dist.use import text_of, tokenizer_of
 from reference.params import decoder_layout
 from reference.types import Array
 from tokenizer.files import replace_durably
@@ -44,7 +43,7 @@ def inspect(argv: Sequence[str]) -> int:
     given = args.parse_args(argv)
     model = load_model(given.checkpoint, "reference", "float32")
     tokenizer = tokenizer_of(model)
-    text = sys.stdin.read() if given.text == "-" else given.text
+    text = text_of(given.text)
     ids = np.array(tokenizer.encode_ordinary(text), np.int32)
     page = make_page(model, tokenizer, ids)
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ def test_no_token_ends_the_script_that_holds_the_data() -> None:
 def test_the_text_may_come_from_standard_input(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown fox"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the quick brown fox")))
     assert data_of(inspected(run, tmp_path, "-"))["loss"]
 
 

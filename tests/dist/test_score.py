@@ -74,9 +74,23 @@ def test_the_table_shows_each_token_and_their_sum(
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=1e-3)
     assert "".join(eval(line.split(maxsplit=2)[2]) for line in lines[1:-1]) == "the fox"
     assert "perplexity" in lines[-1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the fox")))
     assert score(model, "-") == 0
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize("command", ["score", "inspect", "generate"])
+def test_a_standard_input_that_is_no_text_is_said(
+    command: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = {"score": [], "inspect": ["--text"], "generate": ["--prompt"]}[command]
+    words = [command, str(model), *option, "-"]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(words) == 1
+    assert "standard input is closed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff fox")))
+    assert cli.main(words) == 1
+    assert "standard input is not UTF-8 at its byte 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["rope", "learned"])

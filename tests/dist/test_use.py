@@ -65,7 +65,7 @@ def test_generate_asks_for_prompts_and_reads_standard_input(
     assert cli.main(reference("generate", str(run), "--tokens", "4")) == 0
     said = capsys.readouterr().out
     assert said.startswith("the fox") and "\na dog" in said
-    monkeypatch.setattr(sys, "stdin", io.StringIO("while seven"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"while seven")))
     assert cli.main(reference("generate", str(run), "--tokens", "4", "--prompt", "-")) == 0
     assert capsys.readouterr().out.startswith("while seven")
     assert cli.main(reference("generate", str(run), "--tokens", "4", "--prompt", "")) == 0
@@ -264,7 +264,7 @@ def test_a_byte_that_is_no_text_ends_no_conversation(
 def test_each_sample_of_each_prompt_has_a_seed_of_its_own(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("the\nthe\nthe\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the\nthe\nthe\n")))
     seeds: list[list[int]] = []
     draws = np.random.default_rng
 
@@ -337,7 +337,7 @@ def test_instructions_stay_whole_when_the_context_is_full(
 ) -> None:
     tokenizer, read = Tokenizer.load(run.parent / "t.tok"), []
     special = tokenizer.special_tokens
-    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown fox\n" * 5))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the quick brown fox\n" * 5)))
     scores = Session._scores
 
     def noted(self: Session, ahead: int) -> Any:
