@@ -251,7 +251,7 @@ def contenders() -> list[Contender]:
     theirs = itertools.product(nanogpt.HOW, computes) if find_spec("torch") else ()
     kinds = "adamw", "muon"
     ours = itertools.product(kinds, computes)
-    shares = itertools.product(kinds, computes[-1:], (BAR, GOAL))
+    shares = itertools.product(kinds, computes, (BAR, GOAL))
     return [
         *(Contender("PyTorch", how, compute) for how, compute in theirs),
         *(Contender("ours", how, compute) for how, compute in ours),
