@@ -15,17 +15,13 @@ from matplotlib.figure import Figure
 from dist import checkpoint, cli, config, monitor, tasks, use
 from dist.evaluate import Evaluation, token_lengths
 from dist.model import load_model
-from tests.helpers.runs import learned, prepare_texts, save_run_file, tables, text
+from tests.helpers.runs import learned, prepare_texts, reference, save_run_file, tables, text
 from tokenizer import Tokenizer, train_from_iterator
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return learned(tmp_path_factory.mktemp("run"))
-
-
-def reference(*words: str) -> list[str]:
-    return [*words, "--backend", "reference"]
 
 
 def test_eval_repeats_what_training_said_in_bits_per_byte(

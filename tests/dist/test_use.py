@@ -12,17 +12,13 @@ from dist import cli
 from dist.convert import gguf
 from dist.generate import Interrupts, Stops, Writer
 from reference.session import Session
-from tests.helpers.runs import learned
+from tests.helpers.runs import learned, reference
 from tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return learned(tmp_path_factory.mktemp("run"))
-
-
-def reference(*words: str) -> list[str]:
-    return [*words, "--backend", "reference"]
 
 
 def test_generate_continues_a_prompt_by_every_strategy(

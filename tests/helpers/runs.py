@@ -105,6 +105,11 @@ def prepare_texts(folder: Path, **overrides: Any) -> RunFile:
     return from_tables(tables(folder, **more, **overrides))
 
 
+def reference(*words: str) -> list[str]:
+    """Return a command that computes by the reference."""
+    return [*words, "--backend", "reference"]
+
+
 def learned(folder: Path) -> Path:
     """Return the folder of a run whose model has learned a little."""
     changes: dict[str, Any] = {
