@@ -365,6 +365,47 @@ def test_ranks_train_at_the_same_time() -> None:
         scaling.together("float16", 1, 1, 1.0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_steps_of_a_mode_are_held_to_pytorch_s_apart_from_another_mode_s(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {
+        "ours float32": 3.0, "float32 eager": 4.0, "float32 compiled": 3.5,
+        "ours bf16": 1.0, "bf16 eager": 2.5, "bf16 compiled": 2.0,
+    }  # fmt: skip
+    timed: list[list[str]] = []
+
+    def step_of(name: str) -> Callable[[], str]:
+        return lambda: name
+
+    def training(mode: str, *given: Any) -> SimpleNamespace:
+        nothing = dict.fromkeys(("initial", "ids", "targets"))
+        return SimpleNamespace(step=step_of(f"ours {mode}"), check=lambda *_: None, **nothing)
+
+    def peer(*given: Any, kind: str, compiled: bool = False) -> SimpleNamespace:
+        name = f"{kind} {'compiled' if compiled else 'eager'}"
+        return SimpleNamespace(step=step_of(name), gradient=lambda: (0.0, {}))
+
+    def alternate(functions: dict[str, Callable[[], str]], **how: Any) -> dict[str, float]:
+        timed.append([function() for function in functions.values()])
+        return {side: seconds[function()] for side, function in functions.items()}
+
+    monkeypatch.setattr(cpu, "load", lambda backend, compute: compute)
+    monkeypatch.setattr(cpu, "Training", training)
+    monkeypatch.setattr(cpu, "alternate", alternate)
+    bench = cpu.Bench(
+        ["float32", "bf16"], SimpleNamespace(Peer=peer), quick=True, compiled=compiled
+    )
+    rows = [(row.ours, row.theirs, row.bar) for row in bench.step(cpu.STEPS[0], compiled)]
+    best = 2.0 if compiled else 2.5
+    in_float32 = [(3.0, 4.0, 0.8), (3.0, 3.5, 0.93)][: 1 + compiled]
+    assert rows == [*in_float32, (1.0, 4.0, 0.25), (1.0, best, 0.68)]
+    assert [[name for name in names if "ours" in name] for names in timed] == [
+        ["ours float32"],
+        ["ours bf16"],
+    ]
+
+
 def test_beside_busy_processes_a_step_is_held_to_a_fair_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
