@@ -3,9 +3,9 @@
 First attention's path (unless ``--attention`` names one) and the algorithms of the products are
 chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a
 large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
-training step is shown, by what was chosen beside cuBLAS's own choice, and each op of MyLLM-1B at
+training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the model at
 its training shapes, in time, the bytes or operations that its arithmetic asks for, and their share
-of the ceiling; then a training step of the model. Attention is checked against the reference at a
+of the ceiling; then a training step of the model (``--config``, MyLLM-1B). Attention is checked against the reference at a
 small size in the process that is timed; with ``--peer torch`` so are the loss and every gradient of
 a model, against PyTorch's.
 
@@ -43,10 +43,12 @@ from reference.blocks import Recompute
 from reference.config import Config
 from reference.flops import attention_flops, training_flops
 from reference.ops import OPS, Ops
-from reference.presets import MYLLM_1B
+from reference.presets import GPT2_SMALL, GPT2_TEXTBOOK, MYLLM_1B
 from reference.types import Array, DropoutKey
 
-MANY, ROOM = 4, 80 * 10**9  # sequences, and bytes of a GPU that has room for them: myllm plan
+CONFIGS = {"myllm-1b": MYLLM_1B, "gpt2-small": GPT2_SMALL, "gpt2-textbook": GPT2_TEXTBOOK}
+FEW, MANY = 8192, 32_768  # tokens of a micro-batch
+ROOM = 80 * 10**9  # bytes of a GPU that has room for many: myllm plan
 FILL = 1 << 28  # bytes that a copy moves to keep the GPU busy, about 0.2 ms
 MOST_CALLS, SAMPLE = 50, 0.02  # of an op, queued at once; seconds that they shall take
 DEVICE_TO_DEVICE = 3  # cudaMemcpyKind
@@ -56,13 +58,16 @@ def main(argv: list[str]) -> int:
     """Print the table; without a usable GPU, ``accel.load`` says what is missing."""
     p = report.parser("cuda", __doc__ or "", "cuda --batch 1 --layers 28")
     p.add_argument(
+        "--config", choices=list(CONFIGS), default="myllm-1b", help="the model (default myllm-1b)"
+    )
+    p.add_argument(
         "--batch",
         type=int,
-        help=f"sequences of a micro-batch (default {MANY}; 1 beside a peer, and on GPUs with less "
-        f"than {ROOM // 10**9} GB)",
+        help=f"sequences of a micro-batch (default as many as have {MANY:,} tokens; {FEW:,} beside "
+        f"a peer, and on GPUs with less than {ROOM // 10**9} GB)",
     )
-    p.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default 8192)")
-    p.add_argument("--layers", type=int, default=28, help="layers of the model (default 28)")
+    p.add_argument("--length", type=int, help="tokens of a sequence (default the model's context)")
+    p.add_argument("--layers", type=int, help="layers of the model (default its own)")
     p.add_argument("--repeats", type=int, default=10, help="timed calls of an op (default 10)")
     p.add_argument(
         "--recompute",
@@ -90,14 +95,16 @@ def main(argv: list[str]) -> int:
         help="print what this GPU would take, by the machine code of the kernels; needs none",
     )
     given = report.parse(p, argv)
-    asked = 1 if given.batch is None else given.batch
-    if min(asked, given.length, given.layers, given.repeats) < 1:
+    numbers = given.batch, given.length, given.layers, given.repeats
+    if min(1 if n is None else n for n in numbers) < 1:
         p.error("all numbers must be positive")
     if given.parts is not None and ("peer" in given.parts) != (given.peer is not None):
         p.error("--parts peer and --peer torch go together")
-    config = dataclasses.replace(MYLLM_1B, n_layers=given.layers)
+    whole = CONFIGS[given.config]
+    layers, T = given.layers or whole.n_layers, given.length or whole.context_length
+    config = dataclasses.replace(whole, n_layers=layers, context_length=T)
     if given.model is not None:
-        shape = given.batch or default_batch(MODELS[given.model].room, False), given.length
+        shape = given.batch or default_batch(MODELS[given.model].room, T, False), T
         about = f"predicted of an NVIDIA {given.model}, {shape[0]} sequences of {shape[1]:,}"
         return report.run(
             p, given, about, {"the machine code": lambda: predict.rows(given.model, config, *shape)}
@@ -110,18 +117,17 @@ def main(argv: list[str]) -> int:
     peer = load_peer() if given.peer else None
     bench = Bench(ops, cupy, given.repeats)
     room = cupy.cuda.runtime.memGetInfo()[1]
-    shape = given.batch or default_batch(room, peer is not None), given.length
-    context = dataclasses.replace(config, context_length=given.length)
-    path, chosen = paths.choose(paths.shapes_of(context, shape[0]), remember=False)
+    shape = given.batch or default_batch(room, T, peer is not None), T
+    path, chosen = paths.choose(paths.shapes_of(config, shape[0]), remember=False)
     attention.take(path if given.attention == AUTO else given.attention)
     named = "" if given.attention == AUTO else f"\n\nattention by {given.attention}, as asked"
-    multiplied = products.choose(context, shape[0], given.recompute, remember=False)
+    multiplied = products.choose(config, shape[0], given.recompute, remember=False)
     products.take(multiplied.products)
     bench.check()
     bench.measure_ceilings()
 
     def cases() -> Iterator[OpCase]:
-        return bench.cases(MYLLM_1B, *shape, 1 << 28)
+        return bench.cases(config, *shape, 1 << 28)
 
     parts = {
         "products": lambda: product_rows(multiplied),
@@ -131,23 +137,23 @@ def main(argv: list[str]) -> int:
     }
     if peer is not None:
         small = dataclasses.replace(config, n_layers=min(2, config.n_layers))
-        check_peer(ops, peer, small, 1, min(given.length, 256))
+        check_peer(ops, peer, small, 1, min(T, 256))
         parts["peer"] = lambda: bench.compare(peer, config, *shape, given.recompute)
     asked_for = given.parts or [part for part in parts if part != "attention"]
     parts = {part: rows for part, rows in parts.items() if part in asked_for}
     name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     about = (
         f"{name}, CUDA {cupy.cuda.runtime.runtimeGetVersion()}, CuPy {cupy.__version__}, "
-        f"{shape[0]} sequences of {shape[1]:,}\n\n"
+        f"{given.config}, {shape[0]} sequences of {T:,}\n\n"
         f"copy {bench.copied / 1e12:.2f} TB/s, bf16 product {bench.product / 1e12:.0f} TFLOP/s\n\n"
         f"{chosen}{named}\n\n{multiplied.said}"
     )
     return report.run(p, given, about, parts)
 
 
-def default_batch(room: int, peer: bool) -> int:
+def default_batch(room: int, length: int, peer: bool) -> int:
     """Return the sequences of a micro-batch on a GPU with ``room`` bytes of memory."""
-    return MANY if room >= ROOM and not peer else 1
+    return max(1, (MANY if room >= ROOM and not peer else FEW) // length)
 
 
 def product_rows(chosen: products.Choice) -> Iterator[Row]:

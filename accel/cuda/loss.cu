@@ -26,14 +26,15 @@ DEVICE TopSum row_top_sum(const elem* z, i64 V, bool wide, float* scratch) {
 }
 
 // losses[row] = lse(z) - z[target]; with `gradient` the logits become softmax(z) - onehot(target).
-// Rows that are masked have no loss and a gradient of zero.
+// Rows that are masked have no loss and a gradient of zero, and so has what lies behind the V logits
+// of a row, which begins `width` after the one before.
 KERNEL cross_entropy(elem* logits, const int* targets, const bool* mask, float* losses, i64 V,
-                     int gradient) {
+                     i64 width, int gradient) {
     SHARED(memory);
     float* scratch = (float*)memory;
     const i64 row = blockIdx.x;
-    elem* z = logits + row * V;
-    const bool wide = V % PACK == 0 && aligned(logits);
+    elem* z = logits + row * width;
+    const bool wide = width % PACK == 0 && aligned(logits);
     const bool counts = !mask || mask[row];
     float top = 0.0f, sum = 1.0f;
     const int target = counts ? targets[row] : -1;
@@ -46,14 +47,14 @@ KERNEL cross_entropy(elem* logits, const int* targets, const bool* mask, float* 
     if (!gradient) return;
     sync_block();  // the target's logit has been read
     const float share = counts ? 1.0f / sum : 0.0f;
-    for (i64 i = (i64)threadIdx.x * PACK; i < V; i += (i64)blockDim.x * PACK) {
+    for (i64 i = (i64)threadIdx.x * PACK; i < width; i += (i64)blockDim.x * PACK) {
         float v[PACK];
         if (counts) load_pack(z, i, V, wide, v);
         for (int k = 0; k < PACK; ++k) {
-            v[k] = counts ? expf(v[k] - top) * share : 0.0f;
+            v[k] = counts && i + k < V ? expf(v[k] - top) * share : 0.0f;
             if (i + k == target) v[k] -= 1.0f;
         }
-        store_pack(z, i, V, wide, v);
+        store_pack(z, i, width, wide, v);
     }
 }
 

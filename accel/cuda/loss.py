@@ -15,10 +15,11 @@ from accel.cuda.arrays import (
     check_out,
     column_sums,
     contiguous,
+    copy,
     fours,
     to_dtype,
 )
-from accel.cuda.device import F32, THREADS, current, empty, launch, zeros
+from accel.cuda.device import F32, THREADS, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
@@ -27,6 +28,8 @@ from reference.types import Array, Loss
 # Logits of one chunk: 512 MiB in bf16, 4,096 tokens at V = 65,536, enough rows for cuBLAS to run at
 # full speed.
 CHUNK_ELEMENTS = 1 << 28
+EVEN = 8  # logits of a row: 16 bytes of bf16
+TILE = 128  # rows that a product takes at once: all chunks but the last have whole tiles
 SCRATCH = 32 * 4  # bytes: one float a warp
 
 
@@ -51,14 +54,15 @@ def linear_cross_entropy_forward(
     V = head.shape[0]
     n_valid = count_ids("linear_cross_entropy", "targets", targets, mask, V)
 
-    rows, head, targets = rows_of(x), to_dtype(head, x.dtype), contiguous(targets).reshape(-1)
-    N = rows.shape[0]
+    rows, targets = rows_of(x), contiguous(targets).reshape(-1)
+    head, bias = _even(to_dtype(head, x.dtype)), None if bias is None else _even(bias)
+    N, width = rows.shape[0], head.shape[0]
     losses = empty((N,), F32)
     dx = empty(rows.shape, x.dtype) if need_backward else None
     dhead = zeros(head.shape, F32) if need_backward else None
-    dbias = zeros((V,), F32) if need_backward and bias is not None else None
-    chunk = max(1, CHUNK_ELEMENTS // V)
-    buffer = empty((min(chunk, N), V), x.dtype)
+    dbias = zeros((width,), F32) if need_backward and bias is not None else None
+    chunk = chunk_of(N, max(1, CHUNK_ELEMENTS // width))
+    buffer = empty((chunk, width), x.dtype)
     for first in range(0, N, chunk):
         part = slice(first, min(first + chunk, N))
         z = matmul(rows[part], head, buffer[: part.stop - first], transpose_b=True)
@@ -66,7 +70,7 @@ def linear_cross_entropy_forward(
             add_bias(z, bias)
         given = {"targets": targets[part], "mask": None if mask is None else mask[part]}
         given |= {"logits": z, "losses": losses[part]}
-        how = {"V": V, "gradient": need_backward}
+        how = {"V": V, "width": width, "gradient": need_backward}
         launch("loss", "cross_entropy", part.stop - first, THREADS, SCRATCH, **given, **how)
         if dx is not None and dhead is not None:  # z holds dlogits now
             matmul(z, head, dx[part])
@@ -75,8 +79,27 @@ def linear_cross_entropy_forward(
             column_sums(z, dbias, accumulate=True)
     total = float(np.sum(current().download(losses), dtype=np.float64))
     return Loss(total, n_valid), LinearCrossEntropyCache(
-        None if dx is None else dx.reshape(x.shape), dhead, dbias
+        None if dx is None else dx.reshape(x.shape),
+        None if dhead is None else dhead[:V],
+        None if dbias is None else dbias[:V],
     )
+
+
+def chunk_of(rows: int, most: int) -> int:
+    """Return the rows of a chunk, at most so many: as few chunks as that takes, about as long."""
+    even = ceil_div(rows, max(1, ceil_div(rows, most)))
+    return min(rows, most, TILE * ceil_div(even, TILE))
+
+
+def _even(array: Array) -> Array:
+    """Return an array with zeros behind its rows, to a multiple of EVEN; itself if it has one."""
+    own = array.shape[0]
+    if own % EVEN == 0:
+        return array
+    out = empty((EVEN * ceil_div(own, EVEN), *array.shape[1:]), array.dtype)
+    copy(out[:own], contiguous(array))
+    current().clear(out[own:])
+    return out
 
 
 def linear_cross_entropy_backward(

@@ -137,8 +137,10 @@ def test_the_copy_that_others_are_held_against_is_cuda_s_own(tried: bench.Bench)
 
 
 def test_as_many_sequences_as_the_gpu_has_room_for() -> None:
-    assert [bench.default_batch(gb * 10**9, False) for gb in (24, 79, 85, 150)] == [1, 1, 4, 4]
-    assert bench.default_batch(150 * 10**9, True) == 1
+    gpus = [gb * 10**9 for gb in (24, 79, 85, 150)]
+    assert [bench.default_batch(room, 8192, False) for room in gpus] == [1, 1, 4, 4]
+    assert [bench.default_batch(room, 1024, False) for room in gpus] == [8, 8, 32, 32]
+    assert [bench.default_batch(gpus[-1], length, True) for length in (1024, 8192, 16384)] == [8, 1, 1]
 
 
 def test_the_step_and_its_memory(tried: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +192,9 @@ def test_the_command_chooses_attention_s_path_at_its_own_shapes_and_goes_by_it(
     cases = bench.Bench.cases
     monkeypatch.setattr(bench.Bench, "cases", lambda *given: cases(*given[:-1], 5000))
     monkeypatch.setattr(bench, "FILL", 64)
-    monkeypatch.setattr(bench, "MYLLM_1B", toy(MYLLM_1B, d_head=16))
-    words = ["--layers", "1", "--length", "9", "--repeats", "1", "--parts", "attention"]
+    monkeypatch.setitem(bench.CONFIGS, "myllm-1b", toy(MYLLM_1B, d_head=16))
+    words = ["--batch", "1", "--layers", "1", "--length", "9", "--repeats", "1"]
+    words += ["--parts", "attention"]
     assert bench.main(words) == 0
     said = capsys.readouterr().out
     assert "attention: mma (forward and backward at this run's shapes: wgmma 2000.00 ms" in said

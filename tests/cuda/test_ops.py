@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from accel.cuda import device as devices
-from accel.cuda import loss, ops, ops_bf16, sources
+from accel.cuda import loss, ops, ops_bf16, products, sources
 from accel.cuda.linear import matmul
 from reference import ops as reference
-from reference.presets import TINY
+from reference.config import Config
+from reference.presets import GPT2_SMALL, MYLLM_1B, TINY
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ORDERS, ShimDevice, from_bf16, to_bf16
 from tests.helpers import contract
@@ -128,10 +129,26 @@ def test_the_loss_is_the_same_in_any_chunks(
 ) -> None:
     arrays, options = contract.cases(np.float32)["linear_cross_entropy"]
     exact = run_reference("linear_cross_entropy", arrays, options, np.float64)
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 5 * chunk_rows)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", loss.EVEN * chunk_rows)
     got = run_backend(ops, "linear_cross_entropy", arrays, options)
     for a, b in zip(got, exact, strict=True):
         assert relative_error(a, b) <= STRICT
+
+
+def test_chunks_of_the_loss_are_about_as_long() -> None:
+    cases = [(0, 5), (1, 5), (5, 5), (6, 5), (4096, 4096), (8192, 5341), (32_768, 5341)]
+    assert [loss.chunk_of(*case) for case in cases] == [0, 1, 5, 5, 4096, 4096, 4736]
+
+
+@pytest.mark.parametrize("config", [MYLLM_1B, GPT2_SMALL])
+def test_the_products_of_a_step_are_fed_16_bytes_at_a_time(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = products.of_step(config, 2)
+    assert all(n % 8 == 0 for p in made for n in (p.lda, p.ldb, p.ldc))
+    if config is GPT2_SMALL:  # 50,257 logits
+        monkeypatch.setattr(loss, "EVEN", 1)
+        assert any(p.ldc % 8 for p in products.of_step(config, 2))
 
 
 def test_evaluation_makes_no_gradients(device: ShimDevice) -> None:
