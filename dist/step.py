@@ -293,6 +293,7 @@ class Stepper:
     ) -> Loss:
         ops = self.ops
         started = time.perf_counter()
+        gradients = self.layout.views(leaf)  # before a GPU has been waited for
         with ops.step():
             loss, cache = loss_forward(
                 ops,
@@ -302,7 +303,7 @@ class Stepper:
                 dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
                 recompute=self.recompute,
             )
-            loss_backward(1.0, cache, self.layout.views(leaf), finished)
+            loss_backward(1.0, cache, gradients, finished)
             del cache  # before the step ends: its memory is given back, or laid out anew, there
         self.clock.backend += time.perf_counter() - started
         return Loss(float(loss.total), int(loss.n_valid))

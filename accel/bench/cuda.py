@@ -5,9 +5,9 @@ chosen, as a run at these shapes chooses them, and two ceilings are measured: by
 large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
 training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the model at
 its training shapes, in time, the bytes or operations that its arithmetic asks for, and their share
-of the ceiling; then a training step of the model (``--config``, MyLLM-1B). Attention is checked against the reference at a
-small size in the process that is timed; with ``--peer torch`` so are the loss and every gradient of
-a model, against PyTorch's.
+of the ceiling; then a training step of the model (``--config``, MyLLM-1B). Attention is checked
+against the reference at a small size in the process that is timed; with ``--peer torch`` so are the
+loss and every gradient of a model, against PyTorch's.
 
 With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
 would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).

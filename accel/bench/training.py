@@ -94,11 +94,12 @@ class Training:
 
     def loss(self) -> float:
         """Return the mean loss; the gradient of the sum is then in ``grad``."""
+        gradients = self.layout.views(self.grad)  # before a GPU has been waited for
         with self.ops.step():
             loss, cache = loss_forward(
                 self.ops, self.params, self.config, *self._given, recompute=self.recompute
             )
-            loss_backward(1.0, cache, self.layout.views(self.grad))
+            loss_backward(1.0, cache, gradients)
             del cache
         return loss.total / loss.n_valid
 

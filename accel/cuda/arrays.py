@@ -161,10 +161,16 @@ def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
     sum_rows(partial, out, accumulate=accumulate)
 
 
-def sum_rows(partial: Array, out: Array, *, accumulate: bool = False) -> None:
-    """Write Σ over the rows of partial (P, D) float32 into ``out`` (D,), or add it."""
+def sum_rows(
+    partial: Array, out: Array, more: Array | None = None, *, accumulate: bool = False
+) -> None:
+    """Write Σ over the rows of partial (P, D) float32 into ``out``, then ``more``, or add it.
+
+    Both are vectors, of D elements together.
+    """
     P, D = partial.shape
-    sizes = {"P": P, "D": D, "accumulate": accumulate}
+    sizes = {"P": P, "D": D, "first": out.size, "accumulate": accumulate}
+    to = {"out": out, "more": more}
     threads = 32 * min(32, P)
     blocks, shared = ceil_div(D, 32), 4 * threads
-    launch("reduce", "sum_rows", blocks, threads, shared, partial=partial, out=out, **sizes)
+    launch("reduce", "sum_rows", blocks, threads, shared, partial=partial, **to, **sizes)

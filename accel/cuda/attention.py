@@ -233,10 +233,10 @@ def _launch(kernel: str, heads: int, tiles: int, floats: int, given: dict[str, A
 
 def _launch_fast(kernel: str, n: int, heads: int, given: dict[str, Any]) -> None:
     """Run a kernel of attention_wgmma.cu or attention_mma.cu, whose blocks own a part of n rows."""
-    tiles, head = _tiles(kernel, given), _head(given)
+    tiles, head, options = _tiles(kernel, given), _head(given), _options(given)
     keys = _tiles("attention_forward", given).rows  # from which wgmma's dk, dv take theirs
     more = {"HEAD": head, "KEYS": keys, "WARPS": tiles.warps}
-    more |= {option: int(option in _options(given)) for option in OPTIONS}
+    more |= {option: int(option in options) for option in OPTIONS}
     grid = heads, len(given["q"]), ceil_div(n, tiles.block)
     if tiles.ordered:
         lengths = blocks(kernel, tiles.block, tiles.rows, given)

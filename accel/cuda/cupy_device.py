@@ -8,7 +8,9 @@ import ctypes
 import errno
 import importlib
 import math
+import struct
 import sys
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -23,6 +25,7 @@ from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
 from accel.cuda.cublaslt import CublasLt
 from accel.cuda.device import BF16, Argument, Multiply, Product
+from accel.cuda.sources import Signature, signature
 from reference.ops import Ops
 from reference.types import Array
 
@@ -38,6 +41,8 @@ DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 75, 97
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
+# what cuLaunchKernel's `extra` is made of, names and values of cuda.h
+LAUNCH_PARAM_END, LAUNCH_PARAM_BUFFER_POINTER, LAUNCH_PARAM_BUFFER_SIZE = 0, 1, 2
 
 
 def backend(compute: str, path: Attention = AUTO, chosen: Products = AUTO) -> Ops:
@@ -101,6 +106,45 @@ def _find_gpu() -> int:
     return index
 
 
+class Loaded:
+    """A kernel in a GPU's memory, and where its parameters are put together for a launch.
+
+    One buffer serves all launches, since the driver has copied it when a launch returns. CuPy's own
+    way of calling looks at each argument's type, which takes longer than many of these kernels do.
+
+    Parameters
+    ----------
+    function : cupy.RawKernel
+    parameters : Signature
+    """
+
+    def __init__(self, function: Any, parameters: Signature) -> None:
+        self._function = function  # keeps the machine code where it is
+        self.address = function.kernel.ptr
+        kinds = ("P" if make is None else make(0).dtype.char for _, make in parameters.parameters)
+        self._packing = struct.Struct("".join(kinds))  # as C aligns them
+        self._buffer = ctypes.create_string_buffer(self._packing.size)
+        self._size = ctypes.c_size_t(self._packing.size)
+        self._extra = (ctypes.c_void_p * 5)(
+            *(LAUNCH_PARAM_BUFFER_POINTER, ctypes.addressof(self._buffer)),
+            *(LAUNCH_PARAM_BUFFER_SIZE, ctypes.addressof(self._size)),
+            LAUNCH_PARAM_END,
+        )
+        self._at = ctypes.addressof(self._extra)
+        self._shared = STATIC_SHARED  # bytes that a block may ask for
+
+    def given(self, arguments: Sequence[Any]) -> int:
+        """Write down the parameters; return the address of what tells the driver where they are."""
+        self._packing.pack_into(self._buffer, 0, *arguments)
+        return self._at
+
+    def allow(self, shared: int) -> None:
+        """Let a block ask for so much shared memory."""
+        if shared > self._shared:
+            self._function.max_dynamic_shared_size_bytes = shared
+            self._shared = shared
+
+
 class CuPyDevice:
     """One GPU.
 
@@ -112,10 +156,11 @@ class CuPyDevice:
 
     def __init__(self, index: int):
         import cupy
-        from cupy_backends.cuda.api import runtime
+        from cupy_backends.cuda.api import driver, runtime
         from cupy_backends.cuda.libs import cublas
 
         self._cupy: Any = cupy
+        self._driver: Any = driver
         self._cublas: Any = cublas
         self._gpu = cupy.cuda.Device(index)
         self._gpu.use()
@@ -130,7 +175,8 @@ class CuPyDevice:
         self._cublaslt: CublasLt | None = None
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
-        self._kernels: dict[Any, Any] = {}
+        self._kernels: dict[Any, Loaded] = {}
+        self._launching = threading.Lock()  # of one thread at a time: a kernel has one buffer
         self.arena = Arena(self)
         self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta
 
@@ -180,8 +226,20 @@ class CuPyDevice:
         return cast(Array, self._cupy.asnumpy(array))
 
     def address(self, array: Array) -> int:
-        """Return the address of the first element."""
-        return int(array.data.ptr)  # type: ignore[attr-defined]
+        """Return the address of the first element.
+
+        Raises
+        ------
+        TypeError
+            When it is no array of CuPy's.
+        """
+        try:
+            return cast(int, array.data.ptr)  # type: ignore[attr-defined]
+        except AttributeError:
+            raise TypeError(
+                f"the backend 'cuda' computes on arrays that are on the GPU, got {type(array)}: "
+                "send it there by ops.from_numpy"
+            ) from None
 
     def launch(
         self,
@@ -195,17 +253,21 @@ class CuPyDevice:
         defines: Mapping[str, int],
     ) -> None:
         """Run a kernel on the current stream, compiling its file when it is first wanted."""
-        key = (source, kernel, tuple(sorted(defines.items())))
-        function = self._kernels.get(key)
-        if function is None:
+        key = (source, kernel, *defines.items())
+        loaded = self._kernels.get(key)
+        if loaded is None:
             path = cubin_file(source, self.architecture, defines)
             function = self._cupy.RawModule(path=str(path)).get_function(kernel)
-            self._kernels[key] = function
-        if shared > max(STATIC_SHARED, function.max_dynamic_shared_size_bytes):
-            function.max_dynamic_shared_size_bytes = shared
-        # CuPy takes no None; a null pointer is eight bytes of zero
-        values = tuple(np.uint64(0) if a is None else a for a in arguments)
-        function(grid, (threads, 1, 1), values, shared_mem=shared)
+            loaded = self._kernels[key] = Loaded(function, signature(source, kernel))
+        loaded.allow(shared)
+        given = [
+            0 if a is None else a if isinstance(a, np.generic) else self.address(a)
+            for a in arguments
+        ]
+        block = threads, 1, 1
+        with self._launching:
+            at = loaded.given(given)
+            self._driver.launchKernel(loaded.address, *grid, *block, shared, self.stream(), 0, at)
 
     def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
         """D ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""

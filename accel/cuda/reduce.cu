@@ -19,10 +19,11 @@ KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) 
         if (i + k < D) partial[blockIdx.y * D + i + k] = total[k];
 }
 
-// out (D) = Σ of partial (P, D) over its rows, onto what is there when `accumulate`. A block owns 32
-// columns, a lane each; each warp takes every row of its number modulo their number, and their sums
-// are added in the order of warps. Shared memory: a float a thread.
-KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) {
+// out (first), then more (D - first) = Σ of partial (P, D) over its rows, onto what is there when
+// `accumulate`. A block owns 32 columns, a lane each; each warp takes every row of its number modulo
+// their number, and their sums are added in the order of warps. Shared memory: a float a thread.
+KERNEL sum_rows(const float* partial, float* out, float* more, i64 P, i64 D, i64 first,
+                int accumulate) {
     SHARED(memory);
     float* sums = (float*)memory;  // (warps, 32)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -34,7 +35,8 @@ KERNEL sum_rows(const float* partial, float* out, i64 P, i64 D, int accumulate) 
     sums[threadIdx.x] = total;
     sync_block();
     if (warp > 0 || i >= D) return;
-    total = accumulate ? out[i] : 0.0f;
+    float* to = i < first ? out + i : more + (i - first);
+    total = accumulate ? *to : 0.0f;
     for (int w = 0; w < warps; ++w) total += sums[w * 32 + lane];
-    out[i] = total;
+    *to = total;
 }

@@ -1,14 +1,17 @@
 """Launchers and kernels agree by name: the list of parameters stands in the kernel's text alone."""
 
+import ctypes
 import re
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from accel.cuda import cupy_device, sources
 from accel.cuda import device as devices
-from accel.cuda import sources
 from accel.cuda.device import launch
 from reference.types import Array
 
@@ -109,3 +112,100 @@ def test_a_text_is_read_once_per_kernel(device: Recorder, monkeypatch: pytest.Mo
     launch("elementwise", "scale", 1, x=X, y=X, n=3, factor=1)
     monkeypatch.setattr(sources, "text_of", lambda name: pytest.fail("read again"))
     launch("elementwise", "scale", 1, x=X, y=X, n=3, factor=1)
+
+
+class Driver:
+    """Stands in for CuPy's: reads what a launch was given, as the driver would."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[int, tuple[str, str]] = {}
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launchKernel(self, function: int, *given: int) -> None:
+        *sizes, stream, none, at = given
+        source, kernel = self.kernels[function]
+        extra = (ctypes.c_uint64 * 5).from_address(at)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
+        assert (extra[0], extra[2], extra[4], none) == (1, 2, 0, 0)
+        buffer, size = extra[1], ctypes.c_size_t.from_address(extra[3]).value
+        types = {None: ctypes.c_uint64, np.int32: ctypes.c_int32, np.uint32: ctypes.c_uint32}
+        types |= {np.int64: ctypes.c_int64, np.float32: ctypes.c_float}
+        at, values = 0, []
+        for _, make in sources.signature(source, kernel).parameters:
+            kind = types[make]  # type: ignore[index]
+            at = -(-at // ctypes.alignment(kind)) * ctypes.alignment(kind)
+            values.append(kind.from_address(buffer + at).value)
+            at += ctypes.sizeof(kind)
+        assert at == size
+        self.launches.append((kernel, tuple(sizes), stream, values))
+
+
+def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a device whose driver is the stand-in."""
+    monkeypatch.setattr(cupy_device, "cubin_file", lambda source, *how: source)
+
+    def loaded(path: str) -> Any:
+        def get_function(kernel: str) -> Any:
+            number = len(driver.kernels) + 1
+            driver.kernels[number] = path, kernel
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=number))
+
+        return SimpleNamespace(get_function=get_function)
+
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    device._cupy, device._driver = SimpleNamespace(RawModule=loaded), driver
+    device._kernels, device._launching = {}, threading.Lock()
+    device.architecture, device.stream = "sm_90a", lambda: 77
+    return device
+
+
+def test_the_driver_finds_every_kernel_s_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, rng = Driver(), np.random.default_rng(0)
+    device = gpu(driver, monkeypatch)
+    for source in sources.SOURCES:
+        for kernel in sources.kernels("".join(sources.parts(source).values())):
+            given, wanted = [], []
+            for _, make in sources.signature(source, kernel).parameters:
+                number = int(rng.integers(1, 2**31))
+                if make is None:
+                    number <<= 20
+                    given.append(SimpleNamespace(data=SimpleNamespace(ptr=number)))
+                elif make is np.int64:
+                    number <<= 20
+                    given.append(make(number))
+                else:
+                    given.append(make(number))
+                    number = given[-1].item()
+                wanted.append(number)
+            how = {"shared": 8, "defines": {"BF16": 1}}
+            for first in (given[0], None):
+                arguments = [first, *given[1:]]
+                device.launch(source, kernel, (1, 2, 3), 64, arguments, **how)
+                wanted[0] = wanted[0] if first is not None else 0
+                launched = kernel, (1, 2, 3, 64, 1, 1, 8), 77, wanted
+                assert driver.launches.pop() == launched
+    assert len(driver.kernels) == len(device._kernels) > 30
+
+
+def test_a_block_is_allowed_more_memory_when_it_first_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    device = gpu(driver, monkeypatch)
+    array = SimpleNamespace(data=SimpleNamespace(ptr=1))
+    asked: list[int] = []
+    for shared in (8, 49_152, 50_000, 49_153, 60_000):
+        arguments = [array, array, np.int64(3)]
+        device.launch("loss", "softmax", (1, 1, 1), 64, arguments, shared=shared, defines={})
+        [loaded] = device._kernels.values()
+        asked.append(getattr(loaded._function, "max_dynamic_shared_size_bytes", 0))
+    assert asked == [0, 0, 50_000, 50_000, 60_000]
+
+
+def test_an_array_that_is_not_on_the_gpu_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = gpu(Driver(), monkeypatch)
+    with pytest.raises(TypeError, match=r"arrays that are on the GPU, .*numpy.*ops\.from_numpy"):
+        arguments = [np.zeros(3, np.float32), None, np.int64(3)]
+        device.launch("loss", "softmax", (1, 1, 1), 64, arguments, shared=0, defines={})

@@ -124,7 +124,7 @@ def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.Mo
         "cupy": cupy,
         "cupy_backends": SimpleNamespace(),
         "cupy_backends.cuda": SimpleNamespace(),
-        "cupy_backends.cuda.api": SimpleNamespace(runtime=runtime),
+        "cupy_backends.cuda.api": SimpleNamespace(driver=None, runtime=runtime),
         "cupy_backends.cuda.libs": SimpleNamespace(cublas=None),
     }.items():
         monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
