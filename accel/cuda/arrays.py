@@ -153,11 +153,12 @@ def copy(to: Array, array: Array) -> None:
 def column_sums(x: Array, out: Array, *, accumulate: bool = False) -> None:
     """Write Σ over the rows of x (N, D) into ``out`` (D,) float32, or add it."""
     N, D = x.shape
-    rows_each = max(32, ceil_div(N, 256))
-    parts = ceil_div(N, rows_each)
+    rows_each = max(16, ceil_div(N, 512))
+    parts, blocks = ceil_div(N, rows_each), packs(x, D)
+    threads = 32 * ceil_div(D, 32 * pack(x) * blocks)  # as even as may be: all have columns
     partial = empty((parts, D), F32)
-    grid = (packs(x, D), parts)
-    launch("reduce", "partial_sums", grid, x=x, partial=partial, N=N, D=D, rows_each=rows_each)
+    given = {"x": x, "partial": partial, "N": N, "D": D, "rows_each": rows_each}
+    launch("reduce", "partial_sums", (blocks, parts), threads, **given)
     sum_rows(partial, out, accumulate=accumulate)
 
 

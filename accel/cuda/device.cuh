@@ -192,7 +192,22 @@ DEVICE float block_sum_into(float x, float* scratch) {
     return total;
 }
 
-// The same where who called last may still be at its scratch.
+// The sums of two numbers at once; `scratch` is 64 floats.
+DEVICE void block_sums_into(float& x, float& y, float* scratch) {
+    x = warp_sum(x), y = warp_sum(y);
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = x;
+        scratch[32 + threadIdx.x / 32] = y;
+    }
+    sync_block();
+    x = y = 0.0f;
+    for (int w = 0; w < (int)blockDim.x / 32; ++w) {
+        x += scratch[w];
+        y += scratch[32 + w];
+    }
+}
+
+// The same of one where who called last may still be at its scratch.
 DEVICE float block_sum(float x, float* scratch) {
     sync_block();
     return block_sum_into(x, scratch);

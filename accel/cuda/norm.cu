@@ -171,13 +171,13 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
 }
 
 // dx = plus + r (dn - mean(dn) - n mean(dn n)); plus may be null. partial (gridDim.x, 2, D) receives
-// Σ dy n and Σ dy. Shared memory: 64 floats, and twice D rounded up to whole packs.
+// Σ dy n and Σ dy. Shared memory: 128 floats, and twice D rounded up to whole packs.
 KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, const float* mean,
                           const float* rstd, const elem* plus, elem* dx, float* partial, i64 N,
                           i64 D) {
     SHARED(memory);
     float* scratch = (float*)memory;
-    float* dgain = scratch + 64;
+    float* dgain = scratch + 128;
     float* dbias = dgain + (D + PACK - 1) / PACK * PACK;
     const bool wide =
         D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
@@ -190,7 +190,8 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
             sum_of(dgain, i, D, k) = sum_of(dbias, i, D, k) = 0.0f;
     });
     float m = mean[blockIdx.x], r = rstd[blockIdx.x];
-    for (i64 row = blockIdx.x; row < N; row += gridDim.x) {
+    int odd = 0;  // as in rmsnorm_backward
+    for (i64 row = blockIdx.x; row < N; row += gridDim.x, odd = 1 - odd) {
         const i64 next = row + gridDim.x < N ? row + gridDim.x : row;
         const float next_m = mean[next], next_r = rstd[next];
         float along = 0.0f, sum = 0.0f;
@@ -210,8 +211,8 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
                 (once ? shifts[k] : sum_of(dbias, i, D, k)) += d[k];
             }
         });
-        const float mean_along = block_sum_into(along, scratch) / (float)D;
-        const float mean_dn = block_sum_into(sum, scratch + 32) / (float)D;
+        block_sums_into(along, sum, scratch + 64 * odd);
+        const float mean_along = along / (float)D, mean_dn = sum / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
                 load_pack(dy + row * D, i, D, wide, d);

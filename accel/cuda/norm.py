@@ -15,12 +15,13 @@ from accel.cuda.arrays import (
     sum_rows,
     to_dtype,
 )
-from accel.cuda.device import F32, ceil_div, empty, launch
+from accel.cuda.device import F32, THREADS, ceil_div, empty, launch
 from reference.types import Array
 
-# Blocks of a backward pass: each stays for many rows and leaves one row of partial sums. It is a
-# constant, so that the order of summation depends on nothing but the number of rows.
-BLOCKS = 512
+# Blocks of a backward pass, of THREADS threads each or more of fewer: each stays for ROWS rows or
+# more and leaves one row of partial sums. How many there are, and with it the order of summation,
+# depends on nothing but the shape.
+BLOCKS, ROWS = 512, 8
 SCRATCH = 32 * 4  # bytes: one float a warp
 
 
@@ -38,7 +39,11 @@ class LayerNormCache(NamedTuple):
 
 
 def _threads(x: Array) -> int:
-    return min(256, 32 * ceil_div(x.shape[-1], 32 * pack(x)))
+    return min(THREADS, 32 * ceil_div(x.shape[-1], 32 * pack(x)))
+
+
+def _blocks(x: Array, rows: int) -> int:
+    return min(ceil_div(rows, ROWS), BLOCKS * (THREADS // _threads(x)))
 
 
 def _sums(x: Array) -> int:
@@ -65,7 +70,7 @@ def rmsnorm_backward(
     dgain = check_out(out[0], gain.shape)
     D = x.shape[-1]
     rows = x.size // D
-    blocks = min(rows, BLOCKS)
+    blocks = _blocks(x, rows)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "rstd": rstd, "N": rows, "D": D}
     given |= {"dx": dx, "partial": partial}
@@ -102,11 +107,11 @@ def layernorm_backward(
     dgain, dbias = (check_out(o, gain.shape) for o in out)
     D = x.shape[-1]
     rows = x.size // D
-    blocks = min(rows, BLOCKS)
+    blocks = _blocks(x, rows)
     dx, partial = empty(x.shape, x.dtype), empty((blocks, 2 * D), F32)
     given = {"dy": contiguous(dout), "x": x, "gain": gain, "mean": mean, "rstd": rstd}
     given |= {"dx": dx, "partial": partial, "N": rows, "D": D}
-    plus, shared = None if plus is None else contiguous(plus), 2 * SCRATCH + 2 * _sums(x)
+    plus, shared = None if plus is None else contiguous(plus), 4 * SCRATCH + 2 * _sums(x)
     launch("norm", "layernorm_backward", blocks, _threads(x), shared, plus=plus, **given)
     sum_rows(partial, dgain, dbias)
     return dx, dgain, dbias

@@ -10,6 +10,7 @@ KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) 
     const i64 first = blockIdx.y * rows_each;
     const i64 last = first + rows_each < N ? first + rows_each : N;
     float total[PACK] = {};
+#pragma unroll 4  // loads under way at once
     for (i64 r = first; r < last; ++r) {
         float v[PACK];
         load_pack(x + r * D, i, D, wide, v);

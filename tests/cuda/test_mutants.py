@@ -362,6 +362,36 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "return sums[k * (packs - 1) + (int)i / PACK];",
         "D = 2056",
     ),
+    "a row's sums over those of the row before": (
+        "norm:rmsnorm_backward",
+        "scratch + 32 * odd",
+        "scratch",
+        "rows of warps",
+    ),
+    "two sums of a row over those of the row before": (
+        "norm:layernorm_backward",
+        "scratch + 64 * odd",
+        "scratch",
+        "rows of warps",
+    ),
+    "shifts among the gains": (
+        "reduce:sum_rows",
+        "i < first ? out + i : more + (i - first)",
+        "i <= first ? out + i : more + (i - first)",
+        "rows of warps",
+    ),
+    "a gradient of logits that there are not": (
+        "loss",
+        "counts && i + k < V ? expf",
+        "counts ? expf",
+        "",
+    ),
+    "logits of the row before": (
+        "loss",
+        "logits + row * width",
+        "logits + row * V",
+        "",
+    ),
     "a warp's sums left out": (
         "reduce:sum_rows",
         "w < warps;",

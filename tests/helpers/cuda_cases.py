@@ -60,9 +60,12 @@ def cases() -> Iterator[Case]:
         eps = 1e-5 if D > 1 else 0.3  # one coordinate: without ε the gradient cancels to nothing
         yield "rmsnorm", f"D = {D}", (x, gain), {"eps": eps}
         yield "layernorm", f"D = {D}", (x + 3, gain, bias), {"eps": eps}
-    x, gain, bias = normal(1030, 5), normal(5), normal(5)  # more rows than blocks
+    x, gain, bias = normal(1030, 5), normal(5), normal(5)  # more blocks than one
     yield "rmsnorm", "many rows", (x, gain), {"eps": 0.1}
     yield "layernorm", "many rows", (x, gain, bias), {"eps": 0.1}
+    x, gain, bias = normal(19, 530), normal(530), normal(530)  # warps, at row after row
+    yield "rmsnorm", "rows of warps", (x, gain), {"eps": 0.1}
+    yield "layernorm", "rows of warps", (x, gain, bias), {"eps": 0.1}
     starts = np.array([8_000, 3])
     yield "rope", "starts", (normal(2, 5, 3, 6),), {"base": 5e5, "start": starts}
     yield "rope", "two of four", (normal(2, 3, 4, 16),), {"base": 1e4, "rotate_heads": 2}
@@ -81,6 +84,9 @@ def cases() -> Iterator[Case]:
         yield "linear_cross_entropy", f"V = {V}", arrays, {}
     arrays = (normal(6, 8), normal(16, 8), _ids(4, 16, 6))
     yield "linear_cross_entropy", "no mask", arrays, {}
+    # what stands for logits behind a row's own must not be taken for one: exp(0 + 100) is infinite
+    arrays = (normal(6, 8), normal(13, 8), _ids(4, 13, 6), None, normal(13) - 100)
+    yield "linear_cross_entropy", "far below 0", arrays, {}
 
 
 def attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
