@@ -17,6 +17,7 @@ blocks of two branches.
 import math
 import zlib
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -228,6 +229,7 @@ class Layout:
         return values
 
 
+@lru_cache(16)  # each step of a model asks for its own
 def decoder_layout(config: Config) -> Layout:
     """Return the layout of a decoder-only model."""
     return Layout(decoder_specs(config))

@@ -138,21 +138,35 @@ constexpr int PACK = 16 / sizeof(elem);
 DEVICE bool aligned(const void* p) { return ((u64)p & 15) == 0; }
 
 // Elements i .. i + PACK - 1 of p, of which those from n on are taken as 0. `wide`: p + i is
-// 16-byte aligned.
-DEVICE void load_pack(const elem* p, i64 i, i64 n, bool wide, float (&v)[PACK]) {
-    if (wide && i + PACK <= n) {
-        const Pack16 pack = load16(p + i);
+// 16-byte aligned. Where several arrays are read, all are before the first is unpacked, so that their
+// loads are under way together.
+DEVICE Pack16 load_bits(const elem* p, i64 i, i64 n, bool wide) {
+    if (wide && i + PACK <= n) return load16(p + i);
+    Pack16 pack = {};
+    for (int k = 0; k < PACK; ++k) {
+        if (i + k >= n) break;
 #if BF16
-        for (int k = 0; k < 4; ++k) {
-            v[2 * k] = bits_to_float(pack.w[k] << 16);
-            v[2 * k + 1] = bits_to_float(pack.w[k] & 0xffff0000u);
-        }
+        pack.w[k / 2] |= (u32)p[i + k] << 16 * (k % 2);
 #else
-        for (int k = 0; k < 4; ++k) v[k] = bits_to_float(pack.w[k]);
+        pack.w[k] = float_to_bits(p[i + k]);
 #endif
-    } else {
-        for (int k = 0; k < PACK; ++k) v[k] = i + k < n ? widen(p[i + k]) : 0.0f;
     }
+    return pack;
+}
+
+DEVICE void unpack(const Pack16& pack, float (&v)[PACK]) {
+#if BF16
+    for (int k = 0; k < 4; ++k) {
+        v[2 * k] = bits_to_float(pack.w[k] << 16);
+        v[2 * k + 1] = bits_to_float(pack.w[k] & 0xffff0000u);
+    }
+#else
+    for (int k = 0; k < 4; ++k) v[k] = bits_to_float(pack.w[k]);
+#endif
+}
+
+DEVICE void load_pack(const elem* p, i64 i, i64 n, bool wide, float (&v)[PACK]) {
+    unpack(load_bits(p, i, n, wide), v);
 }
 
 DEVICE void store_pack(elem* p, i64 i, i64 n, bool wide, const float (&v)[PACK]) {

@@ -60,15 +60,15 @@ KERNEL rmsnorm_forward(const elem* x, const float* gain, elem* y, float* rstd, i
     const bool once = one_pack(D);
     float squares = 0.0f, v[PACK], g[PACK];
     columns(D, [&](i64 i) {
+        if (once) load_floats(gain, i, D, floats, g);  // under way while x is waited for
         load_pack(x + row * D, i, D, wide, v);
-        if (once) load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) squares += v[k] * v[k];
     });
     const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
     columns(D, [&](i64 i) {
         if (!once) {
-            load_pack(x + row * D, i, D, wide, v);
             load_floats(gain, i, D, floats, g);
+            load_pack(x + row * D, i, D, wide, v);
         }
         for (int k = 0; k < PACK; ++k) v[k] = v[k] * r * g[k];
         store_pack(y + row * D, i, D, wide, v);
@@ -87,7 +87,8 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
         D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     const bool once = one_pack(D);
-    float d[PACK], v[PACK], g[PACK], more[PACK] = {}, mine[PACK] = {};
+    Pack16 of_dy, of_x, of_plus = {};  // kept as bits, in half of the registers
+    float d[PACK], v[PACK], more[PACK], g[PACK], mine[PACK] = {};
     columns(D, [&](i64 i) {
         load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k) sum_of(dgain, i, D, k) = 0.0f;
@@ -102,10 +103,12 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
             prefetch(dy + next * D + i);
             prefetch(x + next * D + i);
             if (plus) prefetch(plus + next * D + i);
-            load_pack(dy + row * D, i, D, wide, d);
-            load_pack(x + row * D, i, D, wide, v);
-            if (once && plus) load_pack(plus + row * D, i, D, wide, more);
+            of_dy = load_bits(dy + row * D, i, D, wide);
+            of_x = load_bits(x + row * D, i, D, wide);
+            if (once && plus) of_plus = load_bits(plus + row * D, i, D, wide);
             if (!once) load_floats(gain, i, D, floats, g);
+            unpack(of_dy, d);
+            unpack(of_x, v);
             for (int k = 0; k < PACK; ++k) {
                 const float n = v[k] * r;
                 along += d[k] * g[k] * n;
@@ -115,11 +118,14 @@ KERNEL rmsnorm_backward(const elem* dy, const elem* x, const float* gain, const 
         const float mean = block_sum_into(along, scratch + 32 * odd) / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
-                load_pack(dy + row * D, i, D, wide, d);
-                load_pack(x + row * D, i, D, wide, v);
-                if (plus) load_pack(plus + row * D, i, D, wide, more);
+                of_dy = load_bits(dy + row * D, i, D, wide);
+                of_x = load_bits(x + row * D, i, D, wide);
+                if (plus) of_plus = load_bits(plus + row * D, i, D, wide);
                 load_floats(gain, i, D, floats, g);
             }
+            unpack(of_dy, d);
+            unpack(of_x, v);
+            unpack(of_plus, more);
             float to[PACK];
             for (int k = 0; k < PACK; ++k)
                 to[k] = more[k] + r * (d[k] * g[k] - v[k] * r * mean);
@@ -158,9 +164,9 @@ KERNEL layernorm_forward(const elem* x, const float* gain, const float* bias, el
     const float r = 1.0f / sqrtf(block_sum(squares, scratch) / (float)D + eps);
     columns(D, [&](i64 i) {
         float g[PACK], b[PACK];
-        if (!once) load_pack(x + row * D, i, D, wide, v);
         load_floats(gain, i, D, floats, g);
         load_floats(bias, i, D, floats, b);
+        if (!once) load_pack(x + row * D, i, D, wide, v);
         for (int k = 0; k < PACK; ++k) v[k] = (v[k] - m) * r * g[k] + b[k];
         store_pack(y + row * D, i, D, wide, v);
     });
@@ -183,7 +189,8 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
         D % PACK == 0 && aligned(dy) && aligned(x) && aligned(dx) && aligned(plus);
     const bool floats = D % PACK == 0 && aligned(gain) && aligned(partial);
     const bool once = one_pack(D);
-    float d[PACK], v[PACK], g[PACK], more[PACK] = {}, gains[PACK] = {}, shifts[PACK] = {};
+    Pack16 of_dy, of_x, of_plus = {};  // kept as bits, in half of the registers
+    float d[PACK], v[PACK], more[PACK], g[PACK], gains[PACK] = {}, shifts[PACK] = {};
     columns(D, [&](i64 i) {
         load_floats(gain, i, D, floats, g);
         for (int k = 0; k < PACK; ++k)
@@ -199,10 +206,12 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
             prefetch(dy + next * D + i);
             prefetch(x + next * D + i);
             if (plus) prefetch(plus + next * D + i);
-            load_pack(dy + row * D, i, D, wide, d);
-            load_pack(x + row * D, i, D, wide, v);
-            if (once && plus) load_pack(plus + row * D, i, D, wide, more);
+            of_dy = load_bits(dy + row * D, i, D, wide);
+            of_x = load_bits(x + row * D, i, D, wide);
+            if (once && plus) of_plus = load_bits(plus + row * D, i, D, wide);
             if (!once) load_floats(gain, i, D, floats, g);
+            unpack(of_dy, d);
+            unpack(of_x, v);
             for (int k = 0; k < PACK; ++k) {
                 const float n = (v[k] - m) * r;
                 along += d[k] * g[k] * n;
@@ -215,11 +224,14 @@ KERNEL layernorm_backward(const elem* dy, const elem* x, const float* gain, cons
         const float mean_along = along / (float)D, mean_dn = sum / (float)D;
         columns(D, [&](i64 i) {
             if (!once) {
-                load_pack(dy + row * D, i, D, wide, d);
-                load_pack(x + row * D, i, D, wide, v);
-                if (plus) load_pack(plus + row * D, i, D, wide, more);
+                of_dy = load_bits(dy + row * D, i, D, wide);
+                of_x = load_bits(x + row * D, i, D, wide);
+                if (plus) of_plus = load_bits(plus + row * D, i, D, wide);
                 load_floats(gain, i, D, floats, g);
             }
+            unpack(of_dy, d);
+            unpack(of_x, v);
+            unpack(of_plus, more);
             float to[PACK];
             for (int k = 0; k < PACK; ++k)
                 to[k] = more[k] + r * (d[k] * g[k] - mean_dn - (v[k] - m) * r * mean_along);

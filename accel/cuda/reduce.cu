@@ -10,11 +10,16 @@ KERNEL partial_sums(const elem* x, float* partial, i64 N, i64 D, i64 rows_each) 
     const i64 first = blockIdx.y * rows_each;
     const i64 last = first + rows_each < N ? first + rows_each : N;
     float total[PACK] = {};
-#pragma unroll 4  // loads under way at once
-    for (i64 r = first; r < last; ++r) {
-        float v[PACK];
-        load_pack(x + r * D, i, D, wide, v);
-        for (int k = 0; k < PACK; ++k) total[k] += v[k];
+    for (i64 r = first; r < last; r += 4) {  // four rows are under way at once
+        Pack16 rows[4];
+        for (int k = 0; k < 4; ++k)
+            if (r + k < last) rows[k] = load_bits(x + (r + k) * D, i, D, wide);
+        for (int k = 0; k < 4; ++k) {
+            if (r + k >= last) break;
+            float v[PACK];
+            unpack(rows[k], v);
+            for (int j = 0; j < PACK; ++j) total[j] += v[j];
+        }
     }
     for (int k = 0; k < PACK; ++k)
         if (i + k < D) partial[blockIdx.y * D + i + k] = total[k];

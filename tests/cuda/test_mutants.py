@@ -346,13 +346,13 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
     ),
     "the other way's gradient of another row": (
         "norm:rmsnorm_backward",
-        "if (once && plus) load_pack(plus + row * D,",
-        "if (once && plus) load_pack(plus + blockIdx.x * D,",
+        "if (once && plus) of_plus = load_bits(plus + row * D,",
+        "if (once && plus) of_plus = load_bits(plus + blockIdx.x * D,",
         "many rows",
     ),
     "the other way's gradient of the first columns alone": (
         "norm:layernorm_backward",
-        "if (plus) load_pack(plus + row * D, i, D, wide, more);",
+        "if (plus) of_plus = load_bits(plus + row * D, i, D, wide);",
         "",
         "D = 2056",
     ),
@@ -373,6 +373,12 @@ FEARED: dict[str, tuple[str, str, str, str]] = {
         "scratch + 64 * odd",
         "scratch",
         "rows of warps",
+    ),
+    "a row too many in a column's sum": (
+        "reduce:partial_sums",
+        "if (r + k >= last) break;",
+        "",
+        "many rows",
     ),
     "shifts among the gains": (
         "reduce:sum_rows",

@@ -107,7 +107,7 @@ def test_as_many_blocks_share_a_multiprocessor_as_attention_is_cut_for(
         source: str, kernel: str, grid: Any, threads: int, *given: Any, **more: Any
     ) -> None:
         launch(source, kernel, grid, threads, *given, **more)
-        key = (source, kernel, tuple(sorted(more["defines"].items())))
+        key = (source, kernel, *more["defines"].items())
         asked.append((kernel, key, threads, more["shared"]))
 
     monkeypatch.setattr(device, "launch", launched)
@@ -116,8 +116,8 @@ def test_as_many_blocks_share_a_multiprocessor_as_attention_is_cut_for(
     asked = [one for one in asked if one[1][0] == f"attention_{path}"]
     assert {kernel for kernel, *_ in asked} == attention.TILES[path].keys()
     for kernel, key, threads, shared in asked:
-        function = device._kernels[key].kernel
-        fit = driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, shared)
+        loaded = device._kernels[key].address
+        fit = driver.occupancyMaxActiveBlocksPerMultiprocessor(loaded, threads, shared)
         cut = attention.way(path, kernel, 128, set(), device.shared_limit)
         assert fit >= cut.blocks, (kernel, fit, cut)
 
