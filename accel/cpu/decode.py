@@ -187,7 +187,7 @@ def _weights(
         layers=np.array(rows, LAYER),
         fields=fields | {"head": where(head), "head_bias": where("head.bias")},
         like=weight_type.type(0),
-        few=_layout(config).size * weight_type.itemsize <= FEW_A_LAYER * config.n_layers,
+        few=decoder_layout(config).size * weight_type.itemsize <= FEW_A_LAYER * config.n_layers,
     )
     if not copies:  # they would not follow what they are copies of
         _latest = made
@@ -209,14 +209,13 @@ def is_table(name: str) -> bool:
 
 
 _decode_alone = alone(decode_token)
-_layout = functools.lru_cache(maxsize=8)(decoder_layout)
 
 
 @functools.lru_cache(maxsize=8)
 def _names(config: Config) -> list[dict[str, str]]:
     """Return, layer by layer, the parameter that each field of ``LAYER`` points to."""
     found: list[dict[str, str]] = [{} for _ in range(config.n_layers)]
-    for name in _layout(config).offsets:
+    for name in decoder_layout(config).offsets:
         if name.startswith("layers."):
             _, layer, part = name.split(".", 2)
             field = part.removeprefix("attention.").removeprefix("ffn.").replace("gate_up", "up")
@@ -248,7 +247,7 @@ def _check_weights(params: Mapping[str, Array], config: Config) -> None:
 
     The kernel is given addresses: what does not fit would be read, or written, out of bounds.
     """
-    layout = _layout(config)
+    layout = decoder_layout(config)
     check_names(params, layout)
     for name, (_, spec) in layout.offsets.items():
         if getattr(params[name], "shape", None) != spec.shape:

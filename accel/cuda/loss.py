@@ -17,7 +17,6 @@ from accel.cuda.arrays import (
     contiguous,
     copy,
     fours,
-    pack,
     to_dtype,
 )
 from accel.cuda.device import F32, THREADS, ceil_div, current, empty, launch, zeros
@@ -31,9 +30,6 @@ from reference.types import Array, Loss
 CHUNK_ELEMENTS = 1 << 28
 EVEN = 64  # logits of a row, which so begins a cache line of its own
 TILE = 128  # rows that a product takes at once: all chunks but the last have whole tiles
-# Threads of a row of the loss, at most: so many that the rows which a GPU has under way at a time
-# fit its second-level cache, for each is read twice.
-WIDEST = 512
 SCRATCH = 32 * 4  # bytes: one float a warp
 
 
@@ -65,7 +61,6 @@ def linear_cross_entropy_forward(
     dx = empty(rows.shape, x.dtype) if need_backward else None
     dhead = zeros(head.shape, F32) if need_backward else None
     dbias = zeros((width,), F32) if need_backward and bias is not None else None
-    threads = min(WIDEST, 32 * ceil_div(width, 32 * pack(rows)))
     chunk = chunk_of(N, max(1, CHUNK_ELEMENTS // width))
     buffer = empty((chunk, width), x.dtype)
     for first in range(0, N, chunk):
@@ -76,7 +71,7 @@ def linear_cross_entropy_forward(
         given = {"targets": targets[part], "mask": None if mask is None else mask[part]}
         given |= {"logits": z, "losses": losses[part]}
         how = {"V": V, "width": width, "gradient": need_backward}
-        launch("loss", "cross_entropy", part.stop - first, threads, SCRATCH, **given, **how)
+        launch("loss", "cross_entropy", part.stop - first, THREADS, SCRATCH, **given, **how)
         if dx is not None and dhead is not None:  # z holds dlogits now
             matmul(z, head, dx[part])
             matmul(z, rows[part], dhead, transpose_a=True, plus=dhead)
