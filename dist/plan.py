@@ -310,7 +310,7 @@ def machine_lines(run: RunFile, ranks: int) -> list[str]:
 
 def gpu_lines(run: RunFile, ranks: int) -> list[str]:
     """Return what a GPU has to hold, and what fits one."""
-    out = ["", "a rank's GPU, by run.recompute: by arithmetic, not measured"]
+    out = ["", "a rank's GPU, by run.recompute: by arithmetic"]
     p = make_plan(run, ranks)
     for level in p.activations:
         m = gpu_memory(run, ranks, level)
