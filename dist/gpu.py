@@ -9,7 +9,7 @@ nothing behind them, ask for what is said here to within 8 %, and for up to 21 %
 
 from typing import NamedTuple
 
-from accel.cuda.loss import CHUNK_ELEMENTS
+from accel.cuda.loss import chunk_shape
 from reference.config import Config
 
 SIZES = (80, 141)  # GB of an A100 or H100, of an H200
@@ -33,25 +33,30 @@ class GpuMemory(NamedTuple):
         return sum(self)
 
 
-def scratch_bytes(model: Config, tokens: int, item: int, logits: int = CHUNK_ELEMENTS) -> int:
-    """Return the bytes of a step beside activations, at its widest moment; a chunk has ``logits``.
+def loss_bytes(model: Config, tokens: int, item: int) -> int:
+    """Return the bytes of a chunk of logits, of the head's float32 gradient and a padded head."""
+    rows, width = chunk_shape(tokens, model.vocab_size)
+    copied = width * item if width > model.vocab_size else 0
+    return rows * width * item + model.d_model * (4 * width + copied)
+
+
+def scratch_bytes(model: Config, tokens: int, item: int, loss: int) -> int:
+    """Return the bytes of a step beside activations, at its widest moment.
 
     From the loss to the end of the backward three arrays of the residual stream's size are held.
-    With them, whichever is largest: the head's float32 gradient and a chunk of logits; in the
-    backward of a feed-forward the gradients of its product and of its input; in that of attention
+    With them, whichever is largest: the bytes of the loss, ``loss``; in the backward of a
+    feed-forward the gradients of its product and of its input; in that of attention
     those of its output and of q, k and v, and dk and dv of each query head in float32.
     """
     c = model
     held = 3 * tokens * c.d_model * item
-    chunk = min(max(1, logits // c.vocab_size), tokens) * c.vocab_size * item
-    chunk += 4 * c.vocab_size * c.d_model
     ffn = tokens * (3 if c.ffn == "swiglu" else 2) * c.d_ff * item
     heads = (2 * c.n_heads + 2 * c.n_kv_heads) * item + 2 * 4 * c.n_heads
-    return held + max(chunk, ffn, tokens * heads * c.d_head)
+    return held + max(loss, ffn, tokens * heads * c.d_head)
 
 
 def gpu_memory(states: int, model: Config, activations: int, tokens: int, item: int) -> GpuMemory:
     """Return the memory of a step with ``activations`` bytes kept of ``tokens`` tokens."""
-    scratch = scratch_bytes(model, tokens, item)
+    scratch = scratch_bytes(model, tokens, item, loss_bytes(model, tokens, item))
     gaps = int(GAPS * (activations + scratch))
     return GpuMemory(states, activations, scratch, gaps, CUBLAS + ASSUMED)

@@ -25,7 +25,7 @@ from reference.kv import slots
 from reference.params import Layout, decoder_layout
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, to the nearest round number
-CPU_LOGITS = 8 << 20  # of a chunk, as accel/cpu/loss.py has them
+CPU_LOGITS, CPU_ROWS = 8 << 20, 256  # of a chunk, as accel/cpu/loss.py has them
 PROCESS = 160 << 20  # bytes: Python, its packages and machine code
 
 
@@ -216,9 +216,16 @@ def rank_memory(run: RunFile, ranks: int, level: str | None = None) -> int:
     if run.run.backend == "cuda":
         return gpu_memory(run, ranks, level).total
     tokens = run.train.micro_batch * run.window
-    scratch = gpu.scratch_bytes(run.model, tokens, 4, CPU_LOGITS)
+    scratch = gpu.scratch_bytes(run.model, tokens, 4, _cpu_loss_bytes(run.model, tokens))
     states = p.master + p.moments + p.gradients + p.weights
     return states + p.activations[level] + scratch + p.checkpoint // ranks + PROCESS
+
+
+def _cpu_loss_bytes(model: Config, tokens: int) -> int:
+    """Return the bytes of a chunk of logits and, unless it is all of them, the head's gradient."""
+    V, D = model.vocab_size, model.d_model
+    rows = max(CPU_LOGITS // V, CPU_ROWS)
+    return 4 * V * (min(rows, tokens) + (0 if tokens <= min(rows, D) else D))
 
 
 def fits(run: RunFile, ranks: int, needed: float) -> str:

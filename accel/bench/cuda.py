@@ -3,7 +3,7 @@
 First attention's path (unless ``--attention`` names one) and the algorithms of the products are
 chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a
 large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
-training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the model at
+training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the family at
 its training shapes, in time, the bytes or operations that its arithmetic asks for, and their share
 of the ceiling; then a training step of the model (``--config``, MyLLM-1B). Attention is checked
 against the reference at a small size in the process that is timed; with ``--peer torch`` so are the

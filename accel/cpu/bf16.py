@@ -11,7 +11,7 @@ one order that follows from the shapes.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -292,7 +292,9 @@ def linear_cross_entropy_forward(
     logits themselves, and the operand of dx, are at hand for some rows at a time.
     """
 
-    def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
+    def step(
+        rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients
+    ) -> Callable[[Array], None]:
         down, across = panels(len(rows)), panels(len(head))
         left = right = np.empty(0, np.uint32)
         if gradients is not None:
@@ -311,9 +313,14 @@ def linear_cross_entropy_forward(
                     _pack(*(*given[:2], *given[5:7], *packed, pieces))
                 dx = gradients[0][first : first + len(z)]
                 multiply(left[:here], right_operand(head, transposed=False), dx)
-        if gradients is not None:
+
+        def make(dhead: Array) -> None:
             x_packed = bf16_gemm.pack(rows, B, transposed=False)
-            multiply(right, x_packed, gradients[1], accumulate=start > 0)
+            multiply(right, x_packed, dhead, accumulate=start > 0)
+
+        if gradients is not None and gradients[1] is not None:
+            make(gradients[1])
+        return make
 
     at_hand = None  # many threads need larger products
     if team() <= FEW_THREADS:

@@ -1,13 +1,17 @@
 """Softmax, and the head and loss together; see ``reference/linear_cross_entropy.py``.
 
-The rows are taken in chunks whose logits are about 32 MB, and where no gradient of a bias is a sum
-over all of these, in the parts that a product for dhead sums by. While logits are at hand the
-forward turns them, in place, into their own gradient for a total of weight 1, and multiplies them
-into dx and dhead; the backward only scales. That saves making the logits twice, which is a fifth of
-a small model's step, for one more array of the head's size.
+The rows are taken in chunks whose logits are about 32 MB, or more where that would be few rows: the
+product of each chunk for dhead reads and writes an array of the head's size. Where no gradient of a
+bias is a sum over all of a chunk, it is taken in the parts that the product sums by. While logits
+are at hand the forward turns them, in place, into their own gradient for a total of weight 1, and
+multiplies them into dx and dhead; the backward only scales. That saves making the logits twice,
+which is a fifth of a small model's step, for one more array of the head's size. Where all rows are
+one chunk, and no more than the model is wide, their logits are the smaller array: they are kept
+instead, and the backward makes dhead where it is wanted.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +46,7 @@ from reference.types import Loss
 Array = npt.NDArray[Any]
 
 CHUNK_ELEMENTS = 8 << 20  # logits of a chunk
+LEAST_ROWS = 256  # of a chunk, even if they have more
 AT_ONCE = 512  # elements of a softmax's row: written, while as many of the next one are read
 CHUNK_ROWS = 96  # a chunk is a multiple of it: whole register blocks of a product
 
@@ -189,9 +194,16 @@ def softmax(x: Array) -> Array:
     return out
 
 
+class Later(NamedTuple):
+    """A gradient that is not made yet."""
+
+    shape: tuple[int, ...]
+    make: Callable[[Array], None]  # writes it into an array
+
+
 class LinearCrossEntropyCache(NamedTuple):
     dx: Array | None  # (..., D) of the total; None when no backward was to follow
-    dhead: Array | None  # (V, D)
+    dhead: Array | Later | None  # (V, D)
     dbias: Array | None  # (V,)
 
 
@@ -208,7 +220,9 @@ def linear_cross_entropy_forward(
     head = contiguous(head)
     at_hand = DEPTH if team() <= FEW_THREADS else None  # many threads need larger products
 
-    def step(rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients) -> None:
+    def step(
+        rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients
+    ) -> Callable[[Array], None]:
         height = len(rows) if len(rows) <= len(z) else depth_of(len(rows))
         for first in range(0, len(rows), height):
             part = slice(first, first + height)
@@ -219,17 +233,24 @@ def linear_cross_entropy_forward(
             if gradients is not None:
                 dx, dhead = gradients
                 gemm(logits, head, dx[part])
-                gemm(logits, some, dhead, ta=True, accumulate=start + first > 0)
+                if dhead is not None:
+                    gemm(logits, some, dhead, ta=True, accumulate=start + first > 0)
+        return partial(gemm, z[: len(rows)], rows, ta=True)
 
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 
-Gradients = tuple[Array, Array] | None  # dx of a chunk's rows, and dhead
+Gradients = tuple[Array, Array | None] | None  # dx of a chunk's rows, and dhead
 Arguments = Callable[[int, Array], tuple[Any, ...]]
 
 
+def chunk_of(vocabulary: int, multiple: int) -> int:
+    """Return the rows of a chunk, a multiple of ``multiple``."""
+    return max(CHUNK_ELEMENTS // vocabulary // multiple, -(-LEAST_ROWS // multiple)) * multiple
+
+
 def in_chunks(
-    step: Callable[[Array, Array, int, Arguments, Gradients], None],
+    step: Callable[[Array, Array, int, Arguments, Gradients], Callable[[Array], None]],
     multiple: int,
     x: Array,
     head: Array,
@@ -245,7 +266,8 @@ def in_chunks(
     ``step(rows, z, start, arguments, gradients)`` fills z with the logits of the rows of x from
     ``start`` on, runs a kernel like ``_cross_entropy`` on ``arguments(start, z)``, writes dx, and
     writes dhead or, after the first chunk, adds to it. With ``at_hand`` z has so many rows at most,
-    for a part of the chunk, where there is no bias (whose gradient is a sum over z).
+    for a part of the chunk, where there is no bias (whose gradient is a sum over z). Where dhead is
+    None, what ``step`` returns is to make it later, from what it finds in z.
     """
     vocabulary = len(head)
     valid = np.ones(targets.shape, np.bool_) if mask is None else mask
@@ -253,13 +275,14 @@ def in_chunks(
     ids = np.ascontiguousarray(targets, dtype=np.int32).reshape(-1)
     flags = np.ascontiguousarray(valid).reshape(-1).view(np.uint8)
 
-    height = chunk = max(CHUNK_ELEMENTS // vocabulary // multiple, 1) * multiple
+    height = chunk = chunk_of(vocabulary, multiple)
     if at_hand is not None and bias is None:
         height = min(chunk, at_hand)
     losses = empty(len(rows), np.float64)
     dx = dhead = dbias = None
+    later = 0 < len(rows) <= min(height, rows.shape[1])  # the logits are no more than dhead
     if need_backward:
-        dx, dhead = empty(rows.shape, x.dtype), empty(head.shape, x.dtype)
+        dx, dhead = empty(rows.shape, x.dtype), None if later else empty(head.shape, x.dtype)
         if bias is not None:
             dbias = np.zeros_like(bias)
 
@@ -275,15 +298,16 @@ def in_chunks(
     for start in range(0, len(rows), chunk):
         part = slice(start, min(start + chunk, len(rows)))
         some = z[: part.stop - start]
-        gradients = None if dx is None or dhead is None else (dx[part], dhead)
-        step(rows[part], some, start, arguments, gradients)
+        gradients = None if dx is None else (dx[part], dhead)
+        make = step(rows[part], some, start, arguments, gradients)
         if dbias is not None:
             once = empty(dbias.shape, dbias.dtype)
             sum_rows(some, once)
             dbias += once
     if dhead is not None and not len(rows):
         dhead.fill(0)
-    cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), dhead, dbias)
+    to_head = Later(head.shape, make) if need_backward and later else dhead
+    cache = LinearCrossEntropyCache(None if dx is None else dx.reshape(x.shape), to_head, dbias)
     return Loss(float(np.sum(losses)), int(np.sum(valid))), cache
 
 
@@ -294,7 +318,14 @@ def linear_cross_entropy_backward(
     assert cache.dx is not None and cache.dhead is not None
     head_out, bias_out = out
     dx = cache.dx if dloss == 1 else scaled(cache.dx, dloss)
-    dhead = _scaled_into(cache.dhead, dloss, head_out)
+    if isinstance(cache.dhead, Later):
+        made, elsewhere = receiver(head_out, cache.dhead.shape, cache.dx.dtype)
+        cache.dhead.make(made)
+        if dloss != 1:
+            scale_into(made, dloss, made)
+        dhead = delivered(made, elsewhere)
+    else:
+        dhead = _scaled_into(cache.dhead, dloss, head_out)
     dbias = None if cache.dbias is None else _scaled_into(cache.dbias, dloss, bias_out)
     return dx, dhead, dbias
 

@@ -177,6 +177,7 @@ class CuPyDevice:
         self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
         self._kernels: dict[Any, Loaded] = {}
         self._launching = threading.Lock()  # of one thread at a time: a kernel has one buffer
+        self._seen = threading.local()  # whether it has launched
         self.arena = Arena(self)
         self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta
 
@@ -259,13 +260,16 @@ class CuPyDevice:
             path = cubin_file(source, self.architecture, defines)
             function = self._cupy.RawModule(path=str(path)).get_function(kernel)
             loaded = self._kernels[key] = Loaded(function, signature(source, kernel))
-        loaded.allow(shared)
         given = [
             0 if a is None else a if isinstance(a, np.generic) else self.address(a)
             for a in arguments
         ]
         block = threads, 1, 1
+        if not hasattr(self._seen, "thread"):  # the driver wants the GPU's context in each thread
+            self._gpu.use()
+            self._seen.thread = True
         with self._launching:
+            loaded.allow(shared)
             at = loaded.given(given)
             self._driver.launchKernel(loaded.address, *grid, *block, shared, self.stream(), 0, at)
 

@@ -206,7 +206,13 @@ DEVICE float block_sum_into(float x, float* scratch) {
     return total;
 }
 
-// The sums of two numbers at once; `scratch` is 64 floats.
+// The same where who called last may still be at its scratch.
+DEVICE float block_sum(float x, float* scratch) {
+    sync_block();
+    return block_sum_into(x, scratch);
+}
+
+// block_sum_into of two numbers at once; `scratch` is 64 floats.
 DEVICE void block_sums_into(float& x, float& y, float* scratch) {
     x = warp_sum(x), y = warp_sum(y);
     if (threadIdx.x % 32 == 0) {
@@ -219,12 +225,6 @@ DEVICE void block_sums_into(float& x, float& y, float* scratch) {
         x += scratch[w];
         y += scratch[32 + w];
     }
-}
-
-// The same of one where who called last may still be at its scratch.
-DEVICE float block_sum(float x, float* scratch) {
-    sync_block();
-    return block_sum_into(x, scratch);
 }
 
 DEVICE float block_max(float x, float* scratch) {

@@ -29,7 +29,9 @@ from reference.types import Array, Loss
 # full speed.
 CHUNK_ELEMENTS = 1 << 28
 EVEN = 64  # logits of a row, which so begins a cache line of its own
-TILE = 128  # rows that a product takes at once: all chunks but the last have whole tiles
+TILE = (
+    128  # rows that a product takes at once: chunks have whole tiles where they have room for one
+)
 SCRATCH = 32 * 4  # bytes: one float a warp
 
 
@@ -56,15 +58,15 @@ def linear_cross_entropy_forward(
 
     rows, targets = rows_of(x), contiguous(targets).reshape(-1)
     head, bias = _even(to_dtype(head, x.dtype)), None if bias is None else _even(bias)
-    N, width = rows.shape[0], head.shape[0]
+    N = rows.shape[0]
+    height, width = chunk_shape(N, V)
     losses = empty((N,), F32)
     dx = empty(rows.shape, x.dtype) if need_backward else None
     dhead = zeros(head.shape, F32) if need_backward else None
     dbias = zeros((width,), F32) if need_backward and bias is not None else None
-    chunk = chunk_of(N, max(1, CHUNK_ELEMENTS // width))
-    buffer = empty((chunk, width), x.dtype)
-    for first in range(0, N, chunk):
-        part = slice(first, min(first + chunk, N))
+    buffer = empty((height, width), x.dtype)
+    for first in range(0, N, height):
+        part = slice(first, min(first + height, N))
         z = matmul(rows[part], head, buffer[: part.stop - first], transpose_b=True)
         if bias is not None:
             add_bias(z, bias)
@@ -87,8 +89,15 @@ def linear_cross_entropy_forward(
 
 def chunk_of(rows: int, most: int) -> int:
     """Return the rows of a chunk, at most so many: as few chunks as that takes, about as long."""
+    most = most // TILE * TILE or most
     even = ceil_div(rows, max(1, ceil_div(rows, most)))
-    return min(rows, most, TILE * ceil_div(even, TILE))
+    return max(1, min(rows, most, TILE * ceil_div(even, TILE)))
+
+
+def chunk_shape(rows: int, vocabulary: int) -> tuple[int, int]:
+    """Return how many of the rows have their logits at a time, and how long their rows are."""
+    width = EVEN * ceil_div(vocabulary, EVEN)
+    return chunk_of(rows, max(1, CHUNK_ELEMENTS // width)), width
 
 
 def _even(array: Array) -> Array:

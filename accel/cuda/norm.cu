@@ -9,7 +9,7 @@
 // memory. While it is at a row, the next one comes into the L2 cache.
 // Element k of pack j lies at k·packs + j, so that the lanes of a warp, on neighbouring packs, are on
 // neighbouring banks. The partial sums leave as one row per block, for reduce.cu. How rows are dealt
-// out depends on their number alone.
+// out depends on their number and width alone.
 
 template <class F> DEVICE void columns(i64 D, F f) {
     for (i64 i = (i64)threadIdx.x * PACK; i < D; i += (i64)blockDim.x * PACK) f(i);

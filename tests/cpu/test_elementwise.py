@@ -165,12 +165,37 @@ def test_the_loss_is_the_same_in_any_chunks(ops: Any, monkeypatch: pytest.Monkey
     x, head, bias = (rng.standard_normal(shape) for shape in ((600, 7), (11, 7), (11,)))
     targets = rng.integers(0, 11, 600).astype(np.int32)
     results = []
-    for elements in (1, loss.CHUNK_ELEMENTS):
+    for elements, least in ((1, 1), (loss.CHUNK_ELEMENTS, loss.LEAST_ROWS)):
         monkeypatch.setattr(loss, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(loss, "LEAST_ROWS", least)
         total, cache = ops.linear_cross_entropy_forward(x, head, targets, None, bias)
         results.append((total.total, *ops.linear_cross_entropy_backward(0.5, cache)))
     for pieces, whole in zip(*results, strict=True):
         np.testing.assert_allclose(pieces, whole, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_leave_the_head_s_gradient_to_the_backward(ops: Any, biased: bool) -> None:
+    """As many rows as the model is wide, or one more; both give what the reference gives."""
+    rng, D, V = np.random.default_rng(0), 24, 37
+    head, bias = rng.standard_normal((V, D)), rng.standard_normal(V) if biased else None
+    for rows in (1, D, D + 1):
+        x, targets = rng.standard_normal((rows, D)), rng.integers(0, V, rows).astype(np.int32)
+        mask = rng.random(rows) < 0.8
+        _, cache = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        _, exact = plain.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        assert isinstance(cache.cache.dhead, loss.Later) == (rows <= D)
+        for factor in (1.0, 0.3, 1.0):  # again, from what is kept
+            wanted = plain.linear_cross_entropy_backward(factor, exact)
+            strided = np.empty((D, V)).T
+            for out in (None, np.empty((V, D)), strided):
+                found = ops.linear_cross_entropy_backward(factor, cache, out=(out, None))
+                for mine, other in zip(found, wanted, strict=True):
+                    assert (mine is None) == (other is None)
+                    if other is not None:
+                        np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-13)
+                if out is not None:
+                    np.testing.assert_allclose(out, wanted[1], rtol=1e-12, atol=1e-13)
 
 
 def test_split_heads_joins_parts_in_the_order_given(ops: Any) -> None:

@@ -12,7 +12,7 @@ from accel.bench import cuda as bench
 from accel.cuda import device as devices
 from accel.cuda import ops_bf16
 from reference.ops import OPS
-from reference.presets import MYLLM_1B
+from reference.presets import GPT2_SMALL, MYLLM_1B
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
 from tests.cuda_shim.myllm import clocked, install
@@ -193,14 +193,16 @@ def test_the_command_chooses_attention_s_path_at_its_own_shapes_and_goes_by_it(
     cases = bench.Bench.cases
     monkeypatch.setattr(bench.Bench, "cases", lambda *given: cases(*given[:-1], 5000))
     monkeypatch.setattr(bench, "FILL", 64)
-    monkeypatch.setitem(bench.CONFIGS, "myllm-1b", toy(MYLLM_1B, d_head=16))
+    for name, config in (("myllm-1b", MYLLM_1B), ("gpt2-small", GPT2_SMALL)):
+        monkeypatch.setitem(bench.CONFIGS, name, toy(config, d_head=16))
     words = ["--batch", "1", "--layers", "1", "--length", "9", "--repeats", "1"]
     words += ["--parts", "attention"]
     assert bench.main(words) == 0
     said = capsys.readouterr().out
     assert "attention: mma (forward and backward at this run's shapes: wgmma 2000.00 ms" in said
     assert "attention (causal) forward" in said and device.attention == "mma"
-    assert bench.main([*words, "--attention", "wgmma"]) == 0
+    other = ["--config", "gpt2-small", "--attention", "wgmma"]
+    assert bench.main([*words, *other]) == 0
     said = capsys.readouterr().out
     assert "attention: mma (" in said and "attention by wgmma, as asked" in said
-    assert device.attention == "wgmma"
+    assert "gpt2-small, 1 sequences of 9" in said and device.attention == "wgmma"

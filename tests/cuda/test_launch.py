@@ -155,6 +155,7 @@ def gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
     device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
     device._cupy, device._driver = SimpleNamespace(RawModule=loaded), driver
     device._kernels, device._launching = {}, threading.Lock()
+    device._seen, device._gpu = threading.local(), SimpleNamespace(use=lambda: None)
     device.architecture, device.stream = "sm_90a", lambda: 77
     return device
 
@@ -185,6 +186,33 @@ def test_the_driver_finds_every_kernel_s_parameters(monkeypatch: pytest.MonkeyPa
                 launched = kernel, (1, 2, 3, 64, 1, 1, 8), 77, wanted
                 assert driver.launches.pop() == launched
     assert len(driver.kernels) == len(device._kernels) > 30
+
+
+def test_a_kernel_of_other_macros_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    device = gpu(driver, monkeypatch)
+    arguments = [None, None, np.int64(3)]
+    for bf16 in (0, 1, 0):
+        how = {"shared": 0, "defines": {"BF16": bf16}}
+        device.launch("loss", "softmax", (1, 1, 1), 64, arguments, **how)
+    assert len(driver.kernels) == len(device._kernels) == 2
+
+
+def test_each_thread_takes_the_gpu_before_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = gpu(Driver(), monkeypatch)
+    taken: list[int] = []
+    device._gpu = SimpleNamespace(use=lambda: taken.append(threading.get_ident()))
+
+    def launches() -> None:
+        for _ in range(2):
+            arguments = [None, None, np.int64(3)]
+            device.launch("loss", "softmax", (1, 1, 1), 64, arguments, shared=0, defines={})
+
+    other = threading.Thread(target=launches)
+    other.start()
+    other.join()
+    launches()
+    assert len(taken) == len(set(taken)) == 2
 
 
 def test_a_block_is_allowed_more_memory_when_it_first_asks(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from accel.cuda import device as devices
-from accel.cuda import loss, ops, ops_bf16, products, sources
+from accel.cuda import loss, norm, ops, ops_bf16, products, sources
 from accel.cuda.linear import matmul
 from reference import ops as reference
 from reference.config import Config
@@ -137,7 +137,21 @@ def test_the_loss_is_the_same_in_any_chunks(
 
 def test_chunks_of_the_loss_are_about_as_long() -> None:
     cases = [(0, 5), (1, 5), (5, 5), (6, 5), (4096, 4096), (8192, 5341), (32_768, 5341)]
-    assert [loss.chunk_of(*case) for case in cases] == [0, 1, 5, 5, 4096, 4096, 4736]
+    assert [loss.chunk_of(*case) for case in cases] == [1, 1, 5, 5, 4096, 4096, 4736]
+    assert loss.chunk_of(32_768, 1766) == 1664  # whole tiles, of 128 rows
+    assert loss.chunk_shape(9000, 50_257) == (4608, 50_304)
+
+
+@pytest.mark.parametrize("need_backward", [False, True])
+def test_the_loss_of_no_rows(need_backward: bool) -> None:
+    x, head, targets = (
+        ops.from_numpy(np.zeros(*given)) for given in (((0, 8), "f4"), ((13, 8), "f4"), (0, "i4"))
+    )
+    value, cache = ops.linear_cross_entropy_forward(x, head, targets, need_backward=need_backward)
+    assert value == (0.0, 0)
+    if need_backward:
+        dx, dhead, _ = ops.linear_cross_entropy_backward(1.0, cache)
+        assert dx.shape == (0, 8) and not dhead.any()
 
 
 @pytest.mark.parametrize("config", [MYLLM_1B, GPT2_SMALL])
@@ -160,6 +174,14 @@ def test_evaluation_makes_no_gradients(device: ShimDevice) -> None:
     assert value == ops.linear_cross_entropy_forward(*given)[0]
     with pytest.raises(ValueError, match="need_backward=False"):
         ops.linear_cross_entropy_backward(1.0, cache)
+
+
+def test_a_norm_s_backward_has_as_many_blocks_as_its_width_asks_for() -> None:
+    def blocks(rows: int, D: int) -> int:
+        return norm._blocks(devices.empty((rows, D), np.uint16), rows)
+
+    assert [blocks(32_768, D) for D in (128, 768, 1792, 8192)] == [4096, 1024, 512, 512]
+    assert [blocks(rows, 768) for rows in (1, 8, 9, 8192)] == [1, 1, 2, 1024]
 
 
 # ---- ops without a backward ----------------------------------------------------------------------

@@ -25,7 +25,8 @@ def zeros(layout_size: int) -> Array:
 
 @pytest.mark.parametrize("recompute", sorted({*get_args(Recompute)} - {"auto"}))
 @pytest.mark.parametrize(
-    ("model", "B"), [(MYLLM_1B, 1), (MYLLM_1B, 2), (MYLLM_1B, 4), (GPT2_SMALL, 16)]
+    ("model", "B"),
+    [(MYLLM_1B, 1), (MYLLM_1B, 2), (MYLLM_1B, 4), (GPT2_SMALL, 1), (GPT2_SMALL, 16)],
 )
 def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute: Recompute) -> None:
     """The launchers of a whole step, with nothing behind them; the block is what it came to."""
@@ -45,7 +46,7 @@ def test_a_step_asks_for_as_much_as_is_planned(model: Config, B: int, recompute:
     planned = gpu.gpu_memory(0, model, kept, tokens, item)
     asked = device.arena.capacity
     # a block made again, or a small model's, is counted with a chunk of logits that it never meets
-    most = 1.08 if model is MYLLM_1B and recompute != "block" else 1.26
+    most = 1.08 if model is MYLLM_1B and recompute != "block" else 1.27
     assert asked <= planned.total - planned.libraries <= most * asked
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import accel
-from accel.cpu.loss import CHUNK_ELEMENTS
+from accel.cpu.loss import CHUNK_ELEMENTS, LEAST_ROWS
 from dist import cli, config
 from dist.monitor import bytes_text
 from dist.plan import (
     CPU_LOGITS,
+    CPU_ROWS,
     kv_cache_bytes,
     make_plan,
     parameters_by_part,
@@ -137,7 +138,7 @@ def test_the_deepest_model_has_none_beside_it_with_a_layer_more(
 def test_memory_in_all_and_whether_it_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert CPU_LOGITS == CHUNK_ELEMENTS
+    assert (CPU_LOGITS, CPU_ROWS) == (CHUNK_ELEMENTS, LEAST_ROWS)
     run = config.load("laptop")
     needed = [rank_memory(run, 2, level) for level in ("none", "norms", "block")]
     here = 2 * needed[1]
