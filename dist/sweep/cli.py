@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accel import AUTO, COMPUTE
 from accel import load as load_backend
@@ -19,12 +20,13 @@ from dist.config import RunFile
 from dist.lock import locked
 from dist.stopping import StopRequest
 from dist.sweep import results
-from dist.sweep.pool import finished, last_words, progress, train_all
+from dist.sweep.pool import RUN, finished, last_words, progress, train_all
 from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
 from dist.use import figure_class
 from tokenizer.files import replace_durably
 
 PROBE_STEPS = 10  # that tell how long a step takes
+LENGTHS = ("steps", "warmup_steps", "decay_steps")  # of [train]: what a budget sets
 BUDGETS = {
     "steps": "optimizer steps of each run",
     "tokens": "tokens that each run reads",
@@ -141,11 +143,20 @@ class Sweep:
         return self._report(stop)
 
     def _measure(self, stop: StopRequest) -> None:
-        """Let each setting take a few steps, and give its runs the steps of the minutes."""
+        """Let each setting take a few steps, and give its runs the steps of the minutes.
+
+        A setting of which a run was begun keeps that one's steps.
+        """
         probes: dict[str, RunFile] = {}
+        begun: dict[str, dict[str, Any]] = {}
+        for trial in self.trials:
+            path = Path(trial.run.run.out) / RUN
+            if path.exists():
+                told = run_file.load(path).train
+                begun[json.dumps(trial.settings)] = {key: getattr(told, key) for key in LENGTHS}
         for trial in self.trials:
             run, name = trial.run, json.dumps(trial.settings)
-            if name not in probes:
+            if name not in probes and name not in begun:
                 out = str(self.out / "probes" / trial.name)
                 train = replace(run.train, steps=PROBE_STEPS, warmup_steps=0, decay_steps=1)
                 where = replace(run.run, out=out, eval_every=0, eval_windows=1, sample_every=0)
@@ -157,14 +168,19 @@ class Sweep:
         if stop.signal is not None:
             return
         for number, trial in enumerate(self.trials):
-            probe = probes[json.dumps(trial.settings)]
+            run, name = trial.run, json.dumps(trial.settings)
+            if name in begun:
+                train = replace(run.train, **begun[name])
+                self.trials[number] = trial._replace(run=replace(run, train=train))
+                continue
+            probe = probes[name]
             if not finished(probe):
                 self.left_out[trial.run.run.out] = last_words(probe)
                 print(f"{trial.label}: NOT begun, as its first steps failed: {last_words(probe)}")
                 continue
             steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
             seconds = statistics.median(steps[2:]) / 1e3
-            self.trials[number] = trial._replace(run=self.limit.apply(trial.run, seconds))
+            self.trials[number] = trial._replace(run=self.limit.apply(run, seconds))
 
     def _tell(self, ended: RunFile | None, under_way: list[RunFile]) -> None:
         if ended is not None:

@@ -15,7 +15,7 @@ from dist.monitor import METRICS, read_metrics
 from dist.stopping import StopRequest
 from tokenizer.files import replace_durably
 
-LOG = "log.txt"  # what a run said
+RUN, LOG = "run.toml", "log.txt"  # what a run was told, and what it said
 EVERY = 0.2  # seconds between two looks at the processes
 
 
@@ -70,7 +70,7 @@ def train_all(
 def _start(run: RunFile, at_once: int, command: Sequence[str]) -> "subprocess.Popen[bytes]":
     out = Path(run.run.out)
     out.mkdir(parents=True, exist_ok=True)
-    path = out / "run.toml"
+    path = out / RUN
     replace_durably(path, run.to_toml().encode())
     with (out / LOG).open("ab") as log:
         return subprocess.Popen(

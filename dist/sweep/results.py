@@ -91,9 +91,9 @@ def figures(run: RunFile) -> str:
 
 
 def score_of(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the key of SCORES by which finished runs can be compared."""
+    """Return the key of SCORES by which finished runs can be compared; with none, the last."""
     good = [r for r in runs if r["status"] == "finished"]
-    return next((key for key in SCORES if all(r[key] is not None for r in good)), "loss")
+    return next((key for key in SCORES if good and all(r[key] is not None for r in good)), "loss")
 
 
 def cells(outcomes: Sequence[dict[str, Any]]) -> tuple[str, list[Cell]]:

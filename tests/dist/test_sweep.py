@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -218,6 +219,22 @@ def test_minutes_become_steps_by_the_speed_of_a_few(folder: Path, tmp_path: Path
     assert status == 0 and sweep(folder, out, *words)[1]["runs"] == [run]  # the speed is kept
 
 
+def test_runs_keep_their_steps_when_the_probes_are_gone(folder: Path, tmp_path: Path) -> None:
+    """What begun is not measured again: another speed would make other runs of the same ones."""
+    words = ["--minutes", "0.002", "--grid", "train.lr=1e-3,1e-2"]
+    status, report = sweep(folder, tmp_path, *words)
+    runs = report["runs"]
+    assert status == 0
+    shutil.rmtree(tmp_path / "probes")
+    assert sweep(folder, tmp_path, *words)[1]["runs"] == runs
+    assert not (tmp_path / "probes").exists()
+    # and those that join them take as many
+    status, report = sweep(folder, tmp_path, *words, "--seeds", "2")
+    steps = {json.dumps(run["settings"]): run["steps"] for run in runs}
+    assert status == 0 and len(report["runs"]) == 4
+    assert all(run["steps"] == steps[json.dumps(run["settings"])] for run in report["runs"])
+
+
 def test_the_mode_of_the_first_start_is_that_of_all(
     folder: Path,
     tmp_path: Path,
@@ -320,6 +337,9 @@ def test_a_setting_of_which_a_seed_has_diverged_has_no_mean() -> None:
     score, (good, bad) = results.cells(runs)
     assert score == "loss" and good.mean == 3.5 and good.settings == {"a.b": 2}
     assert bad.mean is None and bad.spread is None and len(bad.runs) == 2
+    held_out = [run | {"bits_per_byte": 1.0} for run in runs if run["status"] != "begun"]
+    assert results.score_of(held_out) == "bits_per_byte"
+    assert results.score_of([run for run in held_out if run["status"] == "diverged"]) == "loss"
 
 
 def test_a_setting_whose_first_steps_fail_is_left_out(
