@@ -5,6 +5,7 @@ All GPU checks and the benchmark in one go::
     pip install -e ".[cuda13,test]" && python -m tests.gpu
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,14 @@ def test_attention_on_tensor_cores(
         assert closeness.ok, (name, closeness)
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_first_call_of_a_thread_may_be_a_launch(strict: Any) -> None:
+    to, array = (strict.from_numpy(np.ones(8, np.float32)) for _ in range(2))
+    thread = threading.Thread(target=strict.accumulate, args=(to, array))
+    thread.start()
+    thread.join()
+    assert strict.to_numpy(to).tolist() == [2.0] * 8
 
 
 @pytest.mark.parametrize("path", attention.TILES)
