@@ -3,6 +3,7 @@
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -213,6 +214,30 @@ def test_each_thread_takes_the_gpu_before_it_launches(monkeypatch: pytest.Monkey
     other.join()
     launches()
     assert len(taken) == len(set(taken)) == 2
+
+
+def test_threads_do_not_write_over_each_other_s_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(Driver):
+        def launchKernel(self, function: int, *given: int) -> None:
+            time.sleep(0.05)  # in which another thread may come to the same kernel
+            super().launchKernel(function, *given)
+
+    driver = Slow()
+    device = gpu(driver, monkeypatch)
+
+    def launch_with(number: int) -> None:
+        arguments = [None, None, np.int64(number)]
+        device.launch("loss", "softmax", (1, 1, 1), 64, arguments, shared=0, defines={})
+
+    launch_with(0)
+    threads = [threading.Thread(target=launch_with, args=(number,)) for number in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(values[-1] for *_, values in driver.launches) == [0, 1, 2, 3]
 
 
 def test_a_block_is_allowed_more_memory_when_it_first_asks(
