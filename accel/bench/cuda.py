@@ -4,10 +4,10 @@ First attention's path (unless ``--attention`` names one) and the algorithms of 
 chosen, as a run at these shapes chooses them, and two ceilings are measured: bytes a second of a
 large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
 training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the family at
-its training shapes, in time, the bytes or operations that its arithmetic asks for, and their share
-of the ceiling; then a training step of the model (``--config``, MyLLM-1B). Attention is checked
-against the reference at a small size in the process that is timed; with ``--peer torch`` so are the
-loss and every gradient of a model, against PyTorch's.
+the shapes of a model (``--config``), in time, the bytes or operations that its arithmetic asks for,
+and their share of the ceiling; then a training step of the model. Attention is checked against the
+reference at a small size in the process that is timed; with ``--peer torch`` so are the loss and
+every gradient of the model, against PyTorch's.
 
 With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
 would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).
@@ -105,7 +105,9 @@ def main(argv: list[str]) -> int:
     config = dataclasses.replace(whole, n_layers=layers, context_length=T)
     if given.model is not None:
         shape = given.batch or default_batch(MODELS[given.model].room, T, False), T
-        about = f"predicted of an NVIDIA {given.model}, {shape[0]} sequences of {shape[1]:,}"
+        about = (
+            f"predicted of an NVIDIA {given.model}, {shape[0]} sequences of {T:,}, {given.config}"
+        )
         return report.run(
             p, given, about, {"the machine code": lambda: predict.rows(given.model, config, *shape)}
         )

@@ -29,9 +29,7 @@ from reference.types import Array, Loss
 # full speed.
 CHUNK_ELEMENTS = 1 << 28
 EVEN = 64  # logits of a row, which so begins a cache line of its own
-TILE = (
-    128  # rows that a product takes at once: chunks have whole tiles where they have room for one
-)
+TILE = 128  # rows that a product takes at once; a chunk has whole tiles, where it has room for one
 SCRATCH = 32 * 4  # bytes: one float a warp
 
 
@@ -57,9 +55,10 @@ def linear_cross_entropy_forward(
     n_valid = count_ids("linear_cross_entropy", "targets", targets, mask, V)
 
     rows, targets = rows_of(x), contiguous(targets).reshape(-1)
-    head, bias = _even(to_dtype(head, x.dtype)), None if bias is None else _even(bias)
     N = rows.shape[0]
     height, width = chunk_shape(N, V)
+    head = _padded(to_dtype(head, x.dtype), width)
+    bias = None if bias is None else _padded(bias, width)
     losses = empty((N,), F32)
     dx = empty(rows.shape, x.dtype) if need_backward else None
     dhead = zeros(head.shape, F32) if need_backward else None
@@ -100,12 +99,12 @@ def chunk_shape(rows: int, vocabulary: int) -> tuple[int, int]:
     return chunk_of(rows, max(1, CHUNK_ELEMENTS // width)), width
 
 
-def _even(array: Array) -> Array:
-    """Return an array with zeros behind its rows, to a multiple of EVEN; itself if it has one."""
+def _padded(array: Array, rows: int) -> Array:
+    """Return an array with rows of zeros behind its own, so many in all; itself if it has them."""
     own = array.shape[0]
-    if own % EVEN == 0:
+    if own == rows:
         return array
-    out = empty((EVEN * ceil_div(own, EVEN), *array.shape[1:]), array.dtype)
+    out = empty((rows, *array.shape[1:]), array.dtype)
     copy(out[:own], contiguous(array))
     current().clear(out[own:])
     return out

@@ -148,12 +148,7 @@ class Sweep:
         A setting of which a run was begun keeps that one's steps.
         """
         probes: dict[str, RunFile] = {}
-        begun: dict[str, dict[str, Any]] = {}
-        for trial in self.trials:
-            path = Path(trial.run.run.out) / RUN
-            if path.exists():
-                told = run_file.load(path).train
-                begun[json.dumps(trial.settings)] = {key: getattr(told, key) for key in LENGTHS}
+        begun = self._begun()
         for trial in self.trials:
             run, name = trial.run, json.dumps(trial.settings)
             if name not in probes and name not in begun:
@@ -181,6 +176,16 @@ class Sweep:
             steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
             seconds = statistics.median(steps[2:]) / 1e3
             self.trials[number] = trial._replace(run=self.limit.apply(run, seconds))
+
+    def _begun(self) -> dict[str, dict[str, Any]]:
+        """Return how long the runs of each setting are of which one was begun."""
+        found = {}
+        for trial in self.trials:
+            path = Path(trial.run.run.out) / RUN
+            if path.exists():
+                told = run_file.load(path).train
+                found[json.dumps(trial.settings)] = {key: getattr(told, key) for key in LENGTHS}
+        return found
 
     def _tell(self, ended: RunFile | None, under_way: list[RunFile]) -> None:
         if ended is not None:
