@@ -62,22 +62,22 @@ def filter_logits(
 ) -> Array:
     """Return logits (V,) with all but those kept at -inf (see ``Sampling``).
 
-    Of equal logits lower ids are kept first.
+    Each setting keeps the best so many. Of equal logits lower ids are kept first.
     """
     if top_k is None and top_p is None and min_p is None:
         return logits  # nothing is left out, and nothing needs to be sorted
-    order = np.argsort(-logits, kind="stable")
+    best = np.sort(logits)[::-1]
     if top_k is not None:
-        order = order[:top_k]
+        best = best[:top_k]
     if top_p is not None:
-        before = np.cumsum(softmax(logits[order].astype(np.float64)))
+        before = np.cumsum(softmax(best.astype(np.float64)))
         # an entry stays while those better than it hold less than p
-        order = order[np.concatenate([[True], before[:-1] < top_p])]
+        best = best[np.concatenate([[True], before[:-1] < top_p])]
     if min_p is not None:
-        order = order[logits[order] >= logits[order[0]] + np.log(min_p)]
-    kept = np.full_like(logits, -np.inf)
-    kept[order] = logits[order]
-    return kept
+        best = best[best >= best[0] + np.log(min_p)]
+    above, equal = logits > best[-1], np.flatnonzero(logits == best[-1])
+    above[equal[: len(best) - np.count_nonzero(above)]] = True
+    return np.where(above, logits, -np.inf)
 
 
 def sample(
@@ -113,7 +113,7 @@ def sample(
     p = softmax(filter_logits(scaled, how.top_k, how.top_p, how.min_p))
     # by the inverse of the distribution function: one uniform number, one token
     drawn = np.searchsorted(np.cumsum(p), rng.random() * np.sum(p), side="right")
-    return int(min(drawn, np.flatnonzero(p)[-1]))
+    return int(drawn if drawn < len(p) else np.flatnonzero(p)[-1])  # rounded up to the very end
 
 
 def generate(

@@ -165,6 +165,27 @@ def test_top_k_and_top_p_keep_the_best() -> None:
     assert set(np.flatnonzero(np.isfinite(filter_logits(np.zeros(4), top_p=0.5)))) == {0, 1}
 
 
+@given(
+    st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 0.5000001, 3.0]), min_size=1, max_size=40),
+    st.integers(1, 45) | st.none(),
+    st.sampled_from([1e-9, 0.3, 0.5, 0.999, 1.0, None]),
+    st.sampled_from([1e-9, 0.3, 1.0, None]),
+)
+def test_what_is_kept_is_the_beginning_of_a_stable_sort(
+    values: list[float], top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    logits = np.array([1.0, *values])
+    order = np.argsort(-logits, kind="stable")[:top_k]
+    if top_p is not None:
+        p = softmax(logits[order])
+        order = [i for n, i in enumerate(order) if n == 0 or np.cumsum(p)[n - 1] < top_p]
+    if min_p is not None:
+        order = [i for i in order if logits[i] >= logits[order[0]] + np.log(min_p)]
+    expected = np.full_like(logits, -np.inf)
+    expected[order] = logits[order]
+    np.testing.assert_array_equal(filter_logits(logits, top_k, top_p, min_p), expected)
+
+
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.5, 1.0, 2.0]))
 def test_samples_follow_the_distribution(seed: int, temperature: float) -> None:
     rng = np.random.default_rng(seed)

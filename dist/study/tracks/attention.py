@@ -277,13 +277,13 @@ min_p leaves what has at least min_p times the probability of the best.""",
                 },
             ),
             Mistake(
-                "do equal logits favour the higher id? Sort stably, largest first.",
-                {'np.argsort(-logits, kind="stable")': 'np.argsort(logits, kind="stable")[::-1]'},
+                "do equal logits favour the higher id? The lower ones stay.",
+                {"equal[: len(best)": "equal[::-1][: len(best)"},
             ),
             Mistake(
                 "is min_p a probability by itself? It is a share of the best one's.",
                 {
-                    "logits[order] >= logits[order[0]] + np.log(min_p)": "softmax(logits)[order] "
+                    "best >= best[0] + np.log(min_p)": "np.maximum(softmax(best), best == best[0]) "
                     ">= min_p"
                 },
             ),
