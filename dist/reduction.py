@@ -111,10 +111,14 @@ class Reduction:
         """
         self._root, self._complete = root, complete
 
+    @property
+    def listener(self) -> Callable[[int], None] | None:
+        """What wants to know of each layer that the last leaf is finished; None: nothing does."""
+        return None if self._thread is None else self.finished
+
     def finished(self, layer: int) -> None:
         """Exchange the buckets of which the last leaf is finished with this layer."""
-        if self._thread is None:
-            return
+        assert self._thread is not None
         # neither the first bucket nor the last: they are finished with the backward
         for bucket in reversed(range(1, len(self.bounds) - 1)):
             low, high = self.bounds[bucket][0], self.bounds[bucket][-1]

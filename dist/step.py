@@ -35,7 +35,6 @@ from dist.slices import Cutting, Range
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import clip_scale
-from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
 from reference.params import Layout
 from reference.types import Array, DropoutKey, Loss
@@ -246,7 +245,7 @@ class Stepper:
         leaf = tree.leaf()
         root = tree.open(leaf)
         reduction.begin(root, partial(tree.complete, leaf))
-        losses.append(self._micro_batch(batch, leaf, step, first_sample, reduction.finished))
+        losses.append(self._micro_batch(batch, leaf, step, first_sample, reduction.listener))
 
         started = time.perf_counter()
         reduction.complete()
@@ -294,17 +293,15 @@ class Stepper:
         ops = self.ops
         started = time.perf_counter()
         gradients = self.layout.views(leaf)  # before a GPU has been waited for
-        with ops.step():
-            loss, cache = loss_forward(
-                ops,
-                self.params,
-                self.model,
-                *on_backend(ops, batch),
-                dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
-                recompute=self.recompute,
-            )
-            loss_backward(1.0, cache, gradients, finished)
-            del cache  # before the step ends: its memory is given back, or laid out anew, there
+        loss = ops.gradient(
+            self.params,
+            self.model,
+            *on_backend(ops, batch),
+            gradients,
+            dropout_key=DropoutKey(self.seed, step, sample, 0) if self._drops else None,
+            recompute=self.recompute,
+            finished=finished,
+        )
         self.clock.backend += time.perf_counter() - started
         return Loss(float(loss.total), int(loss.n_valid))
 

@@ -37,6 +37,7 @@ from dist.data import make_batch
 from dist.mode import in_mode, offered
 from dist.monitor import Output, terminal_columns
 from dist.step import Stepper, initial_weights
+from reference import model
 from reference import ops as reference
 from reference.config import Config
 from reference.generate import generate
@@ -273,6 +274,10 @@ class Recorder:
         made = dict(master)
         self._weights = {id(array): array for array in made.values()}
         return made
+
+    def gradient(self, *given: Any, **how: Any) -> Any:
+        """Compute a gradient of these ops, so that they are noted."""
+        return model.gradient(cast(Ops, self), *given, **how)
 
     def _note(self, kind: str, call: Callable[[Ops], object], *given: Any, after: str = "") -> str:
         name = _name(kind, self._compute, [self._kind_of(value) for value in given])

@@ -129,6 +129,18 @@ def check_decode(config: Config, token: Array, cache: KVCache, position: int | A
     ValueError
         When token and cache are not the config's, or a position lies outside the cache.
     """
+    limit = check_cache(config, token, cache)
+    return check_positions(position, len(token), limit)
+
+
+def check_cache(config: Config, token: Array, cache: KVCache) -> int:
+    """Return how many positions fit a cache, after checking that token and cache are the config's.
+
+    Raises
+    ------
+    ValueError
+        When they are not.
+    """
     op, heads = "decode_step", (config.n_kv_heads, config.d_head)
     check_array(op, "token", token)
     if token.ndim != 1:
@@ -149,10 +161,21 @@ def check_decode(config: Config, token: Array, cache: KVCache, position: int | A
             if array.shape == shape:
                 continue
             check_shape(op, f"cache.{name}[{layer}]", array, shape, "token, config and cache.k")
-    check_position(op, "position", position, len(token))
-    limit = room(config, cache)
+    return room(config, cache)
+
+
+def check_positions(position: int | Array, rows: int, limit: int) -> Positions:
+    """Return the position (rows,) of each row's token.
+
+    Raises
+    ------
+    ValueError
+        When one does not lie in 0 .. limit - 1.
+    """
+    op = "decode_step"
+    check_position(op, "position", position, rows)
     if np.min(position) < 0 or np.max(position) >= limit:
         raise ValueError(
             f"{op}: position must lie in 0..{limit - 1}, the cache's room, got {position}"
         )
-    return np.broadcast_to(np.asarray(position), token.shape).astype(np.int32)
+    return np.broadcast_to(np.asarray(position), (rows,)).astype(np.int32)

@@ -40,10 +40,10 @@ from reference.types import Array, DropoutKey, Grads, KVCache, Loss, Params
 
 
 class EmbedCache(NamedTuple):
-    tokens: Any
-    positions: Any  # of the lookup in a table of positions, when there is one
-    add: Any
-    dropout: Any
+    tokens: Any = None
+    positions: Any = None  # of the lookup in a table of positions, when there is one
+    add: Any = None
+    dropout: Any = None
 
 
 class ModelCache(NamedTuple):
@@ -135,6 +135,42 @@ def loss_backward(
         if finished is not None:
             finished(layer)
     embed_backward(run, grads, dx, cache.embed, onto_tokens=run.config.tied)
+
+
+def gradient(
+    ops: Ops,
+    params: Params,
+    config: Config,
+    ids: Array,
+    targets: Array,
+    mask: Array | None,
+    documents: Array | None,
+    grads: Grads,
+    *,
+    dropout_key: DropoutKey | None = None,
+    recompute: Recompute = "auto",
+    finished: Callable[[int], None] | None = None,
+) -> Loss:
+    """Write the gradient of the summed loss of a micro-batch into ``grads``; return the loss.
+
+    In a step of the backend's own. The parameters are those of ``loss_forward`` and
+    ``loss_backward``; what trains calls ``ops.gradient``, for which a backend may have another way.
+    """
+    with ops.step():
+        loss, cache = loss_forward(
+            ops,
+            params,
+            config,
+            ids,
+            targets,
+            mask,
+            documents,
+            dropout_key=dropout_key,
+            recompute=recompute,
+        )
+        loss_backward(1.0, cache, grads, finished)
+        del cache  # before the step ends: its memory is given back, or laid out anew, there
+    return loss
 
 
 def logits(
@@ -300,6 +336,22 @@ def hidden_forward(
 ) -> tuple[Array, ModelCache]:
     """Return what the head reads, (B, T, D), for ids (B, T), the first at position ``start``."""
     x, embed_cache = embed_forward(run, ids, start)
+    x, cache = layers_forward(
+        run, x, documents, start=start, remember=remember, need_backward=need_backward
+    )
+    return x, cache._replace(embed=embed_cache)
+
+
+def layers_forward(
+    run: Pass,
+    x: Array,
+    documents: Array | None = None,
+    *,
+    start: int | Array = 0,
+    remember: Remember | None = None,
+    need_backward: bool = True,
+) -> tuple[Array, ModelCache]:
+    """Return what the head reads, (B, T, D), for embedded tokens x (B, T, D)."""
     blocks: list[BlockCache | BlockInput] = []
     for layer in range(run.config.n_layers):
         forward = partial(
@@ -321,7 +373,7 @@ def hidden_forward(
     if run.config.norm_placement == "pre":
         x, final_cache = norm_forward(run, "final_norm", x)
         final_caches.append(final_cache)
-    return x, ModelCache(run, embed_cache, blocks, final_caches, [])
+    return x, ModelCache(run, EmbedCache(), blocks, final_caches, [])
 
 
 def embed_forward(
@@ -336,18 +388,30 @@ def embed_forward(
             f"a sequence of {ids.shape[1]} tokens exceeds context_length "
             f"({config.context_length}); cut it or use a longer context"
         )
+    where = None
+    if config.position in ("learned", "sinusoidal"):
+        positions = np.expand_dims(start, -1) + np.arange(ids.shape[1])  # (T,) or (B, T)
+        where = ops.from_numpy(positions.astype(np.int32))
+    return embed_at(run, ids, where, site)
+
+
+def embed_at(
+    run: Pass, ids: Array, where: Array | None, site: int = EMBEDDING_SITE
+) -> tuple[Array, EmbedCache]:
+    """Return the embedding of ids (B, T), with that of positions ``where`` (T,) or (B, T) added.
+
+    The positions, int32, are the backend's own; None where the config adds none.
+    """
+    ops, config = run.ops, run.config
     x, token_cache = ops.embedding_forward(ids, run.params["embedding.weight"])
     position_cache = add_cache = None
-    if config.position in ("learned", "sinusoidal"):
-        where = np.expand_dims(start, -1) + np.arange(ids.shape[1])  # (T,) or (B, T)
+    if where is not None:
         if config.position == "learned":
             table = run.params["position.weight"]
         else:
             pe = sinusoidal_table(config.context_length, config.d_model, constant_dtype(run.params))
             table = ops.from_numpy(pe, activation=True)
-        positions, position_cache = ops.embedding_forward(
-            ops.from_numpy(where.astype(np.int32)), table
-        )
+        positions, position_cache = ops.embedding_forward(where, table)
         x, add_cache = ops.add_forward(x, positions)
     x, dropout_cache = dropout_forward(run, x, config.dropout_embedding, site)
     return x, EmbedCache(token_cache, position_cache, add_cache, dropout_cache)

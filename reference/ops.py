@@ -419,8 +419,17 @@ OPS: dict[str, Op] = {
     )
 }
 
-# What a backend offers besides its ops: arrays in and out, weights, scope, memory.
-SERVICES = ("from_numpy", "to_numpy", "parameters", "step", "memory", "recompute", "keep")
+# What a backend offers besides its ops: arrays in and out, weights, scope, memory, a micro-batch.
+SERVICES = (
+    "from_numpy",
+    "to_numpy",
+    "parameters",
+    "step",
+    "memory",
+    "recompute",
+    "keep",
+    "gradient",
+)
 NAMES = (*(name for op in OPS.values() for name in op.names), *SERVICES)
 HOST = Rules({np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"})
 
@@ -469,15 +478,15 @@ def keep(x: Array) -> Array:
     return x
 
 
-def composed(module: str) -> Callable[..., Array]:
-    """Return the ``decode_step`` of a backend without a faster way: ``model.py``'s, of its ops."""
+def composed(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of ``model.py``, of a backend's ops, for one without a faster way."""
 
-    def decode_step(*arguments: Any) -> Array:
+    def function(*arguments: Any, **options: Any) -> Any:
         from reference import model  # here, as model.py reads the sites above
 
-        return model.decode_step(sys.modules[module], *arguments)
+        return getattr(model, name)(sys.modules[module], *arguments, **options)
 
-    return decode_step
+    return function
 
 
 def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -492,8 +501,9 @@ def backend(module: str, rules: Rules, *sources: Mapping[str, Any]) -> dict[str,
     *sources : mappings
         The implementations by name, as ``vars(module)`` has them; the first that has one gives it.
     """
-    compose = {"decode_step": composed(module), "recompute": recompute, "keep": keep}
-    offered = offer(module, OPS.values(), SERVICES, rules, *sources, compose)
+    compose = {name: composed(module, name) for name in ("decode_step", "gradient")}
+    default = {**compose, "recompute": recompute, "keep": keep}
+    offered = offer(module, OPS.values(), SERVICES, rules, *sources, default)
     return {**offered, "__all__": [*NAMES]}
 
 

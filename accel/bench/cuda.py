@@ -43,8 +43,9 @@ from reference.blocks import Recompute
 from reference.config import Config
 from reference.flops import attention_flops, training_flops
 from reference.ops import OPS, Ops
+from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, GPT2_TEXTBOOK, MYLLM_1B
-from reference.types import Array, DropoutKey
+from reference.types import Array, DropoutKey, KVCache
 
 CONFIGS = {"myllm-1b": MYLLM_1B, "gpt2-small": GPT2_SMALL, "gpt2-textbook": GPT2_TEXTBOOK}
 FEW, MANY = 8192, 32_768  # tokens of a micro-batch
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
     p.add_argument(
         "--parts",
         nargs="+",
-        choices=["products", "ops", "attention", "step", "peer"],
+        choices=["products", "ops", "attention", "step", "decode", "peer"],
         metavar="PART",
         help="of %(choices)s (default all but attention alone, which ops has, too)",
     )
@@ -136,6 +137,7 @@ def main(argv: list[str]) -> int:
         "ops": lambda: bench.op_rows(cases()),
         "attention": lambda: bench.op_rows(case for case in cases() if case.op == "attention"),
         "step": lambda: bench.step(config, *shape, given.recompute),
+        "decode": lambda: bench.decode(config),
     }
     if peer is not None:
         small = dataclasses.replace(config, n_layers=min(2, config.n_layers))
@@ -400,6 +402,32 @@ class Bench:
         row = self.said(f"training step, {config.n_layers} layers", seconds, 0, work)
         yield row._replace(note=f"{B * T / row.ours:,.0f} tokens/s, {row.note}")
         yield Row("its peak memory", self.ops.memory(), unit="B")
+
+    def decode(self, config: Config) -> Iterator[Row]:
+        """Time tokens that are written, until their logits are the host's."""
+        self._busy = []
+        layout, ops = decoder_layout(config), self.ops
+        some = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
+        flat = ops.from_numpy(np.resize(np.float32(0.02) * some, layout.size))
+        params = ops.parameters(layout.views(flat))
+        read = sum(x.nbytes for x in params.values())
+        last = config.context_length - 1
+
+        def step(token: Array, cache: KVCache, position: int) -> None:
+            where = np.full(token.shape, position)
+            ops.to_numpy(ops.decode_step(params, config, token, cache, where))
+
+        for rows, position in ((1, min(512, last)), (1, last), (8, min(512, last))):
+            cache = ops.kv_cache(params, config, rows, config.context_length)
+            one = partial(step, ops.from_numpy(np.zeros(rows, np.int32)), cache, position)
+            for _ in range(3):  # by single launches, recorded, and sent again
+                one()
+            seconds = medians({"step": one}, 10 * self.repeats, self.wall)["step"]
+            kept = sum(x[:, : position + 1].nbytes for x in (*cache.k, *cache.v))
+            what = f"a token of {'1 row' if rows == 1 else f'{rows} rows'} at {position:,}"
+            row = self.said(what, seconds, read + kept, 0)
+            yield row._replace(note=f"{rows / seconds:,.0f} tokens/s, {row.note}")
+            del cache, one
 
     def compare(
         self, peer: Any, config: Config, B: int, T: int, recompute: Recompute, **how: Any

@@ -22,7 +22,7 @@ under way, and ways that are run less often. GPUS.md says how much longer two GP
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -172,6 +172,9 @@ class Recorder:
 
     def write(self, array: Array, values: Array) -> None:
         pass
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
 
     def stream(self) -> int:
         return 0

@@ -10,7 +10,6 @@ from accel.bench.timing import Array, Function, check, relative_error
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import clip_scale
-from reference.model import loss_backward, loss_forward
 from reference.ops import Ops
 from reference.params import decoder_layout
 
@@ -90,17 +89,14 @@ class Training:
     def take(self, ids: Array, targets: Array) -> None:
         """Go on with another batch (B, T) int32."""
         self.ids, self.targets = ids, targets
-        self._given = self.ops.from_numpy(ids), self.ops.from_numpy(targets)
+        self._given = self.ops.from_numpy(ids), self.ops.from_numpy(targets), None, None
 
     def loss(self) -> float:
         """Return the mean loss; the gradient of the sum is then in ``grad``."""
         gradients = self.layout.views(self.grad)  # before a GPU has been waited for
-        with self.ops.step():
-            loss, cache = loss_forward(
-                self.ops, self.params, self.config, *self._given, recompute=self.recompute
-            )
-            loss_backward(1.0, cache, gradients)
-            del cache
+        loss = self.ops.gradient(
+            self.params, self.config, *self._given, gradients, recompute=self.recompute
+        )
         return loss.total / loss.n_valid
 
     def step(self) -> float:

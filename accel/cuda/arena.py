@@ -94,6 +94,11 @@ class Arena:
         self._suspended = 0
         self.capacity = self.missed = 0
 
+    @property
+    def open(self) -> bool:
+        """Whether a step is under way."""
+        return self._depth > 0
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Open a scope in which arrays come from the block; scopes may be nested."""
@@ -104,6 +109,16 @@ class Arena:
             self._depth -= 1
             if not self._depth:
                 self._end()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Open a step of the device in which its arrays come from this arena, not from its own."""
+        before, self._device.arena = self._device.arena, self
+        try:
+            with self.step():
+                yield
+        finally:
+            self._device.arena = before
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[None]:

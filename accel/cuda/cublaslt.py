@@ -1,4 +1,4 @@
-"""cublasLt, the part of cuBLAS that lets its caller choose: bound by ctypes, for CuPy has it not.
+"""cublasLt, the part of cuBLAS that lets its caller choose, and that CuPy has not.
 
 It lists algorithms for a product of bf16 operands, by its own expectation the best first, and
 multiplies by one of them. Of algorithms that cut the sums of k terms into parts, only those are
@@ -17,19 +17,26 @@ from typing import Any
 
 import numpy as np
 
+from accel.cuda.cublas import (
+    COMPUTE_32F,
+    CUDA_R_16BF,
+    CUDA_R_32F,
+    WORKSPACE,
+    Bound,
+    CublasError,
+    Functions,
+)
 from accel.cuda.device import Product, current
 from reference.types import Array
 
-# cudaDataType_t, cublasComputeType_t, cublasLtMatmulDescAttributes_t,
-# cublasLtMatmulPreferenceAttributes_t, cublasLtReductionScheme_t, cublasStatus_t
-CUDA_R_32F, CUDA_R_16BF, COMPUTE_32F = 0, 14, 68
+# cublasLtMatmulDescAttributes_t, cublasLtMatmulPreferenceAttributes_t, cublasLtReductionScheme_t,
+# cublasStatus_t
 DESC_TRANSA, DESC_TRANSB = 3, 4
 PREF_MAX_WORKSPACE_BYTES, PREF_REDUCTION_SCHEME_MASK = 1, 3
 PREF_MIN_ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D, in bytes
 REDUCTION_SCHEME_COMPUTE_TYPE = 2
 NOT_SUPPORTED = 15
 
-WORKSPACE = 32 << 20  # bytes that an algorithm may ask for, as many as cuBLAS takes on Hopper
 ALIGNMENT = 16  # bytes, of operands that are multiplied so; others go to cuBLAS
 
 
@@ -51,10 +58,9 @@ class Heuristic(ctypes.Structure):
     ]
 
 
-# what each function returns and takes
-FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "cublasLtGetVersion": (c_size_t, ()),
+FUNCTIONS: Functions = {
     "cublasLtGetStatusString": (ctypes.c_char_p, (c_int,)),
+    "cublasLtGetVersion": (c_size_t, ()),
     "cublasLtCreate": (c_int, (pointer,)),
     "cublasLtMatmulDescCreate": (c_int, (pointer, c_int, c_int)),
     "cublasLtMatmulDescSetAttribute": (c_int, (pointer, c_int, pointer, c_size_t)),
@@ -67,21 +73,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class CublasLtError(OSError):
-    """The library refused what it was asked for.
-
-    Attributes
-    ----------
-    status : int
-        cublasStatus_t.
-    """
-
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class CublasLt:
+class CublasLt(Bound):
     """The library, on the device in use.
 
     Parameters
@@ -95,35 +87,12 @@ class CublasLt:
     """
 
     def __init__(self, library: Any) -> None:
-        self._functions = {}
-        for name, (result, arguments) in FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-            self._functions[name] = function
+        super().__init__(library, FUNCTIONS)
         number = int(library.cublasLtGetVersion())
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         self._handle: Any = None
         self._described: dict[Product, tuple[Any, ...]] = {}
         self._workspace: Array | None = None
-
-    def call(self, name: str, *given: Any) -> None:
-        """Call a function.
-
-        Raises
-        ------
-        CublasLtError
-            When it returns anything but success.
-        """
-        status = self._functions[name](*given)
-        if status:
-            said = self._functions["cublasLtGetStatusString"](status)
-            raise CublasLtError(f"{name} fails: {(said or b'').decode()} ({status})", status)
-
-    def made(self, name: str, *given: Any) -> Any:
-        """Return what a function writes behind its first argument, a pointer."""
-        at = pointer()
-        self.call(name, byref(at), *given)
-        return at
 
     def put(self, name: str, at: Any, attribute: int, value: Any) -> None:
         """Set an attribute of what was made."""
@@ -173,17 +142,16 @@ class CublasLt:
         given = (self.handle, *self.described(product), self.wish(), most, found, byref(n))
         try:
             self.call("cublasLtMatmulAlgoGetHeuristic", *given)
-        except CublasLtError as error:
+        except CublasError as error:
             if error.status != NOT_SUPPORTED:  # else: it has no rule for such a product
                 raise
             return []
         return [bytes(one.algo) for one in found[: n.value] if one.state == 0]
 
-    def room(self, nbytes: int) -> int:
-        """Return the address of a workspace that has so many bytes, one for all products."""
-        if self._workspace is None or self._workspace.size < nbytes:
-            self._workspace = None  # first, so that both need not fit
-            self._workspace = current().empty((max(1, nbytes),), np.uint8)
+    def room(self) -> int:
+        """Return the address of a workspace for all products, which stays where it is."""
+        if self._workspace is None:
+            self._workspace = current().empty((WORKSPACE,), np.uint8)
         return current().address(self._workspace)
 
 
@@ -192,7 +160,7 @@ class ByAlgorithm:
 
     Raises
     ------
-    CublasLtError
+    CublasError
         When the algorithm is not for this product, or not for this GPU.
     """
 
@@ -221,7 +189,7 @@ class ByAlgorithm:
             byref(self._beta),
             *(ct, c_lies, dt, c_lies),
             byref(self._algorithm),
-            self._library.room(self._workspace),
+            self._library.room() if self._workspace else 0,
             self._workspace,
             device.stream(),
         )

@@ -12,8 +12,8 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,15 @@ from accel.cuda import attention, products
 from accel.cuda import device as devices
 from accel.cuda.arena import Arena
 from accel.cuda.compiler import cubin_file, first_line, nvrtc_version
+from accel.cuda.cublas import Cublas
 from accel.cuda.cublaslt import CublasLt
 from accel.cuda.device import BF16, Argument, Multiply, Product
 from accel.cuda.sources import Signature, signature
 from reference.ops import Ops
 from reference.types import Array
 
-# cudaDataType and cublasComputeType_t; CuPy names only some of them
-CUDA_R_32F, CUDA_R_16BF = 0, 14
-COMPUTE_32F, COMPUTE_32F_PEDANTIC = 68, 69
-GEMM_DEFAULT = -1
-POINTER_MODE_HOST = 0
-# partial sums of a product keep the type that it is computed in, float32, where cuBLAS would
-# otherwise be free to add them up in the type of the result, bf16
-DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cublasMath_t
+T = TypeVar("T")
+
 # cudaDeviceAttr
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 75, 97
 
@@ -157,11 +152,9 @@ class CuPyDevice:
     def __init__(self, index: int):
         import cupy
         from cupy_backends.cuda.api import driver, runtime
-        from cupy_backends.cuda.libs import cublas
 
         self._cupy: Any = cupy
         self._driver: Any = driver
-        self._cublas: Any = cublas
         self._gpu = cupy.cuda.Device(index)
         self._gpu.use()
         self.shared_limit = int(
@@ -172,14 +165,14 @@ class CuPyDevice:
         self.warpgroups = capability == "90"
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
+        self._cublas: Cublas | None = None
         self._cublaslt: CublasLt | None = None
         # sm_90a has Hopper's own instructions, which sm_90 lacks
         self.architecture = f"sm_{capability}{'a' if self.warpgroups else ''}"
         self._kernels: dict[Any, Loaded] = {}
         self._launching = threading.Lock()  # of one thread at a time: a kernel has one buffer
-        self._seen = threading.local()  # whether it has launched
+        self._seen = threading.local()  # whether it has taken the GPU
         self.arena = Arena(self)
-        self._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}  # alpha and beta
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Return uninitialised memory from CuPy's pool."""
@@ -265,59 +258,53 @@ class CuPyDevice:
             for a in arguments
         ]
         block = threads, 1, 1
-        if not hasattr(self._seen, "thread"):  # the driver wants the GPU's context in each thread
-            self._gpu.use()
-            self._seen.thread = True
+        self._use()
         with self._launching:
             loaded.allow(shared)
             at = loaded.given(given)
             self._driver.launchKernel(loaded.address, *grid, *block, shared, self.stream(), 0, at)
 
+    def _use(self) -> None:
+        """Take the GPU in this thread, as the driver and cuBLAS want it in each."""
+        if not hasattr(self._seen, "thread"):
+            self._gpu.use()
+            self._seen.thread = True
+
     def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
-        """D ← op(A) op(B) + beta·C by cuBLAS, in float32 without shortcuts for float32 operands."""
+        """D ← op(A) op(B) + beta·C by cuBLAS."""
         if product.apart:
             d.data.copy_from_device_async(c.data, c.nbytes)  # type: ignore[attr-defined]
-        handle = self._cupy.cuda.device.get_cublas_handle()
-        # CuPy's own handle, which whoever else uses CuPy here may have set otherwise
-        self._cublas.setPointerMode(handle, POINTER_MODE_HOST)
-        self._cublas.setMathMode(handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
-        bf16 = a.dtype == BF16
-        kind = CUDA_R_16BF if bf16 else CUDA_R_32F
-        self._cublas.gemmEx(
-            handle,
-            int(product.transpose_a),
-            int(product.transpose_b),
-            product.m,
-            product.n,
-            product.k,
-            self._numbers[1.0].ctypes.data,
-            self.address(a),
-            kind,
-            product.lda,
-            self.address(b),
-            kind,
-            product.ldb,
-            self._numbers[product.beta].ctypes.data,
-            self.address(d),
-            CUDA_R_16BF if product.narrow else CUDA_R_32F,
-            product.ldc,
-            COMPUTE_32F if bf16 else COMPUTE_32F_PEDANTIC,
-            GEMM_DEFAULT,
-        )
+        self._use()
+        if self._cublas is None:
+            self._cublas = self._library("cublas", Cublas)
+        self._cublas.gemm_ex(product, *map(self.address, (a, b, d)), bf16=a.dtype == BF16)
 
     def cublaslt(self) -> CublasLt:
         """Return the library that cuBLAS itself has loaded, of the same version of CUDA."""
         if self._cublaslt is None:
-            major = self._cupy.cuda.runtime.runtimeGetVersion() // 1000
-            windows = sys.platform == "win32"
-            name = f"cublasLt64_{major}.dll" if windows else f"libcublasLt.so.{major}"
-            try:
-                self._cublaslt = CublasLt(ctypes.CDLL(name))
-            except (OSError, AttributeError) as error:
-                raise ImportError(
-                    f"{name}, a part of cuBLAS, cannot be used ({first_line(error)})"
-                ) from error
+            self._cublaslt = self._library("cublasLt", CublasLt)
         return self._cublaslt
+
+    def _library(self, name: str, bound: Callable[[ctypes.CDLL], T]) -> T:
+        major = self._cupy.cuda.runtime.runtimeGetVersion() // 1000
+        file = f"{name}64_{major}.dll" if sys.platform == "win32" else f"lib{name}.so.{major}"
+        try:
+            return bound(ctypes.CDLL(file))
+        except (OSError, AttributeError) as error:
+            raise ImportError(
+                f"{file}, a part of cuBLAS, cannot be used ({first_line(error)})"
+            ) from error
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return the launch of a CUDA graph of what ``run`` asks for."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)  # the usual one cannot be captured
+        with stream:
+            stream.begin_capture()
+            try:
+                run()
+            finally:
+                graph = stream.end_capture()
+        return cast(Callable[[], None], graph.launch)
 
     def stream(self) -> int:
         """Return the handle of the current stream."""

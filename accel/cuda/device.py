@@ -135,6 +135,14 @@ class Device(Protocol):
             When it is missing.
         """
 
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what does again, as one, all that ``run`` asks of the device.
+
+        ``run`` itself does nothing then. It asks for launches, products and clearings alone, of
+        kernels that have run before, and the memory that they work on has to outlive what is
+        returned.
+        """
+
     def stream(self) -> int:
         """Return the handle of the queue that launches go to, for libraries that add to it."""
 

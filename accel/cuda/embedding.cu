@@ -1,13 +1,15 @@
 // Looking rows up in a table, and adding gradients up in it.
 
-// out[n] = table[ids[n]]: blocks along y are the tokens, a thread owns PACK columns.
-KERNEL embedding_forward(const int* ids, const elem* table, elem* out, i64 N, i64 D) {
+// out[n] = table[ids[n]], zeros for an id that the table (V, D) does not have: blocks along y are the
+// tokens, a thread owns PACK columns.
+KERNEL embedding_forward(const int* ids, const elem* table, elem* out, i64 N, i64 V, i64 D) {
     const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * PACK;
     if (i >= D) return;
     const bool wide = D % PACK == 0 && aligned(table) && aligned(out);
     for (i64 n = blockIdx.y; n < N; n += gridDim.y) {
-        float v[PACK];
-        load_pack(table + (i64)ids[n] * D, i, D, wide, v);
+        const int id = ids[n];
+        float v[PACK] = {};
+        if (id >= 0 && id < V) load_pack(table + (i64)id * D, i, D, wide, v);
         store_pack(out + n * D, i, D, wide, v);
     }
 }

@@ -23,13 +23,20 @@ class EmbeddingCache(NamedTuple):
 
 def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
     """Return table[ids], shape (..., D). Waits for the device, to see whether all ids exist."""
+    count_ids("embedding", "ids", ids, None, table.shape[0], "table")
+    ids = contiguous(ids)
+    return lookup(ids, table), EmbeddingCache(ids.reshape(-1), table.shape)
+
+
+def lookup(ids: Array, table: Array) -> Array:
+    """Return table[ids], shape (..., D); zeros for ids that the table does not have."""
     V, D = table.shape
-    count_ids("embedding", "ids", ids, None, V, "table")
-    flat, table = contiguous(ids).reshape(-1), contiguous(table)
+    ids, table = contiguous(ids), contiguous(table)
     out = empty((*ids.shape, D), table.dtype)
-    grid = (packs(table, D), min(flat.size, MAX_GRID_Y))
-    launch("embedding", "embedding_forward", grid, ids=flat, table=table, out=out, N=flat.size, D=D)
-    return out, EmbeddingCache(flat, (V, D))
+    grid = (packs(table, D), min(ids.size, MAX_GRID_Y))
+    given = {"ids": ids, "table": table, "out": out, "N": ids.size, "V": V, "D": D}
+    launch("embedding", "embedding_forward", grid, **given)
+    return out
 
 
 def embedding_backward(
@@ -62,17 +69,31 @@ def count_ids(
     ValueError
         When one lies outside; the first offender is named.
     """
-    if not ids.size:
-        return 0
+    return verdict(op, name, ids, check(ids, mask, limit), limit, what) if ids.size else 0
+
+
+def check(ids: Array, mask: Array | None, limit: int) -> Array:
+    """Return (2,) int32: the first id that takes part and lies outside 0 .. limit - 1, and a count.
+
+    The first is the number of an element, or how many there are; counted are those that take part.
+    """
     flat = contiguous(ids).reshape(-1)
     result = empty((2,), np.int32)
     mask = None if mask is None else contiguous(mask).reshape(-1)
     given = {"ids": flat, "mask": mask, "N": flat.size, "limit": limit, "result": result}
-    launch("embedding", "check_ids", 1, THREADS, 2 * 4 * THREADS, **given)
+    threads = min(THREADS, 32 * ceil_div(flat.size, 32))
+    launch("embedding", "check_ids", 1, threads, 2 * 4 * threads, **given)
+    return result
+
+
+def verdict(
+    op: str, name: str, ids: Array, result: Array, limit: int, what: str = "vocabulary"
+) -> int:
+    """Wait for what ``check`` has found, and return or raise as ``count_ids``."""
     first, count = (int(n) for n in current().download(result))
-    if first < flat.size:
+    if first < ids.size:
         where = ", ".join(str(int(i)) for i in np.unravel_index(first, ids.shape))
-        value = int(current().download(flat[first : first + 1])[0])
+        value = int(current().download(contiguous(ids).reshape(-1)[first : first + 1])[0])
         raise ValueError(
             f"{op}: {name} must lie in 0..{limit - 1} (the {what} has {limit} entries), "
             f"but {name}[{where}] is {value}"

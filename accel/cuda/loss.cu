@@ -26,8 +26,8 @@ DEVICE TopSum row_top_sum(const elem* z, i64 V, bool wide, float* scratch) {
 }
 
 // losses[row] = lse(z) - z[target]; with `gradient` the logits become softmax(z) - onehot(target).
-// Rows that are masked have no loss and a gradient of zero, and so has what lies behind the V logits
-// of a row, which begins `width` after the one before.
+// Rows that are masked, or have no such target, have no loss and a gradient of zero, and so has what
+// lies behind the V logits of a row, which begins `width` after the one before.
 KERNEL cross_entropy(elem* logits, const int* targets, const bool* mask, float* losses, i64 V,
                      i64 width, int gradient) {
     SHARED(memory);
@@ -35,7 +35,7 @@ KERNEL cross_entropy(elem* logits, const int* targets, const bool* mask, float* 
     const i64 row = blockIdx.x;
     elem* z = logits + row * width;
     const bool wide = width % PACK == 0 && aligned(logits);
-    const bool counts = !mask || mask[row];
+    const bool counts = (!mask || mask[row]) && targets[row] >= 0 && targets[row] < V;
     float top = 0.0f, sum = 1.0f;
     const int target = counts ? targets[row] : -1;
     if (counts) {

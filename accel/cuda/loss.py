@@ -49,11 +49,29 @@ def linear_cross_entropy_forward(
     need_backward: bool,
 ) -> tuple[Loss, LinearCrossEntropyCache]:
     """Return the summed loss of the logits x headᵀ + bias, and the number of valid targets."""
-    if mask is not None:
-        mask = contiguous(mask).reshape(-1)
     V = head.shape[0]
     n_valid = count_ids("linear_cross_entropy", "targets", targets, mask, V)
+    losses, cache = losses_of(x, head, targets, mask, bias, need_backward=need_backward)
+    return Loss(total(losses), n_valid), cache
 
+
+def total(losses: Array) -> float:
+    """Wait for the losses (N,) of all targets and return their sum."""
+    return float(np.sum(current().download(losses), dtype=np.float64))
+
+
+def losses_of(
+    x: Array,
+    head: Array,
+    targets: Array,
+    mask: Array | None,
+    bias: Array | None,
+    *,
+    need_backward: bool,
+) -> tuple[Array, LinearCrossEntropyCache]:
+    """Return the loss (N,) float32 of each target; 0 of one that is masked, or does not exist."""
+    V = head.shape[0]
+    mask = None if mask is None else contiguous(mask).reshape(-1)
     rows, targets = rows_of(x), contiguous(targets).reshape(-1)
     N = rows.shape[0]
     height, width = chunk_shape(N, V)
@@ -78,8 +96,7 @@ def linear_cross_entropy_forward(
             matmul(z, rows[part], dhead, transpose_a=True, plus=dhead)
         if dbias is not None:
             column_sums(z, dbias, accumulate=True)
-    total = float(np.sum(current().download(losses), dtype=np.float64))
-    return Loss(total, n_valid), LinearCrossEntropyCache(
+    return losses, LinearCrossEntropyCache(
         None if dx is None else dx.reshape(x.shape),
         None if dhead is None else dhead[:V],
         None if dbias is None else dbias[:V],

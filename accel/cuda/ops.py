@@ -4,6 +4,7 @@ The functions look at the dtype of what they are given, so the same ones serve b
 ``ops_bf16.py`` differs only in where bf16 arrays come from.
 """
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel.cuda import (
     arrays,
     attention,
+    decode,
     device,
     elementwise,
     embedding,
@@ -23,6 +25,7 @@ from accel.cuda import (
 )
 from accel.cuda.arrays import copy, upload
 from accel.cuda.device import BF16, F32, current, zeros
+from accel.cuda.gradient import gradient as recorded_gradient
 from accel.cuda.muon import muon as muon
 from reference.boundary import Rules
 from reference.config import Config
@@ -66,6 +69,11 @@ def write_kv(cache: KVCache, k: Array, v: Array, *, layer: int, position: int | 
     for where, what in writes(cache, k, v, layer, position):
         copy(where, what)
 
+
+lookup = embedding.lookup
+decode_step, gradient = (
+    partial(function, sys.modules[__name__]) for function in (decode.decode_step, recorded_gradient)
+)
 
 # a copy: the public functions take the names of those here that they are made of
 IMPLEMENTATIONS = (

@@ -5,14 +5,16 @@ step (``weights.py``); gains, shifts and biases are read from the float32 master
 parameters are float32.
 """
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from accel.cuda import embedding, weights
+from accel.cuda import decode, embedding, weights
 from accel.cuda.arrays import to_dtype, upload
 from accel.cuda.device import BF16, zeros
 from accel.cuda.embedding import EmbeddingCache
+from accel.cuda.gradient import gradient as recorded_gradient
 from accel.cuda.ops import IMPLEMENTATIONS, RULES
 from reference.config import Config
 from reference.kv import empty_cache
@@ -35,6 +37,15 @@ def embedding_forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
     """Return table[ids] in bf16, shape (..., D)."""
     return embedding.embedding_forward(ids, to_dtype(table, BF16))
 
+
+def lookup(ids: Array, table: Array) -> Array:
+    """Return table[ids] in bf16, of ids that nobody has looked at."""
+    return embedding.lookup(ids, to_dtype(table, BF16))
+
+
+decode_step, gradient = (
+    partial(function, sys.modules[__name__]) for function in (decode.decode_step, recorded_gradient)
+)
 
 globals().update(backend(__name__, RULES, dict(globals()), vars(weights), *IMPLEMENTATIONS))
 

@@ -29,7 +29,8 @@ import numpy as np
 from accel import AUTO, DEFAULT, Products
 from accel.cuda import ops_bf16, paths
 from accel.cuda.arrays import copy, to_dtype, upload
-from accel.cuda.cublaslt import ByAlgorithm, CublasLt, CublasLtError
+from accel.cuda.cublas import CublasError
+from accel.cuda.cublaslt import ByAlgorithm, CublasLt
 from accel.cuda.device import BF16, F32, Multiply, Product, current, empty
 from accel.cuda.elementwise import add_forward, scale_forward
 from accel.cuda.optimizer import global_norm
@@ -110,7 +111,7 @@ def take(products: Products) -> None:
         product = Product(a == "T", b == "T", *sizes, beta, out == "bf16", c == " plus")
         try:
             ways[product] = ByAlgorithm(library, product, bytes.fromhex(algorithm))
-        except CublasLtError as error:
+        except CublasError as error:
             raise ImportError(
                 f"this GPU does not take the algorithm of the run's product {name(product)} "
                 f"({error}): {instead}"
@@ -167,7 +168,7 @@ def choose(
                     partial(_measure, product, ways, SECONDS / len(asked)),
                     remember,
                 )
-            except CublasLtError as error:
+            except CublasError as error:
                 untried.append(str(error))
                 continue
             except OSError:
@@ -203,7 +204,7 @@ def check(library: CublasLt, product: Product) -> tuple[dict[str, Multiply], int
 
     Raises
     ------
-    CublasLtError
+    CublasError
         When the library refuses all that it listed.
     OSError
         When the device has no memory for it.
@@ -219,7 +220,7 @@ def check(library: CublasLt, product: Product) -> tuple[dict[str, Multiply], int
             got = _result(product, way, wholes)
             right = any(_alike(got, one) for one in wanted)
             again = [_result(product, way, rounded) for _ in range(2)]
-        except CublasLtError as error:  # listed, and then refused
+        except CublasError as error:  # listed, and then refused
             refused = str(error), error.status  # the error itself would keep all arrays here
             continue
         if right and _alike(*again):
@@ -227,7 +228,7 @@ def check(library: CublasLt, product: Product) -> tuple[dict[str, Multiply], int
         else:
             wrong += 1
     if refused[1] and not wrong and len(ways) == 1:
-        raise CublasLtError(*refused)
+        raise CublasError(*refused)
     return ways, wrong
 
 

@@ -1,14 +1,16 @@
 // RoPE on x (B, T, H, d): pairs (2j, 2j + 1) of the first `turning` heads turn by the angle whose
 // cosine and sine the table holds, the other heads are copied. Backward is the same with sign = -1.
 //
-// table (B or 1, T, d/2, 2) float, made on the host in double: 8191·ω in float is off by 1e-4.
+// table (B or 1, T, d/2, 2) float, made on the host in double: 8191·ω in float is off by 1e-4. With
+// starts (B) int it is one of all positions, and row b's first token stands at starts[b].
 // A block owns a token, a thread PACK elements of its H·d at a stride of the block. x is read and
 // written once; the table's row is shared by all heads of the token.
-KERNEL rope(const elem* x, const float* table, elem* y, int T, int H, int d, int turning,
-            i64 table_stride, float sign) {
+KERNEL rope(const elem* x, const float* table, const int* starts, elem* y, int T, int H, int d,
+            int turning, i64 table_stride, float sign) {
     const i64 token = blockIdx.x;
     const i64 width = (i64)H * d;
-    const float* row = table + token / T * table_stride + token % T * d;
+    const i64 b = token / T;
+    const float* row = table + (starts ? (i64)starts[b] * d : b * table_stride) + token % T * d;
     const bool wide = width % PACK == 0 && aligned(x) && aligned(y);
     const i64 turned = (i64)turning * d;
     for (i64 i = (i64)threadIdx.x * PACK; i < width; i += (i64)blockDim.x * PACK) {

@@ -18,6 +18,7 @@ from reference.types import Array, RopeScaling
 class RopeCache(NamedTuple):
     table: Array  # (1 or B, T, d/2, 2) float32: cosine and sine
     rotate_heads: int  # heads that are rotated, from the first on
+    starts: Array | None = None  # (B,) int32: where rows begin in a table of all positions
 
 
 def rope_forward(
@@ -31,18 +32,18 @@ def rope_forward(
     """Return x (B, T, H, d) with its coordinate pairs rotated by their positions."""
     _, length, n_heads, d_head = x.shape
     starts = tuple(int(s) for s in np.atleast_1d(start))
-    table = _table(current(), base, scaling, starts, length, d_head)
-    cache = RopeCache(table, n_heads if rotate_heads is None else rotate_heads)
-    return _rotate(x, cache, 1.0), cache
+    made = table(current(), base, scaling, starts, length, d_head)
+    cache = RopeCache(made, n_heads if rotate_heads is None else rotate_heads)
+    return rotate(x, cache), cache
 
 
 def rope_backward(dout: Array, cache: RopeCache) -> Array:
     """Return dx: the gradient rotated back."""
-    return _rotate(dout, cache, -1.0)
+    return rotate(dout, cache, -1.0)
 
 
 @functools.lru_cache(maxsize=8)
-def _table(
+def table(
     device: Device,
     base: float,
     scaling: RopeScaling | None,
@@ -50,17 +51,20 @@ def _table(
     length: int,
     d_head: int,
 ) -> Array:
+    """Return cosines and sines (1 or B, T, d/2, 2) of each row's positions, start + 0 .. T - 1."""
     position = np.array(starts)[:, None] + np.arange(length)  # (1 or B, T)
     angle = position[..., None] * frequencies(base, d_head, scaling)
     return device.upload(np.stack([np.cos(angle), np.sin(angle)], -1).astype(np.float32))
 
 
-def _rotate(x: Array, cache: RopeCache, sign: float) -> Array:
+def rotate(x: Array, cache: RopeCache, sign: float = 1.0) -> Array:
+    """Return x (B, T, H, d) with its pairs turned, or turned back where sign is -1."""
     x = contiguous(x)
     batch, length, n_heads, d_head = x.shape
     table_stride = length * d_head if cache.table.shape[0] > 1 else 0
     out = empty(x.shape, x.dtype)
     given = {"x": x, "y": out, "T": length, "H": n_heads, "d": d_head, "sign": sign}
     turned = {"turning": cache.rotate_heads, "table": cache.table, "table_stride": table_stride}
+    turned["starts"] = cache.starts
     launch("rope", "rope", batch * length, **given, **turned)
     return out

@@ -15,6 +15,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "attention": ("device.cuh", "attention.cuh"),
     "attention_mma": ("device.cuh", "attention.cuh", "attention_tiles.cuh"),
     "attention_wgmma": ("device.cuh", "warpgroup.cuh", "attention.cuh", "attention_tiles.cuh"),
+    "decode": ("device.cuh",),
     "elementwise": ("device.cuh",),
     "embedding": ("device.cuh",),
     "layout": ("device.cuh",),

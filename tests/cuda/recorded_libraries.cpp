@@ -1,6 +1,6 @@
 // The functions of cuBLAS and NCCL that a launcher or the trainer calls, as NVIDIA's headers declare
-// them (a definition that differs from its declaration does not compile). Put before the libraries
-// by LD_PRELOAD, each writes its arguments into the file $MYLLM_CALLS, and does nothing.
+// them (a definition that differs from its declaration does not compile). Loaded in the libraries'
+// place, NCCL's by LD_PRELOAD, each writes its arguments into the file $MYLLM_CALLS, and does nothing.
 #include <cublas_v2.h>
 #include <nccl.h>
 
@@ -26,7 +26,6 @@ __attribute__((constructor)) static void constants() {
     note("cublasOperation_t", CUBLAS_OP_N, CUBLAS_OP_T);
     note("cublasComputeType_t", CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC);
     note("cublasGemmAlgo_t", CUBLAS_GEMM_DEFAULT);
-    note("cublasPointerMode_t", CUBLAS_POINTER_MODE_HOST);
     note("cublasMath_t", CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
     note("ncclDataType_t", ncclFloat32);
     note("ncclUniqueId", sizeof(ncclUniqueId));
@@ -34,8 +33,32 @@ __attribute__((constructor)) static void constants() {
 
 extern "C" {
 
-cublasStatus_t cublasSetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t mode) {
-    note("cublasSetPointerMode", handle, mode);
+cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
+    *handle = (cublasHandle_t)0x7fff12345678LL;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+const char* cublasGetStatusString(cublasStatus_t status) { return "out of memory, say"; }
+
+cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t streamId) {
+    note("cublasSetStream", handle, streamId);
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t handle, void* workspace,
+                                     size_t workspaceSizeInBytes) {
+    note("cublasSetWorkspace", handle, workspace, workspaceSizeInBytes);
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t transa,
+                            cublasOperation_t transb, int m, int n, int k, const void* alpha,
+                            const void* A, cudaDataType Atype, int lda, const void* B,
+                            cudaDataType Btype, int ldb, const void* beta, void* C,
+                            cudaDataType Ctype, int ldc, cublasComputeType_t computeType,
+                            cublasGemmAlgo_t algo) {
+    note("cublasGemmEx", handle, transa, transb, m, n, k, *(const float*)alpha, A, Atype, lda, B,
+         Btype, ldb, *(const float*)beta, C, Ctype, ldc, computeType, algo);
     return CUBLAS_STATUS_SUCCESS;
 }
 

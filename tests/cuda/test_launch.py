@@ -50,7 +50,7 @@ def test_every_parameter_of_every_kernel_is_read_from_its_text() -> None:
             assert (elem is not None) == ("elem" in declared or "ATTENTION" in declared)
             assert "BF16" in macros
     assert dict(sources.signature("rope", "rope").parameters) == {
-        **dict.fromkeys(("x", "table", "y")),
+        **dict.fromkeys(("x", "table", "starts", "y")),
         **dict.fromkeys(("T", "H", "d", "turning"), np.int32),
         "table_stride": np.int64,
         "sign": np.float32,
@@ -68,7 +68,7 @@ def test_arguments_are_put_in_order_and_take_the_declared_types(device: Recorder
 
 def test_bf16_follows_from_the_activations(device: Recorder) -> None:
     for table, expected in ((X, 0), (X.astype(np.uint16), 1)):
-        launch("embedding", "embedding_forward", 1, ids=X, table=table, out=X, N=1, D=1)
+        launch("embedding", "embedding_forward", 1, ids=X, table=table, out=X, N=1, V=1, D=1)
         assert device.given[-1]["defines"] == {"BF16": expected}
     launch("attention", "document_ranges", 1, documents=X, ranges=X, pairs=1, S=1, BF16=1)
     assert device.given[-1]["defines"] == {"BF16": 1}
@@ -93,8 +93,8 @@ def test_a_missing_or_surplus_name_is_an_error(
 
 def test_a_number_that_its_type_cannot_hold_is_an_error(device: Recorder) -> None:
     with pytest.raises(OverflowError):
-        launch("rope", "rope", 1, x=X, table=X, y=X, T=2**31, H=1, d=1, turning=1, table_stride=0,
-            sign=1)  # fmt: skip
+        launch("rope", "rope", 1, x=X, table=X, y=X, starts=None, T=2**31, H=1, d=1, turning=1,
+            table_stride=0, sign=1)  # fmt: skip
 
 
 def test_more_shared_memory_than_the_gpu_has_is_an_error(device: Recorder) -> None:

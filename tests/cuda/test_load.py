@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 
 import accel
 from accel.cuda import cupy_device
+from accel.cuda.cublas import Cublas, CublasError
 from accel.cuda.device import Product
 from dist import carriers
 from tests.cuda_shim.device import ShimDevice
@@ -152,51 +154,93 @@ def test_a_gpu_of_another_kind_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorded:
-    """Stands in for a library: keeps the calls."""
+    """Stands in for cuBLAS: its functions keep the calls, and succeed."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[str, list[Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, *arguments))
+        def call(*given: Any) -> int:
+            plain = [getattr(x, "_obj", x) for x in given]  # what a reference is to
+            self.calls.append((name, [getattr(x, "value", x) for x in plain]))
+            return 0
+
+        return call
 
 
-def test_cublas_is_forbidden_to_add_up_in_bf16() -> None:
+def with_cublas(monkeypatch: pytest.MonkeyPatch, library: Recorded) -> Any:
+    """Return a device without a GPU that multiplies by a library."""
     device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
-    handles = SimpleNamespace(get_cublas_handle=lambda: 77)
-    device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=handles))
-    device._cublas = cublas = Recorded()
-    device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
-    device.address = lambda array: array.ctypes.data
+    device._cublas, device._use, device.at = Cublas(library), lambda: None, 7
+    device.stream = lambda: device.at
+    device.empty = np.empty
+    device.address = lambda array: array.at if hasattr(array, "at") else array.ctypes.data
+    monkeypatch.setattr("accel.cuda.device._device", device)
+    return device
+
+
+def test_cublas_is_forbidden_to_add_up_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorded()
+    device = with_cublas(monkeypatch, library)
     a, out = np.zeros((4, 4), np.uint16), np.zeros((4, 4), np.uint16)
-    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, out, out)
-    names = [name for name, *_ in cublas.calls]
-    assert names == ["setPointerMode", "setMathMode", "gemmEx"]
-    assert cublas.calls[1][1:] == (77, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
-    assert cublas.calls[2][-2:] == (68, -1)  # CUBLAS_COMPUTE_32F
+    product = Product(False, True, 4, 4, 4, 0.0, True)
+    for device.at in (7, 7, 8, 7):
+        device.gemm_ex(product, a, a, out, out)
+    own = ["cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmEx"]
+    first = ["cublasCreate_v2", "cublasSetMathMode", *own]
+    names = [name for name, _ in library.calls]
+    assert names == [*first, "cublasGemmEx", *own, *own]  # a new stream forgets the workspace
+    assert library.calls[1][1][1] == 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+    assert [given[1] for name, given in library.calls if "Stream" in name] == [7, 8, 7]
+    assert library.calls[-1][1][-2:] == [68, -1]  # CUBLAS_COMPUTE_32F
 
 
 @pytest.mark.parametrize("narrow", [True, False])
-def test_cublas_adds_onto_a_copy_of_what_lies_apart(narrow: bool) -> None:
-    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
-    handles = SimpleNamespace(get_cublas_handle=lambda: 77)
-    device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=handles))
-    device._cublas = calls = Recorded()
-    device._numbers = {x: np.array([x], np.float32) for x in (0.0, 1.0)}
-    device.address = lambda array: array.at
+def test_cublas_adds_onto_a_copy_of_what_lies_apart(
+    narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Recorded()
+    device = with_cublas(monkeypatch, library)
 
     def lying(at: int) -> Any:
-        copied = lambda source, nbytes: calls.copied(at, source, nbytes)  # noqa: E731
+        def copied(source: Any, nbytes: int) -> None:
+            library.calls.append(("copied", [at, source, nbytes]))
+
         data = SimpleNamespace(at=at, copy_from_device_async=copied)
         dtype = np.dtype(np.uint16 if narrow else np.float32)
         return SimpleNamespace(at=at, dtype=dtype, nbytes=32, data=data)
 
     a, b, c, d = (lying(at) for at in (1, 2, 3, 4))
     device.gemm_ex(Product(False, False, 4, 4, 4, 1.0, narrow, True), a, b, c, d)
-    copied, *_, product = calls.calls
-    assert copied == ("copied", 4, c.data, 32) and product[0] == "gemmEx"
-    assert product[8] == 1 and product[11] == 2 and product[15] == 4
-    assert product[14] == device._numbers[1.0].ctypes.data
+    copied, *_, product = library.calls
+    assert copied == ("copied", [4, c.data, 32]) and product[0] == "cublasGemmEx"
+    assert [product[1][i] for i in (7, 10, 13, 14)] == [1, 2, 1.0, 4]
+
+
+def test_each_thread_has_a_handle_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorded()
+    device = with_cublas(monkeypatch, library)
+    a, out = np.zeros((4, 4), np.uint16), np.zeros((4, 4), np.uint16)
+
+    def multiply() -> None:
+        device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, out, out)
+
+    for _ in range(2):
+        multiply()
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    assert sum(name == "cublasCreate_v2" for name, _ in library.calls) == 2
+
+
+def test_what_cublas_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Recorded()
+    device = with_cublas(monkeypatch, library)
+    device._cublas._functions["cublasSetMathMode"] = lambda *_: 7
+    device._cublas._says = lambda status: b"an invalid value"
+    a = np.zeros((4, 4), np.uint16)
+    with pytest.raises(CublasError, match=r"cublasSetMathMode fails: an invalid value \(7\)"):
+        device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, a, a)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")

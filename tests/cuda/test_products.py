@@ -25,7 +25,8 @@ from accel.bench import cuda as bench
 from accel.bench.training import Training
 from accel.cuda import cublaslt, cupy_device, linear, ops_bf16, paths, products
 from accel.cuda import device as devices
-from accel.cuda.cublaslt import ByAlgorithm, CublasLt, CublasLtError
+from accel.cuda.cublas import CublasError
+from accel.cuda.cublaslt import ByAlgorithm, CublasLt
 from accel.cuda.device import BF16, F32, Product
 from reference.model import loss_backward, loss_forward
 from reference.presets import MYLLM_1B
@@ -179,7 +180,7 @@ def test_the_real_library_takes_what_it_is_told() -> None:
     ):
         found = read("cublasLtMatmulPreferenceGetAttribute", wish, attribute, width)
         assert found == wanted, attribute
-    with pytest.raises(CublasLtError, match=r"cublasLtMatmulDescSetAttribute fails: .+ \(7\)"):
+    with pytest.raises(CublasError, match=r"cublasLtMatmulDescSetAttribute fails: .+ \(7\)"):
         library.put("cublasLtMatmulDescSetAttribute", done, 3, ctypes.c_int64(1))
 
 
@@ -443,7 +444,7 @@ def test_what_cannot_be_tried_goes_by_cublas_and_it_is_said(
     assert f"; {left} go by cuBLAS's own choice untried: no memory to try them)" in choice.said
     monkeypatch.setattr(products, "_drawn", drawn)
     with pytest.MonkeyPatch.context() as patched:  # what fails when it is timed
-        for error, why in ((memory, "no memory to try them"), (CublasLtError("no", 14), "no")):
+        for error, why in ((memory, "no memory to try them"), (CublasError("no", 14), "no")):
             patched.setattr(products, "_measure", Mock(side_effect=error))
             choice = products.choose(SMALL, 2, remember=False)
             assert choice == (DEFAULT, f"products: by cuBLAS's own choice ({why})", ())

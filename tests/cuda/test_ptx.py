@@ -27,6 +27,9 @@ from tests.helpers.cuda_cases import (
     run_backend,
     run_reference,
 )
+from tests.helpers.cuda_decoding import Text, exact, ids_of
+from tests.helpers.cuda_models import bf16_weights, parameters
+from tests.helpers.models import MODELS
 from tests.ptx.device import PtxDevice
 
 require.shim()
@@ -219,8 +222,17 @@ def conversions() -> None:
         np.testing.assert_array_equal(back, module.to_numpy(there))
 
 
+def tokens_after_a_prompt() -> None:
+    config = MODELS["qk_norm_windows"]
+    flat, ids = bf16_weights(config, parameters(config)), ids_of(config)
+    wanted = exact(config, flat, ids, 3)
+    for module, most in ((ops, STRICT), (ops_bf16, 0.03)):
+        for got, want in zip(Text(module, config, flat, ids).steps(3), wanted, strict=True):
+            assert relative_error(got, want) <= most
+
+
 OTHERS = [softmax_and_logits, norms_of_flat_buffers, adamw, muon, views_of_ids_and_masks]
-OTHERS += [kv_cache, conversions]
+OTHERS += [kv_cache, conversions, tokens_after_a_prompt]
 
 
 @pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__)

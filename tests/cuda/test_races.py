@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.cuda import attention, ops, ops_bf16, sources
+from accel.cuda import attention, decode, ops, ops_bf16, sources
 from accel.cuda import device as devices
 from reference.types import Array
 from tests.cuda_shim import require
@@ -408,6 +408,14 @@ def the_rest(module: Any) -> None:
     mask, documents = (module.from_numpy(np.ones((1, 66), kind)) for kind in (np.bool_, np.int32))
     out, attended = module.attention_forward(q, k, k, None, mask[:, ::2], documents[:, ::2])
     module.attention_backward(out, attended)
+    # a query that two blocks of heads share, to a cache of two parts and a few slots
+    q, k = (
+        module.from_numpy(np.ones(shape, np.float32), activation=True)
+        for shape in ((2, 1, 9, 40), (2, 261, 1, 40))
+    )
+    positions = module.from_numpy(np.array([259, 4], np.int32))
+    decode.keep(k[:, :1], k[:, 1:2], k, k, positions)
+    decode.attend(q, k, k, positions, None, 0)
 
 
 @pytest.mark.parametrize("module", [ops_bf16, pytest.param(ops, marks=SLOW)], ids=["bf16", "f32"])

@@ -56,6 +56,20 @@ def compiled(source: Path, *how: str) -> Path:
     return path
 
 
+class Recordable(CublasLt):
+    """The library, whose products are for later while something is recorded."""
+
+    def __init__(self, library: Any, device: ShimDevice) -> None:
+        super().__init__(library)
+        self._device = device
+
+    def call(self, name: str, *given: Any) -> None:
+        multiply = super().call
+        if name == "cublasLtMatmul" and self._device.later(lambda _: multiply(name, *given)):
+            return
+        multiply(name, *given)
+
+
 class WithCublasLt(ShimDevice):
     """A device whose products take seconds of a clock of their own.
 
@@ -77,7 +91,7 @@ class WithCublasLt(ShimDevice):
             library.standin_set(number, seconds.get(number, 0.0))
         library.standin_version(version)
         self._started, self._own = library.standin_clock(), 0.0
-        self._lt = CublasLt(library)
+        self._lt = Recordable(library, self)
 
     def cublaslt(self) -> CublasLt:
         return self._lt

@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,7 @@ class ShimDevice:
         self.extra = dict(extra or {})
         self.launches: list[str] = []
         self.arena = Arena(self)
+        self._recorded: list[Callable[[], None]] | None = None  # while something is recorded
         self._libraries: dict[Any, ctypes.CDLL] = {}
         self._bands: weakref.WeakSet[_Memory] = weakref.WeakSet()
 
@@ -135,20 +138,59 @@ class ShimDevice:
         pass
 
     def clear(self, array: Array) -> None:
+        if self.later(ShimDevice.clear, array):
+            return
         assert array.flags.c_contiguous
         array[...] = 0
 
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return what does again what ``run`` asks for; as on a GPU it holds no array."""
+        self._recorded = recorded = []
+        try:
+            run()
+        finally:
+            self._recorded = None
+
+        def again() -> None:
+            for call in recorded:
+                call()
+
+        return again
+
+    def later(self, call: Callable[..., None], *given: Any, **how: Any) -> bool:
+        """Keep a call for later, while something is recorded."""
+        if self._recorded is None:
+            return False
+        views: dict[int, Array] = {}  # an array that is given twice stays one
+
+        def view(value: Any) -> Any:
+            if isinstance(value, list):
+                return [view(one) for one in value]
+            if isinstance(value, np.ndarray):
+                return views.setdefault(id(value), _view(value))
+            return value
+
+        self._recorded.append(partial(call, self, *map(view, given), **how))
+        return True
+
+    def _now(self) -> None:
+        if self._recorded is not None:
+            raise ShimError("nothing passes between the GPU and its host while calls are recorded")
+
     def upload(self, array: Array) -> Array:
+        self._now()
         copy = self.empty(array.shape, array.dtype)
         copy[...] = array
         return copy
 
     def write(self, array: Array, values: Array) -> None:
+        self._now()
         assert array.flags.c_contiguous and array.shape == values.shape
         assert array.dtype == values.dtype
         array[...] = values
 
     def download(self, array: Array) -> Array:
+        self._now()
         return np.array(array)
 
     def address(self, array: Array) -> int:
@@ -183,6 +225,9 @@ class ShimDevice:
         shared: int,
         defines: Mapping[str, int],
     ) -> None:
+        how = {"shared": shared, "defines": defines}
+        if self.later(ShimDevice.launch, source, kernel, grid, threads, list(arguments), **how):
+            return
         if shared > self.shared_limit:
             raise ShimError(f"{kernel}: a block can have {self.shared_limit} bytes, not {shared}")
         library = self._library(source, defines)
@@ -249,6 +294,8 @@ class ShimDevice:
 
     def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
         """D ← op(A) op(B) + beta·C on column-major matrices, as cuBLAS reads its arguments."""
+        if self.later(ShimDevice.gemm_ex, product, a, b, c, d):
+            return
         self.launches.append("gemm")
         assert product.apart == (c is not d)  # else what lies there already would be copied
         if product.apart:
@@ -335,6 +382,18 @@ class _Piece:
             "typestr": dtype.str,
             "version": 3,
         }
+
+
+def _view(array: Array) -> Array:
+    """Return an array in the same memory, which it does not keep."""
+    described = {
+        "data": (array.ctypes.data, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": array.dtype.str,
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
 
 
 def _extent(array: Array) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import pytest
 
 from accel import DEFAULT
 from accel.cuda import products
-from accel.cuda.cublaslt import CublasLt
 from dist import checkpoint
 from dist.config import RunFile
 from dist.config import load as load_run_file
@@ -23,7 +22,13 @@ from tests.cuda_shim import require
 require.shim()
 require.cuda_files("c*/include/cublasLt.h")
 
-from tests.cuda_shim.cublaslt import HALVES, VERSION, WithCublasLt, algorithm  # noqa: E402
+from tests.cuda_shim.cublaslt import (  # noqa: E402
+    HALVES,
+    VERSION,
+    Recordable,
+    WithCublasLt,
+    algorithm,
+)
 from tests.cuda_shim.myllm import clocked, install  # noqa: E402
 from tests.helpers.gpu_ranks import train_on_ranks  # noqa: E402
 from tests.helpers.runs import digest, losses, prepare, train, with_run  # noqa: E402
@@ -41,7 +46,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., WithCu
             {"mma": 1.0} | {n[1:]: s for n, s in numbered.items()}, monkeypatch.setattr
         )
         device.library.standin_version(version)
-        device._lt = CublasLt(device.library)
+        device._lt = Recordable(device.library, device)
         install("none", monkeypatch.setattr, device)
         return device
 

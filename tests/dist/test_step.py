@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import accel
 from dist import checkpoint, saving
-from dist import step as steps
 from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
@@ -27,7 +26,7 @@ from dist.reduction import add_in_tree_order
 from dist.slices import bounds_of_slices
 from dist.step import Gradient, Stepper, TreeSum, initial_weights, sum_of
 from dist.weights import load_master
-from reference import ops
+from reference import model, ops
 from reference.global_norm import SUM_BLOCK, clip_scale, global_norm
 from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
@@ -209,8 +208,8 @@ def test_what_the_backward_needed_is_gone_before_the_step_ends(
         yield
         ended.append(kept[-1]() is None)
 
-    monkeypatch.setattr(steps, "loss_forward", forward)
-    monkeypatch.setattr(steps, "loss_backward", lambda s, c, g, f: loss_backward(s, c[0], g, f))
+    monkeypatch.setattr(model, "loss_forward", forward)
+    monkeypatch.setattr(model, "loss_backward", lambda s, c, g, f: loss_backward(s, c[0], g, f))
     monkeypatch.setattr(ops, "step", one_step)
     config = prepare(tmp_path)
     batches = [TrainingData(config).batch(i, 1) for i in range(8)]

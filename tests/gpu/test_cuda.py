@@ -7,6 +7,7 @@ All GPU checks and the benchmark in one go::
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ import pytest
 
 import accel
 from accel.bench.training import Training
-from accel.cuda import attention, paths, products
+from accel.cuda import attention, decode, paths, products
 from accel.cuda import device as devices
 from accel.cuda.device import Product
+from accel.tolerance import round_bf16
 from accel.verify import check_module
+from reference import model
 from reference.params import decoder_layout
 from reference.types import Array
 from tests.helpers.cuda_cases import (
@@ -31,6 +34,7 @@ from tests.helpers.cuda_cases import (
     run_backend,
     run_reference,
 )
+from tests.helpers.cuda_decoding import Text, attended, exact, ids_of
 from tests.helpers.cuda_models import batch, bf16_weights, parameters, train
 from tests.helpers.models import MODELS
 
@@ -235,6 +239,53 @@ def test_two_runs_in_bf16_give_the_same_bits(name: str, bf16: Any) -> None:
     np.testing.assert_array_equal(one[1], two[1])
     np.testing.assert_array_equal(one[2], two[2])
     assert decoder_layout(config).size == one[2].size
+
+
+@pytest.mark.parametrize("mode", ["strict", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_tokens_equal_single_launches_and_the_reference(
+    name: str, mode: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, config = request.getfixturevalue(mode), MODELS[name]
+    flat, ids = bf16_weights(config, parameters(config)), ids_of(config)
+    recorded = Text(module, config, flat, ids).steps(8)
+    monkeypatch.setattr(decode, "_step", lambda *given: decode.Step(*given[:3]))
+    single = Text(module, config, flat, ids).steps(8)
+    for got, same, want in zip(recorded, single, exact(config, flat, ids, 8), strict=True):
+        np.testing.assert_array_equal(got, same)
+        assert relative_error(got, want) <= (1e-5 if mode == "strict" else 0.03)
+
+
+@pytest.mark.parametrize("mode", ["strict", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_gradients_have_the_bits_of_single_launches(
+    name: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    module, config = request.getfixturevalue(mode), MODELS[name]
+    layout, flat = decoder_layout(config), bf16_weights(config, parameters(config))
+    params = module.parameters(layout.views(module.from_numpy(flat)))
+    leaf = module.from_numpy(np.full_like(flat, np.nan))
+    for seed in range(4):
+        given = [module.from_numpy(x) for x in batch(config, seed).values()]
+        results = []
+        for gradient in (module.gradient, partial(model.gradient, module)):
+            loss = gradient(params, config, *given, None, layout.views(leaf))
+            results.append((loss, module.to_numpy(leaf)))
+        assert results[0][0] == results[1][0]
+        np.testing.assert_array_equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "d"), [(14, 2, 128), (12, 12, 64), (9, 1, 72)])
+def test_attention_to_a_long_cache(Hq: int, Hkv: int, d: int, bf16: Any) -> None:
+    rng = np.random.default_rng(0)
+    positions = np.array([8191, 700, 3], np.int32)
+    arrays = [
+        round_bf16(rng.standard_normal((3, n, H, d)).astype(np.float32))
+        for n, H in ((1, Hq), (8192, Hkv), (8192, Hkv))
+    ]
+    given = [bf16.from_numpy(x, activation=True) for x in arrays]
+    got = bf16.to_numpy(decode.attend(*given, bf16.from_numpy(positions), None, 0))
+    assert relative_error(got, attended(*arrays, positions, None, 0)) <= 0.004
 
 
 def test_a_long_sequence_equals_slices_of_float64(bf16: Any) -> None:

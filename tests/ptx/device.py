@@ -56,6 +56,9 @@ class PtxDevice(ShimDevice):
         shared: int,
         defines: Mapping[str, int],
     ) -> None:
+        how = {"shared": shared, "defines": defines}
+        if self.later(PtxDevice.launch, source, kernel, grid, threads, list(arguments), **how):
+            return
         if shared > self.shared_limit:
             raise PtxError(f"{kernel}: a block can have {self.shared_limit} bytes, not {shared}")
         key = source, tuple(sorted(defines.items())), kernel
