@@ -14,8 +14,9 @@ that it owns and adds them in the tree's order (``reduction.py``). So every W ad
 and gives the same bits. What goes over the wire is what reduce-scatter would send.
 
 Then, as each slice is whole blocks or whole matrices (``slices.py``; ZeRO stage 1, Rajbhandari et
-al. 2020): multiply by 1/N, N the valid targets of all ranks; the norm from per-block sums; clip;
-AdamW or Muon on this rank's slices of the master, of m and of v; gather the master.
+al. 2020): the norm from per-block sums; AdamW or Muon on this rank's slices of the master, of m and
+of v, each multiplying the sum by what clips it and by 1/N, N the valid targets of all ranks; gather
+the master.
 """
 
 import itertools
@@ -46,7 +47,7 @@ class Gradient(NamedTuple):
     loss: float  # mean over the valid targets of all ranks, in nats
     n_valid: int  # of all ranks
     norm: float  # of the whole mean gradient, before clipping
-    mine: list[Array]  # this rank's slices of the mean gradient
+    mine: list[Array]  # this rank's slices of the summed gradient, n_valid times the mean
 
     @property
     def finite(self) -> bool:
@@ -213,7 +214,7 @@ class Stepper:
         self.params = self.ops.parameters(self.layout.views(self.master))
 
     def gradient(self, batches: Iterable[Batch], step: int, first_sample: int) -> Gradient:
-        """Return the mean gradient of a step.
+        """Return the gradient of a step.
 
         Parameters
         ----------
@@ -265,7 +266,6 @@ class Stepper:
             )
         started = time.perf_counter()
         ops = self.ops
-        mine = [ops.scale_forward(part, factor=1 / n_valid, out=part)[0] for part in mine]
         own = [
             (start, ops.to_numpy(ops.square_sums(part[start - low : end - low])))
             for (low, high), part in zip(self.slices, mine, strict=True)
@@ -280,7 +280,8 @@ class Stepper:
         self.clock.comm += time.perf_counter() - started
         # fsum is exact, so neither the leaves' order nor their number per rank can matter
         total = sum_of(loss.total for loss in everyone)
-        return Gradient(total / n_valid, n_valid, math.sqrt(float(np.sum(sums))), mine)
+        norm = math.sqrt(float(np.sum(sums))) / n_valid
+        return Gradient(total / n_valid, n_valid, norm, mine)
 
     def _micro_batch(
         self,
@@ -309,7 +310,8 @@ class Stepper:
         """Clip, and take one step of the optimizer; ``gradient`` must be finite."""
         started = time.perf_counter()
         optim = self.optim
-        scale = clip_scale(gradient.norm, optim.clip) if optim.clip else 1.0
+        clipped = clip_scale(gradient.norm, optim.clip) if optim.clip else 1.0
+        scale = clipped / gradient.n_valid
         self.updates += 1
         states = zip(
             self.slices, self.by_slice("m"), self.by_slice("v"), gradient.mine, strict=True

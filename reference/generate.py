@@ -110,10 +110,12 @@ def sample(
     # The best is subtracted first, so that a temperature near 0 makes -inf of the others, not NaN.
     with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) / how.temperature
-    p = softmax(filter_logits(scaled, how.top_k, how.top_p, how.min_p))
+    weights = np.exp(filter_logits(scaled, how.top_k, how.top_p, how.min_p))
     # by the inverse of the distribution function: one uniform number, one token
-    drawn = np.searchsorted(np.cumsum(p), rng.random() * np.sum(p), side="right")
-    return int(drawn if drawn < len(p) else np.flatnonzero(p)[-1])  # rounded up to the very end
+    edges = np.cumsum(weights)
+    drawn = np.searchsorted(edges, rng.random() * edges[-1], side="right")
+    # the product may be rounded up to the very end
+    return int(drawn if drawn < len(edges) else np.flatnonzero(weights)[-1])
 
 
 def generate(

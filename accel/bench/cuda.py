@@ -5,9 +5,10 @@ chosen, as a run at these shapes chooses them, and two ceilings are measured: by
 large copy on the GPU, and operations a second of one large bf16 product. Then each product of a
 training step is shown, by what was chosen beside cuBLAS's own choice, and each op of the family at
 the shapes of a model (``--config``), in time, the bytes or operations that its arithmetic asks for,
-and their share of the ceiling; then a training step of the model. Attention is checked against the
-reference at a small size in the process that is timed; with ``--peer torch`` so are the loss and
-every gradient of the model, against PyTorch's.
+and their share of the ceiling; then a training step of the model, and tokens that it writes (of one
+text or of eight at once, until their logits are in the host's memory). Attention is checked against
+the reference at a small size in the process that is timed; with ``--peer torch`` so are the loss
+and every gradient of the model, against PyTorch's.
 
 With ``--model H100`` nothing is measured and no GPU is needed: ``predict.py`` says what such a GPU
 would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-nvdisasm).
@@ -15,8 +16,8 @@ would take, by arithmetic, and with NVRTC and nvdisasm (pip install nvidia-cuda-
 Times of ops are medians between events on the GPU, after a first call that compiles. Many calls
 are queued behind copies that keep the GPU busy, so that it goes from one to the next without
 waiting for Python, which takes longer over a small op than the GPU does. Where it did wait, as for
-ops that read from the device, the row says so. Times of steps are a clock's, from an idle GPU to an
-idle GPU.
+ops that read from the device, the row says so. Times of steps and of tokens are a clock's, from an
+idle GPU to an idle GPU.
 """
 
 import dataclasses
@@ -417,7 +418,8 @@ class Bench:
             where = np.full(token.shape, position)
             ops.to_numpy(ops.decode_step(params, config, token, cache, where))
 
-        for rows, position in ((1, min(512, last)), (1, last), (8, min(512, last))):
+        cases = (1, min(512, last)), (1, last), (8, min(512, last))
+        for rows, position in dict.fromkeys(cases):
             cache = ops.kv_cache(params, config, rows, config.context_length)
             one = partial(step, ops.from_numpy(np.zeros(rows, np.int32)), cache, position)
             for _ in range(3):  # by single launches, recorded, and sent again

@@ -12,6 +12,7 @@ from accel.bench import cuda as bench
 from accel.cuda import device as devices
 from accel.cuda import ops_bf16
 from reference.ops import OPS
+from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, MYLLM_1B
 from tests.cuda_shim import require
 from tests.cuda_shim.device import ShimDevice
@@ -102,6 +103,34 @@ def test_a_row_says_how_near_its_ceiling_it_is(tried: bench.Bench) -> None:
     assert (tried.copied, tried.product) == (8 * 1000 / 2e-3, 2 * 16**3 / 2e-3)
     assert tried.row("", lambda: None, 4000, 0).note.endswith("50% of the ceiling")
     assert tried.row("", lambda: None, 0, 2 * 16**3).note.endswith("100% of the ceiling")
+
+
+def test_tokens_are_timed_until_their_logits_are_there(
+    tried: bench.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = toy(MYLLM_1B)
+    read: list[tuple[int, ...]] = []
+
+    def wall(call: Any) -> float:
+        call()
+        return 2e-3
+
+    def to_numpy(array: Any) -> None:
+        read.append(array.shape)
+
+    monkeypatch.setattr(tried, "wall", wall)
+    monkeypatch.setattr(ops_bf16, "to_numpy", to_numpy)
+    tried.copied = 2e6
+    rows = list(tried.decode(config))
+    assert [row.what for row in rows] == ["a token of 1 row at 11", "a token of 8 rows at 11"]
+    assert read == [(1, 31)] * 13 + [(8, 31)] * 13  # three before ten that are timed
+    layout = decoder_layout(config)
+    weights = 2 * layout.n_decayed + 4 * (layout.size - layout.n_decayed)
+    for row, n in zip(rows, (1, 8), strict=True):
+        moved = weights + n * 2 * 12 * 2 * config.n_layers * config.n_kv_heads * config.d_head
+        share = moved / 2e-3 / tried.copied
+        assert row.note.startswith(f"{500 * n:,} tokens/s, ")
+        assert row.note.endswith(f"{share:.0%} of the ceiling")
 
 
 def test_calls_are_queued_behind_work_that_keeps_the_gpu_busy(

@@ -86,13 +86,13 @@ WIDE = {
     "relu_backward": (2, 1), "gelu_forward": (1, 1), "gelu_backward": (2, 1),
     "gelu_tanh_forward": (1, 1), "gelu_tanh_backward": (2, 1), "swiglu_forward": (2, 1),
     "swiglu_backward": (3, 2), "embedding_forward": (1, 1), "rope": (1, 1), "scale_into": (1, 1),
-    "accumulate": (2, 1), "adamw": (4, 3), "softmax": (2, 1),
+    "accumulate": (2, 1), "adamw": (4, 3), "softmax": (2, 1), "keep": (2, 2),
 }  # fmt: skip
 # Those that walk over rows more than once: as many at least.
 WIDE_AT_LEAST = {
     "cross_entropy": (2, 1), "rmsnorm_forward": (5, 1), "rmsnorm_backward": (9, 3),
     "layernorm_forward": (5, 1), "layernorm_backward": (9, 5), "sum_heads": (1, 1),
-    "partial_sums": (1, 0), "copy_strided": (1, 0), "to_bf16_array": (1, 0),
+    "attend_parts": (8, 0), "partial_sums": (1, 0), "copy_strided": (1, 0), "to_bf16_array": (1, 0),
 }  # fmt: skip
 
 

@@ -123,12 +123,12 @@ def test_a_step_is_the_mean_over_all_valid_targets_clipped_and_adamw(tmp_path: P
     params = layout.views(before)
     loss, cache = loss_forward(ops, params, config.model, whole.ids, whole.targets, whole.mask)
     expected = np.empty_like(before)
-    loss_backward(1 / loss.n_valid, cache, layout.views(expected))
+    loss_backward(1.0, cache, layout.views(expected))
     assert gradient.n_valid == loss.n_valid == sum(counts)
     assert gradient.loss == pytest.approx(loss.total / loss.n_valid, rel=1e-6)
     [mine] = gradient.mine
     np.testing.assert_allclose(mine, expected, atol=1e-6 * np.abs(expected).max())
-    assert gradient.norm == global_norm(mine)
+    assert gradient.norm == global_norm(mine) / loss.n_valid
 
     mine = mine.copy()
     stepper.update(gradient, lr=0.01)
@@ -137,7 +137,7 @@ def test_a_step_is_the_mean_over_all_valid_targets_clipped_and_adamw(tmp_path: P
     assert scale < 1
     ops.adamw(
         after, m, v, mine, step=1, lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.3,
-        n_decayed=layout.n_decayed, grad_scale=scale,
+        n_decayed=layout.n_decayed, grad_scale=scale / loss.n_valid,
     )  # fmt: skip
     np.testing.assert_array_equal(stepper.master, after)
     np.testing.assert_array_equal(stepper.params["embedding.weight"].ravel()[:5], after[:5])

@@ -69,7 +69,7 @@ PARTS = (
     Part("correctness", 0.5, tests(CUDA, "-k", "not same_bits"), TESTED),
     Part("repeatability", 0.5, tests(CUDA, "-k", "same_bits"), TESTED),
     Part("trainer", 0.5, tests("tests/gpu/test_trainer.py"), TRAINED),
-    Part("times", 3, bench("attention", "products", "step"), TIMED),
+    Part("times", 3, bench("attention", "products", "step", "decode"), TIMED),
     Part(
         "step-beside-torch",
         4,
