@@ -143,7 +143,7 @@ def check_cache(config: Config, token: Array, cache: KVCache) -> int:
     """
     op, heads = "decode_step", (config.n_kv_heads, config.d_head)
     check_array(op, "token", token)
-    if token.ndim != 1:
+    if token.ndim != 1 or not len(token):
         raise ValueError(f"{op}: token must be (B,), one for each row, got {token.shape}")
     for name, arrays in (("k", cache.k), ("v", cache.v)):
         if len(arrays) != config.n_layers:

@@ -22,7 +22,8 @@ under way, and ways that are run less often. GPUS.md says how much longer two GP
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -110,6 +111,7 @@ class Recorder:
         self.processors = gpu.processors
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
+        self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
         self.asked: list[Launch | Product] = []
         self.arena = Arena(self)
         self._end = 1 << 40  # of the addresses that were given out
@@ -135,6 +137,9 @@ class Recorder:
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
+
+    def identities(self, arrays: Iterable[Array]) -> Hashable:
+        return tuple((self.address(x), x.shape, x.strides, x.dtype) for x in arrays)
 
     def launch(
         self,

@@ -83,6 +83,8 @@ class Arena:
         Bytes of the block.
     missed : int
         Arrays since the start that did not lie in it.
+    moves : int
+        How often it has come to lie elsewhere.
     """
 
     def __init__(self, device: "Device") -> None:
@@ -92,7 +94,7 @@ class Arena:
         self._block: Any = None
         self._depth = 0
         self._suspended = 0
-        self.capacity = self.missed = 0
+        self.capacity = self.missed = self.moves = 0
 
     @property
     def open(self) -> bool:
@@ -109,16 +111,6 @@ class Arena:
             self._depth -= 1
             if not self._depth:
                 self._end()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Open a step of the device in which its arrays come from this arena, not from its own."""
-        before, self._device.arena = self._device.arena, self
-        try:
-            with self.step():
-                yield
-        finally:
-            self._device.arena = before
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[None]:
@@ -151,7 +143,10 @@ class Arena:
         if self._block is not None:
             self._device.expired(self._block)
         if self._intervals.end > self.capacity:
-            self._block = None  # first, so that both need not fit
+            # first, so that both need not fit; if there is no room, what is needed is learnt anew
+            end, self._intervals.end = self._intervals.end, 0
+            self._block, self.capacity = None, 0
+            self.moves += 1
             self._device.trim()
-            self._block = self._device.empty((self._intervals.end,), np.uint8)
-            self.capacity = self._intervals.end
+            self._block = self._device.empty((end,), np.uint8)
+            self.capacity = self._intervals.end = end

@@ -127,6 +127,7 @@ def take(path: Attention) -> None:
             "gives other last bits"
         )
     current().attention = path
+    current().recordings.clear()  # which go by the path before
 
 
 class AttentionCache(NamedTuple):

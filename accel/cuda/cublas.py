@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from accel.cuda.device import Product, current
+from reference.types import Array
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t
 CUDA_R_32F, CUDA_R_16BF = 0, 14
@@ -102,6 +103,7 @@ class Cublas(Bound):
         super().__init__(library, FUNCTIONS)
         self._numbers = {x: c_float(x) for x in (0.0, 1.0)}  # alpha and beta
         self._own = threading.local()  # a thread's handle, its workspace, and the stream it is for
+        self._workspaces: list[Array] = []  # for good: what was recorded may outlive its thread
 
     def handle(self) -> Any:
         """Return this thread's handle, for the device's current stream.
@@ -111,9 +113,11 @@ class Cublas(Bound):
         """
         own, stream = self._own, current().stream()
         if not hasattr(own, "handle"):
-            own.handle = self.made("cublasCreate_v2")
-            self.call("cublasSetMathMode", own.handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
+            handle = self.made("cublasCreate_v2")
+            self.call("cublasSetMathMode", handle, DISALLOW_REDUCED_PRECISION_REDUCTION)
             own.workspace, own.stream = current().empty((WORKSPACE,), np.uint8), None
+            self._workspaces.append(own.workspace)
+            own.handle = handle  # last: what fails before is tried again
         if own.stream != stream:
             self.call("cublasSetStream_v2", own.handle, stream)
             at = current().address(own.workspace)  # a new stream forgets it

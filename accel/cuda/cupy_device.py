@@ -4,15 +4,18 @@ CuPy compiles nothing here, so that no CUDA headers are needed: kernels are load
 code that ``compiler.py`` made, and array operations are limited to copies and memsets.
 """
 
+import contextlib
 import ctypes
 import errno
 import importlib
 import math
+import operator
 import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -31,6 +34,7 @@ from reference.ops import Ops
 from reference.types import Array
 
 T = TypeVar("T")
+IDENTITY = operator.attrgetter("data.ptr", "shape", "strides", "dtype")  # of CuPy's arrays
 
 # cudaDeviceAttr
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 75, 97
@@ -165,6 +169,7 @@ class CuPyDevice:
         self.warpgroups = capability == "90"
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
+        self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
         self._cublas: Cublas | None = None
         self._cublaslt: CublasLt | None = None
         # sm_90a has Hopper's own instructions, which sm_90 lacks
@@ -235,6 +240,16 @@ class CuPyDevice:
                 "send it there by ops.from_numpy"
             ) from None
 
+    def identities(self, arrays: Iterable[Array]) -> Hashable:
+        """Return addresses, shapes, strides and types."""
+        arrays = tuple(arrays)
+        try:
+            return tuple(map(IDENTITY, arrays))
+        except AttributeError:
+            for x in arrays:
+                self.address(x)  # says which is none of CuPy's
+            raise
+
     def launch(
         self,
         source: str,
@@ -302,8 +317,12 @@ class CuPyDevice:
             stream.begin_capture()
             try:
                 run()
-            finally:
-                graph = stream.end_capture()
+            except BaseException:
+                # what was captured is dropped, and may be said to be incomplete
+                with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                    stream.end_capture()
+                raise
+            graph = stream.end_capture()
         return cast(Callable[[], None], graph.launch)
 
     def stream(self) -> int:

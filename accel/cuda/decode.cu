@@ -28,12 +28,6 @@ KERNEL keep(const elem* key, i64 key_b, i64 key_h, const elem* value, i64 value_
     }
 }
 
-// How many positions before the token at `position` slot u's lies: (position - u) mod S.
-DEVICE int distance(int position, int u, int S) {
-    const int r = (position - u) % S;
-    return r < 0 ? r + S : r;
-}
-
 // Softmax over the visible ones of PART slots, for some query heads of one key head: of each the
 // greatest score m, l = Σ exp(s - m), and Σ exp(s - m) v, to part (B, Hq, parts, d + MORE), in the order
 // (m, l, sums). Slots that nothing was written to are not looked at, and a block that has no others
@@ -103,7 +97,7 @@ attend_parts(const elem* q, i64 q_b, i64 q_h, const elem* k, i64 k_b, i64 k_t, i
             for (int n = 0; n < TOGETHER; ++n) {
                 const int j = j0 + n * each, u = u0 + j;
                 if (j >= PART) break;
-                const int away = u < end ? distance(position, u, S) : 0;
+                const int away = u < end ? (position - u) % S : 0;  // positions before the token's
                 const bool seen = u < end && (!window || away < window);
                 const float bias = alibi && works ? alibi[h] * away : 0.0f;
                 tp[j] = seen ? score[n] - bias : -INFINITY;

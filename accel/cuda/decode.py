@@ -8,18 +8,16 @@ worked out there.
 A token reads all weights, and of each row's cache the slots that are written.
 """
 
-import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from accel.cuda.arena import Arena
 from accel.cuda.arrays import copy, pack, strides
-from accel.cuda.device import BF16, F32, THREADS, Device, ceil_div, current, empty, launch
+from accel.cuda.device import BF16, F32, THREADS, Device, ceil_div, empty, launch
 from accel.cuda.embedding import check, verdict
-from accel.cuda.recorded import Recorded, RecordedOps
+from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, check_params, kept
 from reference.checks import check_array
 from reference.config import Config
 from reference.kv import check_cache, check_positions
@@ -30,7 +28,6 @@ from reference.types import Array, KVCache
 
 PART, MORE, MOST = 128, 2, 8  # of decode.cu; MOST query heads are a block's
 NAMES = {F32: "float32", BF16: "bf16"}
-KINDS = 32  # of tokens whose launches are kept: of other models, caches, or numbers of rows
 
 
 def decode_step(
@@ -51,25 +48,14 @@ def decode_step(
     check_array("decode_step", "token", token)
     if token.dtype != np.int32:
         raise ValueError(f"decode_step: token must be integers (int32), got {token.dtype}")
-    device = current()
-    address = device.address
-    # launches are told addresses, so they are right for as long as these are
-    given = (
-        *((name, address(x)) for name, x in params.items()),
-        *((address(x), x.shape, x.strides) for x in (*cache.k, *cache.v)),
-        *(params["embedding.weight"].dtype, ops),
-    )
-    step = _step(device, config, token.shape, given)
-    if not step.limit:
-        step.limit = check_cache(config, token, cache)
-    positions = check_positions(position, len(token), step.limit)
-    return step(ops, params, token, cache, positions)
 
+    def make(device: Device) -> Step:
+        check_params("decode_step", params, config)
+        return Step(device, config, token, check_cache(config, token, cache))
 
-@functools.lru_cache(maxsize=KINDS)
-def _step(device: Device, config: Config, rows: tuple[int, ...], given: Hashable) -> "Step":
-    del given
-    return Step(device, config, rows)
+    what = "decode_step", ops, config, token.shape, *params
+    step = kept(make, what, params.values(), cache.k, cache.v)
+    return step(ops, params, token, cache, check_positions(position, len(token), step.limit))
 
 
 class Step:
@@ -79,18 +65,16 @@ class Step:
     ----------
     device : Device
     config : Config
-    rows : (int,)
-
-    Attributes
-    ----------
+    token : (B,) int32
+        Like those that will be read.
     limit : int
-        Positions that fit the cache; 0: not yet known.
+        Positions that fit the cache.
     """
 
-    def __init__(self, device: Device, config: Config, rows: tuple[int, ...]) -> None:
-        self._device, self._config, self.limit = device, config, 0
-        self._token, self._positions = (device.empty(rows, np.dtype(np.int32)) for _ in "tp")
-        self._recorded = Recorded(device, Arena(device))
+    def __init__(self, device: Device, config: Config, token: Array, limit: int) -> None:
+        self._device, self._config, self.limit = device, config, limit
+        self._inputs = Inputs(device, (token, token))  # tokens and positions
+        self._recorded = Recorded(device)
 
     def __call__(
         self,
@@ -101,10 +85,10 @@ class Step:
         positions: Array,
     ) -> Array:
         """Return the logits (B, V), as ``decode_step``."""
-        copy(self._token, token)
-        self._device.write(self._positions, positions)
+        self._inputs.take((token, None))
+        self._device.write(self._inputs.arrays[1], positions)
 
-        def read(results: tuple[Array, Array]) -> Array:
+        def read(results: Results) -> Array:
             """Return the logits in memory of their own, once it is known that all ids exist."""
             logits, checked = results
             verdict("decode_step", "token", token, checked, self._config.vocab_size)
@@ -114,20 +98,20 @@ class Step:
 
         return self._recorded(partial(self._logits, ops, params, cache), read)
 
-    def _logits(self, ops: Ops, params: Mapping[str, Array], cache: KVCache) -> tuple[Array, Array]:
-        config, positions = self._config, self._positions
-        checked = check(self._token, None, config.vocab_size)
+    def _logits(self, ops: Ops, params: Mapping[str, Array], cache: KVCache) -> Results:
+        config, (token, positions) = self._config, self._inputs.arrays
+        checked = check(token, None, config.vocab_size)
 
         def remember(layer: int, k: Array, v: Array) -> tuple[Array, Array, dict[str, Any]]:
-            kept = cache.k[layer], cache.v[layer]
-            keep(k, v, *kept, positions)
-            return *kept, {"window": config.window_of(layer)}
+            here = cache.k[layer], cache.v[layer]
+            keep(k, v, *here, positions)
+            return *here, {"window": config.window_of(layer)}
 
-        here = OpsOfAToken(ops, self._recorded, config.context_length)
-        here.positions = positions
-        run = start_pass(here, params, config, decoder_layout(config))
+        mine = OpsOfAToken(ops, self._recorded, config.context_length)
+        mine.positions = positions
+        run = start_pass(mine, params, config, decoder_layout(config))
         where = positions.reshape(-1, 1) if config.position in ("learned", "sinusoidal") else None
-        x, _ = embed_at(run, self._token.reshape(-1, 1), where)
+        x, _ = embed_at(run, token.reshape(-1, 1), where)
         x, _ = layers_forward(run, x, start=positions, remember=remember, need_backward=False)
         x = x.reshape(-1, config.d_model)
         return ops.logits(x, head(run), params.get("head.bias")), checked

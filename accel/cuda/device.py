@@ -8,7 +8,8 @@ use nothing else.
 A bfloat16 array is one of dtype uint16 that holds the bits: CuPy has no complete type for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +74,7 @@ class Device(Protocol):
     warpgroups: bool  # whether it multiplies by wgmma: Hopper alone
     attention: str  # the path that attention takes, of those in attention.py; "": the first it has
     products: dict[Product, Multiply]  # those of bf16 that go another way than gemm_ex's
+    recordings: OrderedDict[Hashable, Any]  # of recorded.py, that asked least recently first
 
     def __hash__(self) -> int:
         """Tell one device from another."""
@@ -105,6 +107,9 @@ class Device(Protocol):
 
     def address(self, array: Array) -> int:
         """Return the address of the array's first element."""
+
+    def identities(self, arrays: Iterable[Array]) -> Hashable:
+        """Return addresses, shapes, strides and types of arrays."""
 
     def launch(
         self,

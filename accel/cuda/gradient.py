@@ -8,25 +8,22 @@ Asked for one by one, as before, are the launches of a pass with dropout, whose 
 arguments, of one that has to say which layer is finished, and of one within another step.
 """
 
-import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from accel.cuda.arrays import copy
+import numpy as np
+
 from accel.cuda.device import Device, current
 from accel.cuda.embedding import check, verdict
 from accel.cuda.loss import total
-from accel.cuda.recorded import Recorded, RecordedOps
+from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, check_params, kept
 from reference import model
 from reference.blocks import Recompute
+from reference.checks import check_array, check_shape
 from reference.config import Config
 from reference.ops import Ops
 from reference.types import Array, DropoutKey, Grads, Loss
-
-KINDS = 16  # of micro-batches whose launches are kept: a trainer has a few buffers for gradients
-
-Results = tuple[Array, Array, Array]  # losses, and what was found out about ids and targets
 
 
 def gradient(
@@ -45,36 +42,46 @@ def gradient(
 ) -> Loss:
     """Write the gradient of the summed loss into ``grads``; return the loss.
 
+    Where an id does not exist ``grads`` are written before that is said.
+
     Parameters
     ----------
     ops : module
         This backend in float32 or in bf16.
     """
-    device, batch = current(), (ids, targets, mask, documents)
+    batch = ids, targets, mask, documents
     one_by_one = dropout_key is not None or finished is not None or not ids.size
-    if one_by_one or device.arena.open:
+    if one_by_one or current().arena.open:
         return model.gradient(
             *(ops, params, config, *batch, grads),
             dropout_key=dropout_key,
             recompute=recompute,
             finished=finished,
         )
-    address = device.address
-    given = (
-        *((name, address(x)) for name, x in params.items()),
-        *((name, address(x)) for name, x in grads.items()),
-        *(None if x is None else (x.shape, x.dtype) for x in batch),
-        *(params["embedding.weight"].dtype, ops),
-    )
-    return _micro_batch(device, config, recompute, given)(ops, params, batch, grads)
+
+    def make(device: Device) -> MicroBatch:
+        _check(params, config, batch, grads)
+        return MicroBatch(device, config, batch, recompute)
+
+    like = (None if x is None else (x.shape, x.dtype) for x in batch)
+    what = "gradient", ops, config, recompute, *params, *grads, *like
+    return kept(make, what, params.values(), grads.values())(ops, params, batch, grads)
 
 
-@functools.lru_cache(maxsize=KINDS)
-def _micro_batch(
-    device: Device, config: Config, recompute: Recompute, given: Hashable
-) -> "MicroBatch":
-    del given
-    return MicroBatch(device, config, recompute)
+def _check(
+    params: Mapping[str, Array], config: Config, batch: tuple[Any, ...], grads: Grads
+) -> None:
+    """Raise unless what a recorded pass does not look at again is as it should be."""
+    check_params("gradient", params, config)
+    check_params("gradient, grads", grads, config)
+    kinds = {"ids": np.int32, "targets": np.int32, "mask": np.bool_, "documents": np.int32}
+    for (name, kind), x in zip(kinds.items(), batch, strict=True):
+        if x is None and name in ("mask", "documents"):
+            continue
+        check_array("gradient", name, x)
+        check_shape("gradient", name, x, batch[0].shape, "ids")
+        if x.dtype != kind:
+            raise ValueError(f"gradient: {name} must be {np.dtype(kind)}, got {x.dtype}")
 
 
 class MicroBatch:
@@ -84,29 +91,27 @@ class MicroBatch:
     ----------
     device : Device
     config : Config
+    batch : (ids, targets, mask, documents)
+        Like those that will come.
     recompute : str
     """
 
-    def __init__(self, device: Device, config: Config, recompute: Recompute) -> None:
-        self._device, self._config, self._recompute = device, config, recompute
-        self._recorded = Recorded(device, device.arena)
-        self._inputs: tuple[Any, ...] = ()  # as ``batch``, where they lie each time
+    def __init__(
+        self,
+        device: Device,
+        config: Config,
+        batch: tuple[Array | None, ...],
+        recompute: Recompute,
+    ) -> None:
+        self._config, self._recompute = config, recompute
+        self._recorded = Recorded(device)
+        self._inputs = Inputs(device, batch)
 
     def __call__(
         self, ops: Ops, params: Mapping[str, Array], batch: tuple[Any, ...], grads: Grads
     ) -> Loss:
-        """Write the gradient of the summed loss into ``grads``; return the loss.
-
-        Parameters
-        ----------
-        batch : (ids, targets, mask, documents)
-        """
-        if not self._inputs:
-            empty = self._device.empty
-            self._inputs = tuple(None if x is None else empty(x.shape, x.dtype) for x in batch)
-        for own, x in zip(self._inputs, batch, strict=True):
-            if x is not None:
-                copy(own, x)
+        """Write the gradient of the summed loss into ``grads``; return the loss."""
+        self._inputs.take(batch)
         V = self._config.vocab_size
 
         def read(results: Results) -> Loss:
@@ -118,7 +123,7 @@ class MicroBatch:
         return self._recorded(partial(self._run, ops, params, grads), read)
 
     def _run(self, ops: Ops, params: Mapping[str, Array], grads: Grads) -> Results:
-        config, (ids, targets, mask, documents) = self._config, self._inputs
+        config, (ids, targets, mask, documents) = self._config, self._inputs.arrays
         found = check(ids, None, config.vocab_size), check(targets, mask, config.vocab_size)
         here = RecordedOps(ops, self._recorded, config.context_length)
         _, cache = model.loss_forward(

@@ -85,6 +85,7 @@ def take(products: Products) -> None:
         When this version of cuBLAS, or this GPU, is not the one that it was chosen with.
     """
     device = current()
+    device.recordings.clear()  # which go as products went
     if products in (AUTO, DEFAULT):
         device.products = {}
         return

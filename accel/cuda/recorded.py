@@ -7,22 +7,60 @@ differs has to be in the GPU's memory, and nothing may be read from there in bet
 on it is worked out on the GPU, or looked at when all is done.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from accel.cuda import embedding, loss, rope
-from accel.cuda.arena import Arena
-from accel.cuda.arrays import contiguous
+from accel.cuda.arrays import contiguous, copy
 from accel.cuda.device import Device, current
 from accel.cuda.embedding import EmbeddingCache
 from accel.cuda.loss import LinearCrossEntropyCache, losses_of
 from accel.cuda.rope import RopeCache
+from reference.checks import check_shape
+from reference.config import Config
 from reference.ops import Ops
+from reference.params import check_names, decoder_layout
 from reference.types import Array, Loss, RopeScaling
 
-Results = TypeVar("Results")
+KINDS = 32  # of work that a device keeps: other models, buffers for gradients, caches, rows
+Results = tuple[Array, ...]
+Work = TypeVar("Work")
 Found = TypeVar("Found")
+
+
+def kept(make: Callable[[Device], Work], what: tuple[Any, ...], *given: Iterable[Array]) -> Work:
+    """Return the work of a kind that the device in use keeps, made when it is first asked for.
+
+    Parameters
+    ----------
+    make : callable
+    what : tuple
+        What tells kinds apart, beside these.
+    *given : iterables of Array
+        What the work is given where it lies: launches are told addresses, so they are right for as
+        long as these are.
+    """
+    device = current()
+    works, key = device.recordings, (what, *map(device.identities, given))
+    if key not in works:
+        works[key] = make(device)
+        if len(works) > KINDS:
+            works.popitem(last=False)
+    works.move_to_end(key)
+    work: Work = works[key]
+    return work
+
+
+def check_params(op: str, params: Mapping[str, Array], config: Config) -> None:
+    """Raise unless the parameters are those of the config, by name and shape."""
+    layout = decoder_layout(config)
+    check_names(params, layout)
+    for name, (_, spec) in layout.offsets.items():
+        check_shape(op, name, params[name], spec.shape, "the config")
 
 
 class Recorded:
@@ -30,54 +68,72 @@ class Recorded:
 
     The first time they are made one by one, which loads kernels and shows how much memory their
     arrays take. With the second they are recorded, and again where the arena has moved since.
-
-    Parameters
-    ----------
-    device : Device
-    arena : Arena
-        In which all of their arrays lie; the device's own, or one of this work alone.
     """
 
-    def __init__(self, device: Device, arena: Arena) -> None:
-        self._device, self._arena = device, arena
-        self._known = False
-        self._capacity = -1  # of the arena that what is recorded is for
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._results: Results | None = None  # where they are copied to: not in the arena
+        self._moves = -1  # of the arena, when the calls were recorded
         self._constants: dict[Hashable, Array] = {}
 
     def __call__(self, run: Callable[[], Results], read: Callable[[Results], Found]) -> Found:
         """Do what ``run`` asks for, and return what ``read`` finds in its results.
 
-        ``run`` is called twice or so, ``read`` each time.
+        ``run`` is called twice or so, ``read`` each time. Within a step it is called each time.
         """
-        if not self._known:
-            with self._arena.alone():
+        device, arena = self._device, self._device.arena
+        if arena.open:
+            return read(run())
+        if self._results is None:
+            with arena.step():
                 results = run()
-                self._known = True
-                found = read(results)
+                own = tuple(device.empty(x.shape, x.dtype) for x in results)
+                _copy_all(own, results)
                 del results  # before the step ends, which gives memory back
-            return found
-        if self._capacity != self._arena.capacity:
-            self._record(run)
-        self._again()
+            self._results = own
+        else:
+            if self._moves != arena.moves:
+                self._record(run, self._results)
+            self._again()
         return read(self._results)
 
-    def _record(self, run: Callable[[], Any]) -> None:
-        def kept() -> None:
-            self._results = run()
+    def _record(self, run: Callable[[], Results], own: Results) -> None:
+        def calls() -> None:
+            _copy_all(own, run())
 
-        missed = -1
-        while missed != self._arena.missed:  # until all arrays lie in it
-            missed = self._arena.missed
-            with self._arena.alone():
-                self._again = self._device.record(kept)
-        self._capacity = self._arena.capacity
+        arena, missed = self._device.arena, -1
+        while missed != arena.missed:  # until all arrays lie in it
+            missed = arena.missed
+            with arena.step():
+                self._again = self._device.record(calls)
+        self._moves = arena.moves
 
     def constant(self, key: Hashable, make: Callable[[], Array]) -> Array:
         """Return what is sent to the GPU once, for all times."""
         if key not in self._constants:
-            with self._arena.lasting():
+            with self._device.arena.lasting():
                 self._constants[key] = make()
         return self._constants[key]
+
+
+def _copy_all(to: Results, arrays: Results) -> None:
+    for own, x in zip(to, arrays, strict=True):
+        copy(own, x)
+
+
+class Inputs:
+    """Arrays with addresses of their own, into which those of each time are copied."""
+
+    def __init__(self, device: Device, like: Sequence[Array | None]) -> None:
+        self.arrays: list[Any] = [
+            None if x is None else device.empty(x.shape, x.dtype) for x in like
+        ]
+
+    def take(self, given: Sequence[Array | None]) -> None:
+        """Copy arrays of the same shapes and types."""
+        for own, x in zip(self.arrays, given, strict=True):
+            if own is not None and x is not None:
+                copy(own, x)
 
 
 class RecordedOps:
@@ -106,7 +162,8 @@ class RecordedOps:
 
     def from_numpy(self, array: Array, *, activation: bool = False) -> Array:
         """Return an array that is the same each time: slopes, positions, the table of sines."""
-        key = array.tobytes(), array.shape, str(array.dtype), activation
+        digest = hashlib.sha256(np.ascontiguousarray(array).data).digest()
+        key = digest, array.shape, str(array.dtype), activation
         return self._constant(key, lambda: self._ops.from_numpy(array, activation=activation))
 
     def embedding_forward(self, ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:

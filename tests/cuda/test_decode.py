@@ -9,6 +9,7 @@ import pytest
 
 from accel.cuda import decode, ops, ops_bf16
 from accel.cuda import device as devices
+from accel.cuda.loss import losses_of
 from accel.tolerance import round_bf16
 from reference import model
 from reference.params import decoder_layout
@@ -57,7 +58,7 @@ def test_recorded_tokens_have_the_bits_of_single_launches(
     name: str, module: Any, device: ShimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = text(module, name).steps(N)
-    monkeypatch.setattr(decode, "_step", lambda *given: decode.Step(*given[:3]))
+    monkeypatch.setattr(decode, "kept", lambda make, *_: make(devices.current()))
     for a, b in zip(text(module, name).steps(N), recorded, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -119,6 +120,37 @@ def test_weights_that_change_where_they_lie_are_read_anew(device: ShimDevice) ->
         np.testing.assert_array_equal(a, b)
 
 
+def test_other_weights_of_the_same_cache_are_another_kind(device: ShimDevice) -> None:
+    mine = text(ops_bf16)
+    first = mine.steps(3)
+    halves = {name: ops_bf16.scale_forward(x, factor=0.5)[0] for name, x in mine.params.items()}
+    whole, mine.params = mine.params, halves
+    mine.at = LENGTHS.copy()
+    second = mine.steps(3)
+    assert not np.array_equal(first[2], second[2])
+    fresh = Text(ops_bf16, mine.config, ops_bf16.to_numpy(mine.flat), mine.ids)
+    fresh.cache, fresh.params, fresh.at = mine.cache, halves, LENGTHS.copy()
+    device.recordings.clear()
+    for a, b in zip(fresh.steps(3), second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    # one entry alone, of the same mapping
+    mine.params = dict(whole)
+    mine.params["embedding.weight"] = halves["embedding.weight"]
+    mine.at = LENGTHS.copy()
+    mixed = mine.steps(2)
+    assert not np.array_equal(mixed[1], first[1]) and not np.array_equal(mixed[1], second[1])
+
+
+def test_a_token_within_a_step_is_of_single_launches(device: ShimDevice) -> None:
+    mine, other = text(ops), text(ops)
+    wanted = other.steps(4)
+    for n in range(4):
+        with ops.step():
+            held = devices.zeros((1000,), np.float32)
+            np.testing.assert_array_equal(mine.step(), wanted[n])
+            assert not device.download(held).any()
+
+
 def test_logits_stay_as_they_are_when_the_next_token_comes(device: ShimDevice) -> None:
     mine = text(ops)
     kept, copies = [], []
@@ -154,6 +186,19 @@ def test_what_does_not_fit_is_refused(device: ShimDevice) -> None:
     token = ops.from_numpy(np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"position must lie in 0\.\.11"):
         ops.decode_step(*given, token, mine.cache, mine.at + 12)
+    with pytest.raises(ValueError, match=r"position must lie in 0\.\.11"):
+        ops.decode_step(*given, token, mine.cache, mine.at - 5)
+    with pytest.raises(ValueError, match=r"one for each row, got \(0,\)"):
+        ops.decode_step(*given, token[:0], mine.cache, mine.at[:0])
+    k, v = mine.cache
+    with pytest.raises(ValueError, match=r"cache\.k must have an array for each of 2 .*, got 3"):
+        ops.decode_step(*given, token, type(mine.cache)([*k, v[0]], v[1:]), mine.at)
+    less = {name: x for name, x in mine.params.items() if name != "embedding.weight"}
+    with pytest.raises(ValueError, match=r"embedding\.weight"):
+        ops.decode_step(less, mine.config, token, mine.cache, mine.at)
+    short = {**mine.params, "embedding.weight": mine.params["embedding.weight"][:5]}
+    with pytest.raises(ValueError, match=r"embedding\.weight must have shape \(31, 16\)"):
+        ops.decode_step(short, mine.config, token, mine.cache, mine.at)
     narrow = ops_bf16.kv_cache(*given, 3, 12)
     with pytest.raises(ValueError, match="the cache must be float32 as its keys, got bf16"):
         ops.decode_step(*given, token, narrow, mine.at)
@@ -175,6 +220,24 @@ def test_nothing_passes_to_the_host_while_calls_are_recorded(device: ShimDevice)
         device.record(lambda: device.download(array) and None)
     device.record(lambda: device.clear(array))
     device.download(array)
+
+
+@pytest.mark.parametrize("module", [ops, ops_bf16])
+def test_ids_and_targets_that_do_not_exist_read_nothing(module: Any) -> None:
+    before = devices.use(ShimDevice(races=True))
+    V, D = 7, 24
+    table = module.from_numpy(np.ones((V, D), np.float32), activation=True)
+    wrong = np.array([0, -1, V, 2**30, V - 1, -(2**31)], np.int32)
+    found = module.to_numpy(module.lookup(module.from_numpy(wrong), table))
+    assert (found == np.isin(wrong, np.arange(V))[:, None]).all()
+    x = module.from_numpy(np.ones((len(wrong), D), np.float32), activation=True)
+    targets = module.from_numpy(wrong)
+    losses, cache = losses_of(x, table, targets, None, None, need_backward=True)
+    exist = np.isin(wrong, np.arange(V))
+    assert ((module.to_numpy(losses) > 1) == exist).all()
+    dx = module.to_numpy(cache.dx)
+    assert (dx[~exist] == 0).all() and np.isfinite(dx).all()
+    devices.use(before)
 
 
 # ---- attention to a cache ------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """Gradients of micro-batches on the cuda backend: one by one, recorded, and sent again."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from accel.cuda import attention, ops, ops_bf16
 from accel.cuda import device as devices
-from accel.cuda import gradient as recorded
-from accel.cuda import ops, ops_bf16
 from accel.cuda.device import launch
 from reference import model
 from reference.params import decoder_layout
@@ -31,11 +31,14 @@ def device() -> Iterator[ShimDevice]:
     devices.use(before)
 
 
+WIDE = dataclasses.replace(MODELS["myllm"], d_head=16)  # as tensor cores take it
+
+
 class Micro:
     """A model, and gradients of batches that are drawn by a number."""
 
     def __init__(self, module: Any, name: str, buffers: int = 1) -> None:
-        self.module, self.config = module, MODELS[name]
+        self.module, self.config = module, MODELS.get(name, WIDE)
         self.layout = decoder_layout(self.config)
         flat = bf16_weights(self.config, parameters(self.config))
         self.master = module.from_numpy(flat)
@@ -85,7 +88,12 @@ def test_what_is_made_again_is_recorded_too(recompute: Any, device: ShimDevice) 
     micro = Micro(ops_bf16, "qk_norm_windows")
     for seed in range(3):
         given = micro.batch(seed)
+        device.launches.clear()
         same(micro.gradient(given, recompute=recompute), micro.gradient(given, plain=True))
+        again = len(device.launches)
+        device.launches.clear()
+        same(micro.gradient(given), micro.gradient(given, plain=True))
+        assert again > len(device.launches)  # in each of the three ways
 
 
 def test_masks_shapes_and_buffers_are_recorded_apart(device: ShimDevice) -> None:
@@ -125,17 +133,17 @@ def test_a_recorded_micro_batch_asks_for_few_launches(
     same(found, micro.gradient(given, plain=True))
 
 
-def test_plain_weights_are_rounded_as_the_backend_rounds(device: ShimDevice) -> None:
-    micro = Micro(ops_bf16, "gpt2")
-    micro.params = micro.layout.views(micro.master)
-    given = micro.batch(0)
-    wanted = micro.gradient(given, plain=True)
-    strict = ops.gradient(
-        micro.params, micro.config, *map(ops.from_numpy, given), micro.layout.views(micro.leaves[0])
-    )  # of the same arrays, in float32
-    assert strict.total != wanted[0].total
+def test_plain_weights_are_read_by_each_mode_in_its_own_way(device: ShimDevice) -> None:
+    rounded, strict = Micro(ops_bf16, "gpt2"), Micro(ops, "gpt2")
+    plain = rounded.layout.views(rounded.master)
+    for micro in (rounded, strict):
+        micro.params, micro.leaves = plain, rounded.leaves  # the same arrays
+    given = rounded.batch(0)
+    wanted = [micro.gradient(given, plain=True) for micro in (rounded, strict)]
+    assert wanted[0][0].total != wanted[1][0].total
     for _ in range(3):
-        same(micro.gradient(given), wanted)
+        same(rounded.gradient(given), wanted[0])
+        same(strict.gradient(given), wanted[1])
 
 
 def test_what_comes_in_between_a_recording_leaves_it_to_be_done_again(
@@ -160,13 +168,48 @@ def test_what_moves_the_arena_is_noticed(device: ShimDevice) -> None:
     micro = Micro(ops_bf16, "myllm")
     for seed in range(3):
         micro.gradient(micro.batch(seed))
-    capacity = device.arena.capacity
+    capacity, held = device.arena.capacity, device.memory()
     with ops_bf16.step():
         devices.empty((4 * capacity,), np.uint8)
     assert device.arena.capacity > capacity
+    # nothing that was recorded keeps the memory that it was recorded for
+    assert device.memory() == held - capacity + device.arena.capacity
     for seed in range(3, 6):
         given = micro.batch(seed)
         same(micro.gradient(given), micro.gradient(given, plain=True))
+
+
+def test_an_arena_that_could_not_grow_goes_on(
+    device: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro = Micro(ops_bf16, "myllm")
+    for seed in range(3):
+        micro.gradient(micro.batch(seed))
+    room = 4 * device.arena.capacity
+    block = devices.empty((room,), np.uint8)
+    empty = device.empty
+
+    def full(shape: tuple[int, ...], dtype: Any) -> Any:
+        if len(shape) == 1 and shape[0] > room:
+            raise OSError("the GPU's memory is full")
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(device, "empty", full)
+    with pytest.raises(OSError, match="memory is full"), ops_bf16.step():
+        held = [devices.empty((room // 2,), np.uint8) for _ in range(3)]
+        assert len(held) == 3 and block.size
+    for seed in range(3, 6):
+        given = micro.batch(seed)
+        same(micro.gradient(given), micro.gradient(given, plain=True))
+
+
+def test_another_path_of_attention_is_recorded_anew(device: ShimDevice) -> None:
+    micro = Micro(ops_bf16, "wide")
+    for path in ("mma", "plain", "mma"):
+        attention.take(path)
+        for seed in range(3):
+            given = micro.batch(seed)
+            same(micro.gradient(given), micro.gradient(given, plain=True))
 
 
 def test_weights_that_are_updated_are_read_anew(device: ShimDevice) -> None:
@@ -198,6 +241,7 @@ def test_within_a_step_launches_are_single(device: ShimDevice) -> None:
     given = micro.batch(0)
     wanted = micro.gradient(given, plain=True)
     for _ in range(3):
+        same(micro.gradient(given), wanted)
         with ops.step():
             held = devices.zeros((1000,), np.float32)
             same(micro.gradient(given), wanted)
@@ -225,8 +269,61 @@ def test_ids_and_targets_that_do_not_exist_are_named(before: int, device: ShimDe
     same(micro.gradient(given), micro.gradient(given, plain=True))
 
 
+@pytest.mark.parametrize(
+    ("which", "value", "said"),
+    [
+        (1, lambda x: x[:, :-1], r"targets must have shape \(2, 9\).*got \(2, 8\)"),
+        (1, lambda x: np.concatenate([x, x], 1), r"targets must have shape .*got \(2, 18\)"),
+        (1, lambda x: x.reshape(-1), r"targets must have shape .*got \(18,\)"),
+        (2, lambda x: x[:, :-1], r"mask must have shape"),
+        (3, lambda x: x[:1], r"documents must have shape"),
+        (0, lambda x: x.astype(np.int64), "ids must be int32, got int64"),
+        (1, lambda x: x.astype(np.int64), "targets must be int32, got int64"),
+        (2, lambda x: x.astype(np.int32), "mask must be bool, got int32"),
+        (3, lambda x: x.astype(np.uint8), "documents must be int32, got uint8"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(
+    which: int, value: Any, said: str, device: ShimDevice
+) -> None:
+    micro = Micro(ops, "myllm")
+    micro.gradient(micro.batch(0))
+    given = micro.batch(1)
+    given[which] = value(given[which])
+    with pytest.raises(ValueError, match=f"gradient: {said}"):
+        micro.gradient(given)
+    with pytest.raises(ValueError, match=f"gradient: {said}"):  # and is not kept
+        micro.gradient(given)
+
+
+def test_parameters_that_do_not_fit_are_refused(device: ShimDevice) -> None:
+    micro = Micro(ops, "myllm")
+    given = micro.batch(0)
+    whole = micro.params
+    micro.params = {**whole, "embedding.weight": whole["embedding.weight"][:5]}
+    with pytest.raises(ValueError, match=r"gradient: embedding\.weight must have shape \(31, 16\)"):
+        micro.gradient(given)
+    micro.params = {name: x for name, x in whole.items() if name != "embedding.weight"}
+    with pytest.raises(ValueError, match=r"embedding\.weight"):
+        micro.gradient(given)
+
+
+def test_gradients_that_lie_otherwise_at_the_same_place_are_another_kind(
+    device: ShimDevice,
+) -> None:
+    micro = Micro(ops, "myllm")
+    for seed in range(3):
+        micro.gradient(micro.batch(seed))
+    views = micro.layout.views(micro.leaves[0])
+    square = next(name for name, x in views.items() if x.shape == (24, 16))
+    views[square] = views[square].reshape(16, 24).T
+    arrays = [ops.from_numpy(x) for x in micro.batch(4)]
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        ops.gradient(micro.params, micro.config, *arrays, views)
+
+
 def test_nothing_is_held_but_what_is_small(device: ShimDevice) -> None:
-    recorded._micro_batch.cache_clear()
+    device.recordings.clear()
     micro = Micro(ops_bf16, "gpt2")
     for seed in range(3):
         micro.gradient(micro.batch(seed))

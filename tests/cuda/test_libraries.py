@@ -44,6 +44,7 @@ library = cublas.Cublas(ctypes.CDLL(os.environ["LD_PRELOAD"]))
 at = [n << 40 | n for n in (1, 2, 3)]
 library.gemm_ex(Product(False, True, 2**31 - 1, 12, 13, 1.0, True), *at, bf16=True)
 library.gemm_ex(Product(True, False, 21, 22, 23, 0.0, False), *at, bf16=False)
+library.gemm_ex(Product(True, True, 31, 32, 33, 0.0, False), *at, bf16=True)
 
 assert _why_not_nccl() == "" and _nccl_module().get_version() == 23456
 here = SimpleNamespace(
@@ -116,6 +117,7 @@ def test_a_product_arrives_at_cublas_as_it_was_asked_for(calls: dict[str, Any]) 
                 68,
             ),
             ((1, 0, 21, 22, 23), (1, at[0], 0, 23, at[1], 0, 23), (0, at[2], 0, 21), 69),
+            ((1, 1, 31, 32, 33), (1, at[0], 14, 33, at[1], 14, 32), (0, at[2], 0, 31), 68),
         )
     ]
 

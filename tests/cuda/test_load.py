@@ -231,6 +231,88 @@ def test_each_thread_has_a_handle_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     thread.start()
     thread.join()
     assert sum(name == "cublasCreate_v2" for name, _ in library.calls) == 2
+    # what was recorded in a thread writes into its workspace when the thread is long gone
+    assert len(device._cublas._workspaces) == 2
+
+
+def test_a_handle_that_could_not_be_made_ready_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Recorded()
+    device = with_cublas(monkeypatch, library)
+    a = np.zeros((4, 4), np.uint16)
+
+    def multiply() -> None:
+        device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, a, a)
+
+    def full(*_: Any) -> None:
+        raise OSError("the GPU's memory is full")
+
+    device.empty = full
+    with pytest.raises(OSError, match="memory is full"):
+        multiply()
+    device.empty = np.empty
+    multiply()
+    assert library.calls[-1][0] == "cublasGemmEx"
+
+
+def test_each_thread_takes_the_gpu_before_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = with_cublas(monkeypatch, Recorded())
+    taken: list[bool] = []
+    device._use = lambda: taken.append(True)
+    a = np.zeros((4, 4), np.uint16)
+    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, a, a)
+    assert taken
+
+
+class Streams:
+    """Stands in for CuPy's stream: tells what was done with it."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.calls: list[Any] = []
+        self._error = error
+
+    def __call__(self, **how: Any) -> "Streams":
+        self.calls.append(how)
+        return self
+
+    def __enter__(self) -> None:
+        self.calls.append("taken")
+
+    def __exit__(self, *_: Any) -> None:
+        self.calls.append("left")
+
+    def begin_capture(self) -> None:
+        self.calls.append("begins")
+
+    def end_capture(self) -> Any:
+        self.calls.append("ends")
+        if "wrong" in self.calls:
+            raise self._error("the capture is invalid")
+        return SimpleNamespace(launch=lambda: self.calls.append("launched"))
+
+
+def test_calls_are_captured_on_a_stream_of_their_own_and_an_error_is_the_true_one() -> None:
+    class CUDAError(Exception):
+        pass
+
+    streams = Streams(CUDAError)
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    runtime = SimpleNamespace(CUDARuntimeError=CUDAError)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(Stream=streams, runtime=runtime))
+    again = device.record(lambda: streams.calls.append("runs"))
+    again()
+    how = {"non_blocking": True}  # what others do meanwhile on the usual one does not matter
+    assert streams.calls == [how, "taken", "begins", "runs", "ends", "left", "launched"]
+
+    def wrong() -> None:
+        streams.calls.append("wrong")
+        raise KeyboardInterrupt
+
+    streams.calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        device.record(wrong)
+    assert streams.calls == [how, "taken", "begins", "wrong", "ends", "left"]
 
 
 def test_what_cublas_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +365,21 @@ def test_cupy_s_binding_of_nccl_has_what_is_called() -> None:
         assert hasattr(nccl, name)
     for name in ("send", "recv"):
         assert hasattr(nccl.NcclCommunicator, name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="needs CuPy")
+def test_arrays_are_told_apart_by_where_and_how_they_lie() -> None:
+    import cupy
+
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    device._cupy, device._gpu = cupy, SimpleNamespace(id=0)
+    memory = cupy.cuda.UnownedMemory(1 << 20, 4096, None, 0)
+    x = cupy.ndarray((8, 8), np.float32, cupy.cuda.MemoryPointer(memory, 0))
+    views = [x, x[:4], x.T, x[1:], x[:, :4], x.view(np.int32), x.reshape(64)]
+    assert device.identities([x, x[1:]]) == device.identities((x[:], x[1:]))
+    assert len({device.identities([view]) for view in views}) == len(views)
+    with pytest.raises(TypeError, match=r"arrays that are on the GPU, got .*ops\.from_numpy"):
+        device.identities([x, np.zeros(3)])
 
 
 def test_importing_the_backend_touches_no_gpu_and_prints_nothing() -> None:

@@ -415,7 +415,9 @@ def the_rest(module: Any) -> None:
     )
     positions = module.from_numpy(np.array([259, 4], np.int32))
     decode.keep(k[:, :1], k[:, 1:2], k, k, positions)
-    decode.attend(q, k, k, positions, None, 0)
+    slopes = module.from_numpy(np.ones(9, np.float32))
+    for window, alibi in ((0, None), (130, slopes)):
+        decode.attend(q, k, k, positions, alibi, window)
 
 
 @pytest.mark.parametrize("module", [ops_bf16, pytest.param(ops, marks=SLOW)], ids=["bf16", "f32"])

@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,7 @@ class ShimDevice:
         self.extra = dict(extra or {})
         self.launches: list[str] = []
         self.arena = Arena(self)
+        self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
         self._recorded: list[Callable[[], None]] | None = None  # while something is recorded
         self._libraries: dict[Any, ctypes.CDLL] = {}
         self._bands: weakref.WeakSet[_Memory] = weakref.WeakSet()
@@ -213,6 +215,9 @@ class ShimDevice:
         return any(m.first <= address <= m.first + m.nbytes - nbytes for m in self._bands)
 
     # ---- kernels ---------------------------------------------------------------------------------
+
+    def identities(self, arrays: Iterable[Array]) -> Hashable:
+        return tuple((self.address(x), x.shape, x.strides, x.dtype) for x in arrays)
 
     def launch(
         self,

@@ -161,6 +161,8 @@ def test_top_k_and_top_p_keep_the_best() -> None:
     # in combination the nucleus is of what top-k left: 0.4/0.7 = 0.57
     assert kept(top_k=2, top_p=0.5) == {1}
     assert set(np.flatnonzero(np.isfinite(filter_logits(np.zeros(4), top_k=2)))) == {0, 1}
+    some = filter_logits(np.array([3.0, 1.0, 1.0, 1.0]), top_k=2)
+    assert np.isfinite(some).tolist() == [True, True, False, False]
     # two of four hold one half exactly, and that is enough
     assert set(np.flatnonzero(np.isfinite(filter_logits(np.zeros(4), top_p=0.5)))) == {0, 1}
 
