@@ -26,7 +26,8 @@ from reference.ops import Ops
 from reference.params import decoder_layout
 from reference.types import Array, KVCache
 
-PART, MORE, MOST = 128, 2, 8  # of decode.cu; MOST query heads are a block's
+PART, MORE, TOGETHER = 128, 2, 8  # of decode.cu
+MOST = 8  # query heads of a block
 NAMES = {F32: "float32", BF16: "bf16"}
 
 
@@ -132,11 +133,16 @@ class OpsOfAToken(RecordedOps):
 def keep(key: Array, value: Array, k: Array, v: Array, positions: Array) -> None:
     """Write key and value (B, 1, Hkv, d) into k and v (B, S, Hkv, d), at slots positions % S."""
     B, S, Hkv, d = k.shape
-    if key.dtype != k.dtype:
-        wanted, found = (NAMES.get(x.dtype, x.dtype) for x in (key, k))
-        raise ValueError(f"decode_step: the cache must be {wanted} as its keys, got {found}")
     given: dict[str, Any] = {"positions": positions, "S": S, "Hkv": Hkv, "d": d}
-    for name, x in (("key", key), ("value", value)):
+    for name, x, to in (("key", key, k), ("value", value, v)):
+        if x.dtype != to.dtype:
+            wanted, found = (NAMES.get(one.dtype, one.dtype) for one in (x, to))
+            raise ValueError(f"decode_step: the cache must be {wanted} as its {name}s, got {found}")
+        if d > 1 and strides(to)[3] != 1:
+            raise ValueError(
+                "decode_step: the cache must be contiguous along a head's width, as kv_cache "
+                f"makes it, got strides {to.strides}"
+            )
         b, _, h, _ = strides(x)
         given |= {name: x, f"{name}_b": b, f"{name}_h": h}
     grid = (ceil_div(Hkv * ceil_div(d, pack(k)), THREADS), B)
@@ -161,15 +167,15 @@ def attend(
     chunks = ceil_div(Hq // Hkv, MOST)
     heads = ceil_div(Hq // Hkv, chunks)
     lanes = min(32, 1 << (ceil_div(d, n) - 1).bit_length())
-    padded = lanes * n * ceil_div(d, lanes * n)
+    padded = n * TOGETHER * ceil_div(d, n * TOGETHER)
     shared = 4 * heads * (padded + PART + PART * n)
     b, _, h, _ = strides(q)
     part, out = empty((B, Hq, parts, d + MORE), F32), empty((B, 1, Hq, d), q.dtype)
     sizes = {"S": S, "Hq": Hq, "Hkv": Hkv, "d": d, "window": window, "lanes": lanes}
     given = {"q": q, "q_b": b, "q_h": h, "alibi": alibi, "positions": positions, "part": part}
-    how = {**given, **sizes, **_cached(k, v), "scale": 1 / d**0.5}
-    launch("decode", "attend_parts", (Hkv * chunks, B, parts), heads * PART, shared, **how)
-    threads, shared = min(THREADS, 32 * ceil_div(d, 32)), 4 * (parts + 32)
+    how = {**given, **sizes, **_cached(k, v), "scale": 1 / d**0.5, "HEADS": heads}
+    launch("decode", "attend_parts", (Hkv * chunks, B, parts), PART, shared, **how)
+    threads, shared = min(THREADS, 32 * ceil_div(d, 32)), 4 * (32 + 4 * ceil_div(parts, 4))
     joined = {"part": part, "positions": positions, "out": out, "parts": parts, "d": d}
     launch("decode", "attend_join", (Hq, B), threads, shared, **joined)
     return out

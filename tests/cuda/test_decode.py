@@ -202,6 +202,11 @@ def test_what_does_not_fit_is_refused(device: ShimDevice) -> None:
     narrow = ops_bf16.kv_cache(*given, 3, 12)
     with pytest.raises(ValueError, match="the cache must be float32 as its keys, got bf16"):
         ops.decode_step(*given, token, narrow, mine.at)
+    with pytest.raises(ValueError, match="the cache must be float32 as its values, got bf16"):
+        ops.decode_step(*given, token, type(narrow)(k, narrow.v), mine.at)
+    wide = [ops.from_numpy(np.zeros((*x.shape[:3], 12), np.float32))[..., ::2] for x in k]
+    with pytest.raises(ValueError, match="contiguous along a head's width, as kv_cache makes it"):
+        ops.decode_step(*given, token, type(narrow)(wide, v), mine.at)
 
 
 def test_a_step_keeps_neither_cache_nor_weights(device: ShimDevice) -> None:
@@ -272,6 +277,9 @@ def test_attention_to_a_cache_equals_the_sum_over_keys(
     for order in ORDERS:
         before = devices.use(ShimDevice(order))
         given: list[Array] = [module.from_numpy(x, activation=True) for x in arrays]
+        wide = np.full((3, S + 2, Hkv + 1, d), np.nan, np.float32)  # v lies otherwise than k
+        wide[:, 2:, 1:] = arrays[2]
+        given[2] = module.from_numpy(wide, activation=True)[:, 2:, 1:]
         where = module.from_numpy(positions)
         slopes = None if alibi is None else module.from_numpy(alibi)
         results.append(module.to_numpy(decode.attend(*given, where, slopes, window)))

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,15 @@ from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
 from dist.model import load_model
 from dist.monitor import Guards, Memory, Metrics, read_metrics
-from dist.reduction import add_in_tree_order
-from dist.slices import bounds_of_slices
+from dist.reduction import Reduction, add_in_tree_order
+from dist.slices import Cutting, bounds_of_slices
 from dist.step import Gradient, Stepper, TreeSum, initial_weights, sum_of
 from dist.weights import load_master
 from reference import model, ops
 from reference.global_norm import SUM_BLOCK, clip_scale, global_norm
 from reference.model import loss_backward, loss_forward
 from reference.params import decoder_layout
+from reference.presets import MYLLM_1B
 from reference.types import Array
 from tests.helpers.models import MODELS
 from tests.helpers.runs import prepare, random_walk
@@ -215,6 +217,24 @@ def test_what_the_backward_needed_is_gone_before_the_step_ends(
     batches = [TrainingData(config).batch(i, 1) for i in range(8)]
     stepper_of(config).gradient(batches, step=1, first_sample=0)
     assert ended == [True] * 8
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_exchange_is_told_of_the_last_micro_batch_s_layers_where_it_runs_beside(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepare(tmp_path, model__n_layers=3)
+    layout = decoder_layout(MYLLM_1B)  # of more buckets than one
+    ranks: Any = SimpleNamespace(size=2, levels=[SimpleNamespace(size=2, rank=0)])
+    cutting = Cutting.of(layout, "adamw")
+    reduction = Reduction(ops, ranks, layout, MYLLM_1B.n_layers, cutting, beside=beside)
+    assert (reduction.listener is not None) == beside
+    told: list[int] = []
+    stepper, data = stepper_of(config), TrainingData(config)
+    if beside:
+        monkeypatch.setattr(Reduction, "listener", told.append)
+    stepper.gradient([data.batch(i, 1) for i in range(4)], step=1, first_sample=0)
+    assert told == ([2, 1, 0] if beside else [])  # once, not for each of four
 
 
 def test_a_step_with_nothing_to_predict_is_an_error(tmp_path: Path) -> None:

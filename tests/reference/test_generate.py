@@ -222,3 +222,28 @@ def test_what_was_said_becomes_less_likely_whatever_its_sign() -> None:
     below = np.array([-1.0, -1.1])
     assert sample(below, rng, said=[0], temperature=0, repetition_penalty=1.2) == 1
     assert logits.tolist() == [2.0, 1.9, -1.0, -1.1]  # not written into
+    # half of what is small is small, too
+    assert sample(np.array([0.5, 0.3]), rng, said=[0], temperature=0, repetition_penalty=2.0) == 1
+
+
+class Drawn:
+    """Stands in for a generator: what it draws is known."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+def test_the_ends_of_the_distribution_are_kept_tokens() -> None:
+    rngs: list[Any] = [Drawn(0.0), Drawn(1.0)]
+    # neither the first nor the last is kept
+    assert [sample(np.array([0.0, 5.0, 5.0, 0.0]), rng, top_k=2) for rng in rngs] == [1, 2]
+
+
+def test_a_row_s_own_tokens_are_what_was_said() -> None:
+    config, params = MODELS["myllm"], parameters("myllm")
+    how = {"max_new_tokens": 8, "temperature": 0, "repetition_penalty": 1e9}
+    for row in generate(ops, params, config, [[1, 2], [3]], **how):
+        assert len(set(row)) == len(row) == 8
