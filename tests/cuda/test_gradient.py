@@ -9,7 +9,8 @@ import pytest
 
 from accel.cuda import attention, ops, ops_bf16
 from accel.cuda import device as devices
-from accel.cuda.device import launch
+from accel.cuda.device import BF16, F32, launch
+from accel.cuda.recorded import Recorded, RecordedOps
 from reference import model
 from reference.params import decoder_layout
 from reference.types import Array, DropoutKey, Loss
@@ -77,6 +78,8 @@ def same(a: tuple[Loss, Array], b: tuple[Loss, Array]) -> None:
 def test_recorded_gradients_have_the_bits_of_single_launches(
     name: str, module: Any, device: ShimDevice
 ) -> None:
+    with module.step():  # so that there is room in the arena when the first one comes
+        devices.empty((1 << 20,), np.uint8)
     micro = Micro(module, name)
     for seed in range(4):
         given = micro.batch(seed)
@@ -164,10 +167,26 @@ def test_what_comes_in_between_a_recording_leaves_it_to_be_done_again(
         same(micro.gradient(given), micro.gradient(given, plain=True))
 
 
-def test_what_moves_the_arena_is_noticed(device: ShimDevice) -> None:
-    micro = Micro(ops_bf16, "myllm")
+def counted(device: ShimDevice, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that grows with each recording."""
+    found: list[bool] = []
+    record = device.record
+
+    def noted(run: Any) -> Any:
+        found.append(True)
+        return record(run)
+
+    monkeypatch.setattr(device, "record", noted)
+    return found
+
+
+def test_what_moves_the_arena_is_noticed(
+    device: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro, recorded = Micro(ops_bf16, "myllm"), counted(device, monkeypatch)
     for seed in range(3):
         micro.gradient(micro.batch(seed))
+    assert len(recorded) == 1
     capacity, held = device.arena.capacity, device.memory()
     with ops_bf16.step():
         devices.empty((4 * capacity,), np.uint8)
@@ -177,6 +196,30 @@ def test_what_moves_the_arena_is_noticed(device: ShimDevice) -> None:
     for seed in range(3, 6):
         given = micro.batch(seed)
         same(micro.gradient(given), micro.gradient(given, plain=True))
+    assert len(recorded) == 2
+
+
+def test_an_arena_that_is_too_small_is_recorded_in_once_more(
+    device: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro, recorded = Micro(ops_bf16, "myllm"), counted(device, monkeypatch)
+    micro.gradient(micro.batch(0))
+    device.arena._intervals.end = 0  # as if it had given its block up
+    device.arena._block, device.arena.capacity = None, 0
+    for seed in range(3):
+        given = micro.batch(seed)
+        same(micro.gradient(given), micro.gradient(given, plain=True))
+        missed = device.arena.missed
+    assert len(recorded) == 2 and device.arena.missed == missed
+
+
+def test_constants_are_told_apart(device: ShimDevice) -> None:
+    recorded = Recorded(device)
+    mine = RecordedOps(ops_bf16, recorded, 12)
+    x = np.arange(4, dtype=np.float32)
+    first = [mine.from_numpy(x), mine.from_numpy(x, activation=True), mine.from_numpy(x[None])]
+    assert [(a.shape, a.dtype) for a in first] == [((4,), F32), ((4,), BF16), ((1, 4), F32)]
+    assert mine.from_numpy(x.copy()) is first[0] and mine.from_numpy(x + 1) is not first[0]
 
 
 def test_an_arena_that_could_not_grow_goes_on(

@@ -64,7 +64,8 @@ def bench(*what: str) -> tuple[str, ...]:
 CUDA = "tests/gpu/test_cuda.py"
 # where threads of a block wait for each other: tiles, and sums over rows
 SUMS = "norm or embedding or linear"  # of rows, of tokens, of biases and logits
-CORES = f"attention_on_tensor_cores or (bf16_keeps_to_the_rule and ({SUMS}))"
+TOKENS = "long_cache or (recorded_tokens and bf16)"
+CORES = f"{TOKENS} or attention_on_tensor_cores or (bf16_keeps_to_the_rule and ({SUMS}))"
 PARTS = (
     Part("correctness", 0.5, tests(CUDA, "-k", "not same_bits"), TESTED),
     Part("repeatability", 0.5, tests(CUDA, "-k", "same_bits"), TESTED),
