@@ -503,7 +503,7 @@ def missed(device: ShimDevice, source: str, monkeypatch: pytest.MonkeyPatch) -> 
     try:
         if source == "toys":
             toy(device, "sums", 0)
-        elif source in ("muon", "optimizer"):
+        elif source in ("decode", "muon", "optimizer"):
             the_rest(ops)
         else:
             for module, dtype, (op, _, arrays, options) in sorted(runs(source), key=trouble):
