@@ -60,7 +60,7 @@ def filter_logits(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Array:
-    """Return logits (V,) with all but those kept at -inf (see ``Sampling``).
+    """Return logits (V,), no NaN among them, with all but those kept at -inf (see ``Sampling``).
 
     Each setting keeps the best so many. Of equal logits lower ids are kept first.
     """
