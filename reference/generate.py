@@ -75,9 +75,9 @@ def filter_logits(
         best = best[np.concatenate([[True], before[:-1] < top_p])]
     if min_p is not None:
         best = best[best >= best[0] + np.log(min_p)]
-    above, equal = logits > best[-1], np.flatnonzero(logits == best[-1])
-    above[equal[: len(best) - np.count_nonzero(above)]] = True
-    return np.where(above, logits, -np.inf)
+    kept, equal = logits > best[-1], np.flatnonzero(logits == best[-1])
+    kept[equal[: len(best) - np.count_nonzero(kept)]] = True
+    return np.where(kept, logits, -np.inf)
 
 
 def sample(
