@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.cuda.device import Device, current
+from accel.cuda.device import Device
 from accel.cuda.embedding import check, verdict
 from accel.cuda.loss import total
 from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, check_params, kept
@@ -50,8 +50,7 @@ def gradient(
         This backend in float32 or in bf16.
     """
     batch = ids, targets, mask, documents
-    one_by_one = dropout_key is not None or finished is not None or not ids.size
-    if one_by_one or current().arena.open:
+    if dropout_key is not None or finished is not None or not ids.size:
         return model.gradient(
             *(ops, params, config, *batch, grads),
             dropout_key=dropout_key,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.cuda import decode, ops, ops_bf16
+from accel.cuda import decode, ops, ops_bf16, recorded
 from accel.cuda import device as devices
 from accel.cuda.loss import losses_of
 from accel.tolerance import round_bf16
@@ -108,6 +108,35 @@ def test_plain_weights_are_rounded_as_the_backend_rounds(device: ShimDevice) -> 
     plain.params = decoder_layout(plain.config).views(plain.flat)
     for a, b in zip(mine.steps(4), plain.steps(4), strict=True):
         np.testing.assert_array_equal(a, b)
+    token = ops.from_numpy(np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="the cache must be float32 as its keys, got bf16"):
+        ops.decode_step(plain.params, plain.config, token, plain.cache, plain.at)
+
+
+def test_the_same_keys_with_other_values_are_another_kind(device: ShimDevice) -> None:
+    mine, other = text(ops), text(ops)
+    wanted = other.steps(4)[3]
+    mine.steps(3)
+    k, v = mine.cache
+    moved = [ops.scale_forward(x, factor=1.0)[0] for x in v]
+    for x in v:
+        devices.current().clear(x)
+    mine.cache = type(mine.cache)(k, moved)
+    np.testing.assert_array_equal(mine.step(), wanted)
+
+
+def test_what_is_asked_for_again_is_kept_before_what_is_not(
+    device: ShimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded, "KINDS", 2)
+    made: list[str] = []
+
+    def ask(name: str) -> None:
+        assert recorded.kept(lambda _: made.append(name) or name, (name,)) == name
+
+    for name in "abacaba":
+        ask(name)
+    assert made == ["a", "b", "c", "b"] and len(device.recordings) == 2
 
 
 def test_weights_that_change_where_they_lie_are_read_anew(device: ShimDevice) -> None:
@@ -143,8 +172,10 @@ def test_other_weights_of_the_same_cache_are_another_kind(device: ShimDevice) ->
 
 def test_a_token_within_a_step_is_of_single_launches(device: ShimDevice) -> None:
     mine, other = text(ops), text(ops)
-    wanted = other.steps(4)
-    for n in range(4):
+    wanted = other.steps(6)
+    for a, b in zip(mine.steps(2), wanted, strict=False):
+        np.testing.assert_array_equal(a, b)
+    for n in range(2, 6):
         with ops.step():
             held = devices.zeros((1000,), np.float32)
             np.testing.assert_array_equal(mine.step(), wanted[n])

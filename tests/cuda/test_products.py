@@ -252,6 +252,15 @@ def test_a_product_by_an_algorithm_is_the_product(product: Product, number: int)
     assert device.now == OWN + 1.0
 
 
+def test_what_was_recorded_by_other_products_is_forgotten() -> None:
+    device = ShimDevice()
+    before = devices.use(device)
+    device.recordings["a kind"] = object()
+    products.take(DEFAULT)
+    assert not device.recordings
+    devices.use(before)
+
+
 def test_arrays_that_lie_askew_go_to_cublas() -> None:
     product = SHAPES[-1]
     device = device_of(s1=1.0)
