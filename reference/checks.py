@@ -1,7 +1,10 @@
 """Checks that declarations cannot say: one sentence with what must hold and what arrived."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from reference.params import Layout, check_names
 from reference.types import Array
 
 
@@ -63,3 +66,13 @@ def check_writable(op: str, **arrays: Array) -> None:
     for name, array in arrays.items():
         if not array.flags.writeable:
             raise ValueError(f"{op}: {name} is read-only, and is to be written to; pass a copy")
+
+
+def check_params(
+    op: str, params: Mapping[str, Array], layout: Layout, what: str = "the parameters"
+) -> None:
+    """Raise a ``ValueError`` unless these are the arrays of a layout, by name and shape."""
+    check_names(params, layout, what)
+    for name, (_, spec) in layout.offsets.items():
+        if getattr(params[name], "shape", None) != spec.shape:
+            check_shape(op, name, params[name], spec.shape, "the config")

@@ -30,10 +30,10 @@ from accel.q8_0 import BLOCK
 from accel.threads import alone
 from reference.alibi import alibi_slopes
 from reference.boundary import FEW
-from reference.checks import check_float, check_ids, check_shape, check_writable
+from reference.checks import check_float, check_ids, check_params, check_writable
 from reference.config import Config
 from reference.kv import check_decode
-from reference.params import check_names, decoder_layout
+from reference.params import decoder_layout
 from reference.rope import frequencies
 from reference.sinusoidal import sinusoidal_table
 from reference.types import KVCache
@@ -148,7 +148,8 @@ def _weights(
         and _are(matrices, known.matrices)
     ):
         return known
-    _check_weights(params, config)
+    # the kernel is given addresses: what does not fit would be read, or written, out of bounds
+    check_params("decode_step", params, decoder_layout(config))
     head = "embedding.weight" if config.tied else "head.weight"
     weight_type = matrices[head].dtype
     dtype = FLOAT32 if weight_type == kept.dtype == BF16 else kept.dtype
@@ -240,18 +241,6 @@ def _model(config: Config, dtype: Any) -> Array:
         **{"scale": 1 / math.sqrt(config.d_head), "tanh_2c": TANH_2C, "tanh_cubic": TANH_CUBIC},
     }
     return np.array([_row(kind, fields)], kind)
-
-
-def _check_weights(params: Mapping[str, Array], config: Config) -> None:
-    """Raise unless parameters are those of the config.
-
-    The kernel is given addresses: what does not fit would be read, or written, out of bounds.
-    """
-    layout = decoder_layout(config)
-    check_names(params, layout)
-    for name, (_, spec) in layout.offsets.items():
-        if getattr(params[name], "shape", None) != spec.shape:
-            check_shape("decode_step", name, params[name], spec.shape, "the config")
 
 
 def _check_cache(cache: KVCache) -> None:

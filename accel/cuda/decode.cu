@@ -16,9 +16,9 @@ constexpr int LINE = 128;    // bytes that come together into the second-level c
 
 // Slot positions[b] % S of k and v (B, S, Hkv, d) = the newest key and value (B, Hkv, d). A thread
 // owns PACK elements of both. Grid: (blocks over Hkv·d, B).
-KERNEL keep(const elem* key, i64 key_b, i64 key_h, const elem* value, i64 value_b, i64 value_h,
-            elem* k, i64 k_b, i64 k_t, i64 k_h, elem* v, i64 v_b, i64 v_t, i64 v_h,
-            const int* positions, int S, int Hkv, int d) {
+KERNEL write_slots(const elem* key, i64 key_b, i64 key_h, const elem* value, i64 value_b,
+                   i64 value_h, elem* k, i64 k_b, i64 k_t, i64 k_h, elem* v, i64 v_b, i64 v_t,
+                   i64 v_h, const int* positions, int S, int Hkv, int d) {
     const int packs = (d + PACK - 1) / PACK, i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= Hkv * packs) return;
     const int h = i / packs, c = i % packs * PACK, b = blockIdx.y;

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from accel.cuda.arrays import copy, pack, strides
-from accel.cuda.device import BF16, F32, THREADS, Device, ceil_div, empty, launch
+from accel.cuda.device import F32, NAMES, THREADS, Device, ceil_div, empty, launch
 from accel.cuda.embedding import check, verdict
-from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, check_params, kept
-from reference.checks import check_array
+from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, kept
+from reference.checks import check_array, check_params
 from reference.config import Config
 from reference.kv import check_cache, check_positions
 from reference.model import embed_at, head, layers_forward, start_pass
@@ -28,7 +28,6 @@ from reference.types import Array, KVCache
 
 PART, MORE, TOGETHER = 128, 2, 8  # of decode.cu
 MOST = 8  # query heads of a block
-NAMES = {F32: "float32", BF16: "bf16"}
 
 
 def decode_step(
@@ -51,7 +50,7 @@ def decode_step(
         raise ValueError(f"decode_step: token must be integers (int32), got {token.dtype}")
 
     def make(device: Device) -> Step:
-        check_params("decode_step", params, config)
+        check_params("decode_step", params, decoder_layout(config))
         return Step(device, config, token, check_cache(config, token, cache))
 
     what = "decode_step", ops, config, token.shape, *params
@@ -105,7 +104,7 @@ class Step:
 
         def remember(layer: int, k: Array, v: Array) -> tuple[Array, Array, dict[str, Any]]:
             here = cache.k[layer], cache.v[layer]
-            keep(k, v, *here, positions)
+            write_slots(k, v, *here, positions)
             return *here, {"window": config.window_of(layer)}
 
         mine = OpsOfAToken(ops, self._recorded, config.context_length)
@@ -130,7 +129,7 @@ class OpsOfAToken(RecordedOps):
         return attend(q, k, v, self.positions, alibi, window), None
 
 
-def keep(key: Array, value: Array, k: Array, v: Array, positions: Array) -> None:
+def write_slots(key: Array, value: Array, k: Array, v: Array, positions: Array) -> None:
     """Write key and value (B, 1, Hkv, d) into k and v (B, S, Hkv, d), at slots positions % S."""
     B, S, Hkv, d = k.shape
     given: dict[str, Any] = {"positions": positions, "S": S, "Hkv": Hkv, "d": d}
@@ -146,7 +145,7 @@ def keep(key: Array, value: Array, k: Array, v: Array, positions: Array) -> None
         b, _, h, _ = strides(x)
         given |= {name: x, f"{name}_b": b, f"{name}_h": h}
     grid = (ceil_div(Hkv * ceil_div(d, pack(k)), THREADS), B)
-    launch("decode", "keep", grid, **given, **_cached(k, v))
+    launch("decode", "write_slots", grid, **given, **_cached(k, v))
 
 
 def attend(

@@ -26,6 +26,7 @@ Argument = Array | np.generic | None
 
 BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
+NAMES = {F32: "float32", BF16: "bf16"}
 THREADS = 256  # of a block, where a launcher does not say otherwise
 
 

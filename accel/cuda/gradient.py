@@ -17,12 +17,13 @@ import numpy as np
 from accel.cuda.device import Device
 from accel.cuda.embedding import check, verdict
 from accel.cuda.loss import total
-from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, check_params, kept
+from accel.cuda.recorded import Inputs, Recorded, RecordedOps, Results, kept
 from reference import model
 from reference.blocks import Recompute
-from reference.checks import check_array, check_shape
+from reference.checks import check_array, check_params, check_shape
 from reference.config import Config
 from reference.ops import Ops
+from reference.params import decoder_layout
 from reference.types import Array, DropoutKey, Grads, Loss
 
 
@@ -71,8 +72,9 @@ def _check(
     params: Mapping[str, Array], config: Config, batch: tuple[Any, ...], grads: Grads
 ) -> None:
     """Raise unless what a recorded pass does not look at again is as it should be."""
-    check_params("gradient", params, config)
-    check_params("gradient, grads", grads, config)
+    layout = decoder_layout(config)
+    check_params("gradient", params, layout)
+    check_params("gradient", grads, layout, "the gradients")
     kinds = {"ids": np.int32, "targets": np.int32, "mask": np.bool_, "documents": np.int32}
     for (name, kind), x in zip(kinds.items(), batch, strict=True):
         if x is None and name in ("mask", "documents"):

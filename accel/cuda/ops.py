@@ -24,7 +24,7 @@ from accel.cuda import (
     rope,
 )
 from accel.cuda.arrays import copy, upload
-from accel.cuda.device import BF16, F32, current, zeros
+from accel.cuda.device import F32, NAMES, current, zeros
 from accel.cuda.gradient import gradient as recorded_gradient
 from accel.cuda.muon import muon as muon
 from reference.boundary import Rules
@@ -34,7 +34,7 @@ from reference.ops import backend
 from reference.types import Array, KVCache
 
 RULES = Rules(
-    {F32: "float32", BF16: "bf16"},
+    NAMES,
     "convert with from_numpy, which holds bf16 as uint16",
     masters=(F32,),
     mixed=True,

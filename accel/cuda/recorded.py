@@ -9,7 +9,7 @@ on it is worked out on the GPU, or looked at when all is done.
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +20,7 @@ from accel.cuda.device import Device, current
 from accel.cuda.embedding import EmbeddingCache
 from accel.cuda.loss import LinearCrossEntropyCache, losses_of
 from accel.cuda.rope import RopeCache
-from reference.checks import check_shape
-from reference.config import Config
 from reference.ops import Ops
-from reference.params import check_names, decoder_layout
 from reference.types import Array, Loss, RopeScaling
 
 KINDS = 32  # of work that a device keeps: other models, buffers for gradients, caches, rows
@@ -53,14 +50,6 @@ def kept(make: Callable[[Device], Work], what: tuple[Any, ...], *given: Iterable
     works.move_to_end(key)
     work: Work = works[key]
     return work
-
-
-def check_params(op: str, params: Mapping[str, Array], config: Config) -> None:
-    """Raise unless the parameters are those of the config, by name and shape."""
-    layout = decoder_layout(config)
-    check_names(params, layout)
-    for name, (_, spec) in layout.offsets.items():
-        check_shape(op, name, params[name], spec.shape, "the config")
 
 
 class Recorded:

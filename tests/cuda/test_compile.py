@@ -86,7 +86,7 @@ WIDE = {
     "relu_backward": (2, 1), "gelu_forward": (1, 1), "gelu_backward": (2, 1),
     "gelu_tanh_forward": (1, 1), "gelu_tanh_backward": (2, 1), "swiglu_forward": (2, 1),
     "swiglu_backward": (3, 2), "embedding_forward": (1, 1), "rope": (1, 1), "scale_into": (1, 1),
-    "accumulate": (2, 1), "adamw": (4, 3), "softmax": (2, 1), "keep": (2, 2),
+    "accumulate": (2, 1), "adamw": (4, 3), "softmax": (2, 1), "write_slots": (2, 2),
 }  # fmt: skip
 # Those that walk over rows more than once: as many at least.
 WIDE_AT_LEAST = {

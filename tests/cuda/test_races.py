@@ -414,7 +414,7 @@ def the_rest(module: Any) -> None:
         for shape in ((2, 1, 9, 40), (2, 261, 1, 40))
     )
     positions = module.from_numpy(np.array([259, 4], np.int32))
-    decode.keep(k[:, :1], k[:, 1:2], k, k, positions)
+    decode.write_slots(k[:, :1], k[:, 1:2], k, k, positions)
     slopes = module.from_numpy(np.ones(9, np.float32))
     for window, alibi in ((0, None), (130, slopes)):
         decode.attend(q, k, k, positions, alibi, window)
