@@ -20,7 +20,8 @@ tile::
 
 Sᵀ, Qᵀ and O (16 KiB each at d = 64) fill the first-level cache; K and V come from the second level
 or beyond: 32 KiB for 2 · 64·64·64 multiply-adds, 0.06 bytes each. O is divided by l when it is
-written out.
+written out. Of a tile that the diagonal or a window cuts, strips of 16 queries or keys are multiplied
+by the range that they meet; what is left out are zeros.
 
 Backward. A task owns a run of query tiles of the G heads that read one key/value head: it writes
 their dQ, and sums dK and dV of its own in scratch memory. For each query tile Qᵀ, dOᵀ, Q and dO are
@@ -69,6 +70,8 @@ from accel.cpu.attention_tiles import (
     SKIP,
     START,
     UNSEEN,
+    add_over_keys,
+    add_over_queries,
     copy_rows,
     dot,
     dropout_tile,
@@ -80,10 +83,11 @@ from accel.cpu.attention_tiles import (
     running_maximum,
     scale_row,
     score_gradients,
+    scores,
     tile_kind,
     transpose,
 )
-from accel.cpu.simd import at, exp2, start, tile_gemm, wide_vectors
+from accel.cpu.simd import at, exp2, start
 from accel.jit import jit
 
 OPERANDS = Operands(keys=BLOCK, side=1, pair=1, spare=0)
@@ -158,7 +162,6 @@ def _forward_tile(
     i: int,
 ) -> None:
     """Compute the rows of query tile i of one head from its K (S, d) and V (S, dv)."""
-    wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     t0 = i * BLOCK
@@ -180,7 +183,7 @@ def _forward_tile(
         kind = tile_kind(call, tile)
         if kind == SKIP:
             continue
-        tile_gemm(nk, width, d, at(keys, u0 * d), d, 1, qt, width, s, width, False)
+        scores(call, tile, kind, at(keys, u0 * d), d, qt, s)
         mask_tile(s, call, tile, kind)
         for c in range(width):
             shrink[c] = m[c]
@@ -196,7 +199,7 @@ def _forward_tile(
         for t in range(n):
             if shrink[t] != 1:
                 scale_row(at(o, t * dv), shrink[t], dv)
-        tile_gemm(n, dv, nk, s, 1, width, at(values, u0 * dv), dv, o, dv, True)
+        add_over_keys(call, tile, kind, s, at(values, u0 * dv), dv, o)
     for t in range(n):
         some = l[t] != 0
         scale_row(at(o, t * dv), 1 / l[t] if some else scale * 0, dv)
@@ -292,7 +295,6 @@ def _backward_tile(
 
     Of these the keys ``first`` .. ``stop - 1``, where tiles of keys begin and end.
     """
-    wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     t0 = i * BLOCK
@@ -329,8 +331,8 @@ def _backward_tile(
         if kind == SKIP:
             continue
         tile_keys, tile_values = at(keys, u0 * d), at(values, u0 * dv)
-        tile_gemm(nk, width, d, tile_keys, d, 1, queries_t, width, s, width, False)
-        tile_gemm(nk, width, dv, tile_values, dv, 1, gradient_t, width, dp, width, False)
+        scores(call, tile, kind, tile_keys, d, queries_t, s)
+        scores(call, tile, kind, tile_values, dv, gradient_t, dp)
         mask_tile(s, call, tile, kind)
         if call.dropout.active:
             dropout_tile(factors, drawn, call, tile)
@@ -339,10 +341,10 @@ def _backward_tile(
         if call.dropout.active:
             multiply(s, factors, nk * width)
         if wanted & DKV:
-            tile_gemm(nk, dv, n, s, width, 1, gradient, dv, at(dvalues, u0 * dv), dv, True)
-            tile_gemm(nk, d, n, dp, width, 1, queries, d, at(dkeys, u0 * d), d, True)
+            add_over_queries(call, tile, kind, s, gradient, dv, at(dvalues, u0 * dv))
+            add_over_queries(call, tile, kind, dp, queries, d, at(dkeys, u0 * d))
         if wanted & DQ:
-            tile_gemm(n, d, nk, dp, 1, width, tile_keys, d, dqueries, d, True)
+            add_over_keys(call, tile, kind, dp, tile_keys, d, dqueries)
     if wanted & DQ:
         copy_rows(dqueries, d, row(dq, b, t0, h, scale), dq.position, n, d)
 

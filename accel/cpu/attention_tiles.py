@@ -18,7 +18,7 @@ import numpy as np
 
 from accel.cpu.attention_layout import Attention, Mask, Sizes, Tile
 from accel.cpu.philox import philox
-from accel.cpu.simd import at, exp2, pointer
+from accel.cpu.simd import at, block_columns, exp2, pointer, tile_gemm
 from accel.jit import jit
 
 # Reassociation and contraction, but NaN and infinities mean what they mean.
@@ -26,8 +26,10 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 LOG2_E = 1.4426950408889634
 
-# What tile_kind says about a tile.
-SKIP, PLAIN, MASKED = 0, 1, 2
+# What tile_kind says about a tile: CUT are those that positions mask, and arrays perhaps as well.
+SKIP, PLAIN, MASKED, CUT = 0, 1, 2, 3
+
+STRIP = 16  # queries, or keys, of a CUT tile that are multiplied by what they meet, and not by more
 
 # The score of a masked pair, and the running maximum of a query that has seen no key yet. The first
 # is so far below the second that a query with nothing but masked keys gets 2^(LOW - START) = 0 from
@@ -72,13 +74,13 @@ def queries_of(sizes: Sizes, mask: Mask, first: int, end: int) -> tuple[int, int
 
 @jit
 def tile_kind(call: Attention, tile: Tile) -> int:
-    """Say whether the tile's queries and keys see each other: none (SKIP), all (PLAIN), some."""
+    """Say whether the tile's queries and keys see each other: SKIP: none; PLAIN: all."""
     sizes, mask = call.sizes, call.mask
     b, t0, n, u0, nk = tile.b, tile.t0, tile.n, tile.u0, tile.nk
     # All queries see the keys from where the last one's range begins to where the first one's ends.
     low = keys_of(sizes, mask, t0 + n - 1, t0 + n)[0]
     high = keys_of(sizes, mask, t0, t0 + 1)[1]
-    kind = PLAIN if low <= u0 and u0 + nk <= high else MASKED
+    kind = PLAIN if low <= u0 and u0 + nk <= high else CUT
     if mask.key_mask != 0:
         allowed = pointer(mask.key_mask + b * sizes.keys + u0, np.uint8(0))
         count = 0
@@ -87,7 +89,7 @@ def tile_kind(call: Attention, tile: Tile) -> int:
         if count == 0:
             return SKIP
         if count < nk:
-            kind = MASKED
+            kind = max(kind, MASKED)
     if mask.documents != 0:
         document = pointer(mask.documents + 4 * b * sizes.keys, np.int32(0))
         queries = at(document, sizes.keys - sizes.queries)
@@ -100,8 +102,28 @@ def tile_kind(call: Attention, tile: Tile) -> int:
         if last < earliest or latest < first:
             return SKIP
         if first != last or earliest != latest:
-            kind = MASKED
+            kind = max(kind, MASKED)
     return kind
+
+
+@jit
+def rows_met(call: Attention, tile: Tile, kind: int, first: int, end: int) -> tuple[int, int]:
+    """Return the range of rows, keys, that meet columns ``first`` .. ``end - 1``, by position."""
+    if kind != CUT:
+        return 0, tile.nk
+    low, high = keys_of(call.sizes, call.mask, tile.t0 + first, tile.t0 + end)
+    low = min(max(low - tile.u0, 0), tile.nk)
+    return low, max(low, min(high - tile.u0, tile.nk))
+
+
+@jit
+def columns_met(call: Attention, tile: Tile, kind: int, first: int, end: int) -> tuple[int, int]:
+    """Return the range of columns, queries, that meet rows ``first`` .. ``end - 1``."""
+    if kind != CUT:
+        return 0, tile.n
+    low, high = queries_of(call.sizes, call.mask, tile.u0 + first, tile.u0 + end)
+    low = min(max(low - tile.t0, 0), tile.n)
+    return low, max(low, min(high - tile.t0, tile.n))
 
 
 @jit(fastmath=FAST)
@@ -117,11 +139,11 @@ def _add_alibi(s: Any, call: Attention, tile: Tile) -> None:
 
 @jit(apart=True)
 def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
-    """Apply ALiBi, and in a MASKED tile set the scores of pairs that may not meet to LOW."""
+    """Apply ALiBi, and set the scores of pairs that may not meet to LOW."""
     sizes, mask = call.sizes, call.mask
     if mask.alibi != 0:
         _add_alibi(s, call, tile)
-    if kind != MASKED:
+    if kind == PLAIN:
         return
     low = type(s[0])(LOW)
     for r in range(tile.nk):
@@ -131,11 +153,11 @@ def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
             for c in range(tile.width):
                 line[c] = low
             continue
-        first, end = queries_of(sizes, mask, u, u + 1)
-        for c in range(min(tile.n, first - tile.t0)):
-            line[c] = low
-        for c in range(max(0, end - tile.t0), tile.n):
-            line[c] = low
+        if kind == CUT:
+            first, end = columns_met(call, tile, kind, r, r + 1)
+            first, end = np.int32(first), np.int32(end)
+            for c in range(np.int32(tile.width)):
+                line[c] = line[c] if c >= first and c < end else low
         if mask.documents != 0:
             document = pointer(mask.documents + 4 * tile.b * sizes.keys, np.int32(0))
             queries = at(document, tile.t0 + sizes.keys - sizes.queries)
@@ -180,6 +202,61 @@ def dropout_tile(factors: Any, drawn: Any, call: Attention, tile: Tile) -> None:
             line[c] = drawn[(r + (start + c * sizes.keys) % 4) * width + c]
         for c in range(n, width):
             line[c] = drop
+
+
+# --- products of a tile ---------------------------------------------------------------------------
+
+
+@jit(fastmath=FAST)
+def scores(
+    call: Attention, tile: Tile, kind: int, keys: Any, d: int, queries_t: Any, s: Any
+) -> None:
+    """S (nk, width) = K Qᵀ, K (nk, d), Qᵀ (d, width); zeros where strips of a CUT tile never meet.
+
+    Its strips are as wide as ``tile_gemm`` needs for its best.
+    """
+    width = tile.width
+    step = max(STRIP, block_columns(s) // 2) if kind == CUT else width
+    for c in range(0, width, step):
+        columns = min(step, width - c)
+        low, end = rows_met(call, tile, kind, min(c, tile.n), min(c + columns, tile.n))
+        for r in range(low):
+            fill(at(s, r * width + c), call.scale * 0, columns)
+        for r in range(end, tile.nk):
+            fill(at(s, r * width + c), call.scale * 0, columns)
+        if low < end:
+            first, x, target = at(keys, low * d), at(queries_t, c), at(s, low * width + c)
+            tile_gemm(end - low, columns, d, first, d, 1, x, width, target, width, False)
+
+
+@jit(fastmath=FAST)
+def add_over_keys(
+    call: Attention, tile: Tile, kind: int, s: Any, x: Any, d: int, target: Any
+) -> None:
+    """Add Sᵀ x, x (nk, d), to ``target`` (n, d): O = P V, dQ = dS K."""
+    width, n = tile.width, tile.n
+    step = STRIP if kind == CUT else n
+    for c in range(0, n, step):
+        rows = min(step, n - c)
+        low, end = rows_met(call, tile, kind, c, c + rows)
+        if low < end:
+            a, b, sums = at(s, low * width + c), at(x, low * d), at(target, c * d)
+            tile_gemm(rows, d, end - low, a, 1, width, b, d, sums, d, True)
+
+
+@jit(fastmath=FAST)
+def add_over_queries(
+    call: Attention, tile: Tile, kind: int, s: Any, x: Any, d: int, target: Any
+) -> None:
+    """Add S x, x (n, d), to ``target`` (nk, d): dV = Pᵀ dO, dK = dSᵀ Q."""
+    width, nk = tile.width, tile.nk
+    step = STRIP if kind == CUT else nk
+    for r in range(0, nk, step):
+        rows = min(step, nk - r)
+        low, end = columns_met(call, tile, kind, r, r + rows)
+        if low < end:
+            a, b, sums = at(s, r * width + low), at(x, low * d), at(target, r * d)
+            tile_gemm(rows, d, end - low, a, width, 1, b, d, sums, d, True)
 
 
 # --- loops over a tile ---------------------------------------------------------------------------

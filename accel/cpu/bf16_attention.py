@@ -76,7 +76,7 @@ from accel.cpu.bf16_tiles import (
 )
 from accel.cpu.halves import as_type
 from accel.cpu.kernels import MAP, SERIAL, SUM
-from accel.cpu.simd import at, exp2, pointer, start, wide_vectors
+from accel.cpu.simd import at, exp2, pointer, start
 from accel.jit import jit
 
 KEYS = 128  # of a forward tile
@@ -208,7 +208,6 @@ def _forward_tile(
     i: int,
 ) -> None:
     """Compute the rows of query tile i of one head from its packed K and Vᵀ."""
-    wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE
@@ -388,7 +387,6 @@ def _backward_tile(
 
     Of these the keys ``low`` .. ``stop - 1``, where tiles of keys begin and end.
     """
-    wide_vectors()
     sizes, q, scale = call.sizes, call.q, call.scale
     d, dv = sizes.width, sizes.value_width
     steps = (sizes.keys + SIDE - 1) // SIDE

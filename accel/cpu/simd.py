@@ -21,7 +21,7 @@ the two load ports are the limit. With 6 × 2 hardly more than that may be done:
 take 6 cycles, 20 instructions are needed, and a core of Zen 3 takes 6 a cycle, of two threads
 together, one of which a virtual machine may be. Walking from row to row, as LLVM would, makes them
 27; here they are 23 (``tests/cpu/test_targets.py``). All sizes work: rows left over take a smaller
-block, columns left over one vector with a mask.
+block, columns left over 8 × 2 vectors, where they are as many, and one vector with a mask.
 """
 
 import functools
@@ -94,23 +94,6 @@ def pad_columns(typingctx: Context, like: Any) -> Any:
         return ir.Constant(_INT64, PAD_BYTES * 8 // signature.args[0].bitwidth)
 
     return types.int64(like), codegen
-
-
-@intrinsic
-def wide_vectors(typingctx: Context) -> Any:
-    """Let the loops of the kernel that calls this use the widest vectors there are.
-
-    LLVM prefers half of them on processors whose first AVX-512 parts slowed down for the whole;
-    in kernels that are full of 64-byte multiply-adds anyway, that costs a fifth of an ``exp2``.
-    """
-
-    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        width = f'"prefer-vector-width"="{8 * vector_bytes()}"'
-        # llvmlite's own add() knows a list of attributes that lacks this one.
-        set.add(builder.function.attributes, width)
-        return context.get_dummy_value()
-
-    return types.none(), codegen
 
 
 def emit_prefetch(builder: Builder, line: Value, level: int, *, write: bool) -> None:
@@ -318,15 +301,16 @@ def lanes_of(context: Context, p: Any) -> int:
     return int(vector_bytes() // (p.dtype.bitwidth // 8))
 
 
-def _register_block(rows: int, full: bool) -> Any:
+def _register_block(rows: int, parts: int) -> Any:
     """Make the intrinsic for one register block.
 
     Parameters
     ----------
     rows : int
         Rows of the block.
-    full : bool
-        A row of ``block_vectors()`` whole vectors; else one vector of which ``n`` lanes count.
+    parts : int
+        Its rows are ``block_vectors()`` whole vectors (1), half of them (2), or one vector of which
+        ``n`` lanes count (0).
     """
 
     @intrinsic
@@ -348,10 +332,10 @@ def _register_block(rows: int, full: bool) -> Any:
         def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
             element = context.get_value_type(signature.args[0].dtype)
             lanes = lanes_of(context, signature.args[0])
-            vectors = block_vectors() if full else 1
+            vectors = block_vectors() // parts if parts else 1
             *others, ahead, ahead_step = args
             asked = None if signature.args[-2] == types.none else (ahead, ahead_step)
-            _emit_block(builder, element, lanes, rows, vectors, not full, asked, *others)
+            _emit_block(builder, element, lanes, rows, vectors, not parts, asked, *others)
             return context.get_dummy_value()
 
         i = types.int64
@@ -444,7 +428,7 @@ def _emit_block(
         builder.store(column, a_k)
         builder.store(builder.gep(row, [b_row]), b_k)
 
-    together = STEPS if rows == 6 and not masked else 1
+    together = STEPS if rows >= 6 and not masked else 1
     if together > 1:
         with cgutils.for_range(builder, builder.urem(k, index(together))):
             step()
@@ -481,14 +465,16 @@ def _first_lanes(builder: Builder, lanes: int, n: Value) -> Value:
     )
 
 
-_wide_6 = _register_block(6, True)
-_wide_5 = _register_block(5, True)
-_wide_4 = _register_block(4, True)
-_wide_3 = _register_block(3, True)
-_wide_2 = _register_block(2, True)
-_wide_1 = _register_block(1, True)
-_edge_6 = _register_block(6, False)
-_edge_1 = _register_block(1, False)
+_wide_6 = _register_block(6, 1)
+_wide_5 = _register_block(5, 1)
+_wide_4 = _register_block(4, 1)
+_wide_3 = _register_block(3, 1)
+_wide_2 = _register_block(2, 1)
+_wide_1 = _register_block(1, 1)
+_half_8 = _register_block(8, 2)
+_half_1 = _register_block(1, 2)
+_edge_6 = _register_block(6, 0)
+_edge_1 = _register_block(1, 0)
 
 
 @jit(nogil=True)
@@ -548,6 +534,19 @@ def tile_gemm(
             _wide_4(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
         elif left == 5:
             _wide_5(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
+        j += width
+    width = width // 2
+    if width > vector_columns(a) and j + width <= columns:
+        bj = at(b, j)
+        i = 0
+        while i + 8 <= rows:
+            ai, ci = at(a, i * a_row), at(c, i * c_row + j)
+            _half_8(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
+            i += 8
+        while i < rows:
+            ai, ci = at(a, i * a_row), at(c, i * c_row + j)
+            _half_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
+            i += 1
         j += width
     width = vector_columns(a)
     while j < columns:

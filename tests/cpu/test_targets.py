@@ -70,15 +70,15 @@ p, i = types.CPointer(types.float32), types.int64
 kernel.compile((i, i, i, p, i, i, p, i, p, i, types.boolean, p, i))
 print(next(iter(kernel.inspect_asm().values())))
 """
-X86 = {  # features, and the multiply-adds of a row of the register block
-    "haswell": ("+avx,+avx2,+fma", 2),
-    "skylake-avx512": ("+avx,+avx2,+fma,+avx512f,+avx512vl,+avx512bw,+avx512dq", 4),
+X86 = {  # features, and the rows and the vectors of the register blocks
+    "haswell": ("+avx,+avx2,+fma", [(6, 2)]),
+    "skylake-avx512": ("+avx,+avx2,+fma,+avx512f,+avx512vl,+avx512bw,+avx512dq", [(6, 4), (8, 2)]),
 }
 
 
-def made_for(processor: str, code: str) -> str:
+def made_for(processor: str, code: str, **more: str) -> str:
     """Return what a script prints that compiles for a processor of ``X86``."""
-    named = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": X86[processor][0]}
+    named = {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": X86[processor][0], **more}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -95,15 +95,33 @@ def made_for(processor: str, code: str) -> str:
 def test_a_tile_s_loop_has_no_instruction_that_it_does_not_need(processor: str) -> None:
     # two threads of one core share what it can decode, and a cloud's machines are such threads
     said = made_for(processor, TILE)
-    products = STEPS * 6 * X86[processor][1]  # those of a block of six rows in a turn
     found = [re.findall(r"^\t([a-z]\w+)", loop, re.M) for loop in inner_loops(said)]
-    loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
-    assert loops
-    for loop in loops:
-        assert loop.count("prefetcht1") == 1
-        needed = products + STEPS * (X86[processor][1] + 6)  # and what they multiply is loaded
-        # pointers of each step, the line ahead and its pointer, a count, the jump
-        assert len(loop) - needed <= 2 * STEPS + 4, loop
+    for rows, vectors in X86[processor][1]:
+        products = STEPS * rows * vectors  # those of a turn
+        loops = [loop for loop in found if loop.count("vfmadd231ps") == products]
+        assert loops
+        for loop in loops:
+            assert loop.count("prefetcht1") == 1
+            needed = products + STEPS * (vectors + rows)  # and what they multiply is loaded
+            # pointers of each step, the line ahead and its pointer, a count, the jump; and one of
+            # eight pointers to rows has no register
+            assert len(loop) - needed <= 2 * STEPS + 4 + (rows == 8), loop
+
+
+PROBABILITIES = """
+from numba import types
+from accel.cpu.attention_tiles import score_gradients
+p, i = types.CPointer(types.float32), types.int64
+score_gradients.compile((p, p, p, p, types.float32, i, i))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="made for its own kind")
+def test_kernels_use_the_widest_vectors_where_llvm_prefers_half_of_them(tmp_path: Path) -> None:
+    kept = {"MYLLM_CACHE_DIR": str(tmp_path), "NUMBA_DUMP_ASSEMBLY": "1"}
+    said = made_for("skylake-avx512", PROBABILITIES, **kept)
+    loops = [loop for loop in inner_loops(said) if "vpslld" in loop and "%zmm" in loop]
+    assert loops and not any("%ymm" in loop for loop in loops)
 
 
 EXPONENTIALS = """
