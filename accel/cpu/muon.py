@@ -1,8 +1,13 @@
-"""Muon: five steps of Newton-Schulz by ``gemm.gemm``, between passes over memory.
+"""Muon: five steps of Newton-Schulz, between passes over memory.
 
 The mathematics is in ``reference/muon.py``. Of a matrix (I, O) with r the smaller and s the larger
 side, a step takes 4 r² s + 2 r³ floating-point operations, in products whose bits depend on the
 shapes alone. What stands around them reads each number a few times and is a few per cent.
+
+A wide matrix is transposed as it is taken, so all that is orthogonalised is tall, X (s, r), and
+none of its products needs a transposed right operand. What the second-level cache holds is
+multiplied where it lies, by one kernel for all five steps; larger ones by ``gemm.gemm``, which
+packs. (A small model's matrices are smaller than what a call and its packing cost.)
 """
 
 import math
@@ -13,15 +18,18 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.elementwise import scale_into
-from accel.cpu.gemm import gemm
-from accel.cpu.kernels import MAP, PIECE, ROW_PIECE, address, contiguous
+from accel.cpu.gemm import SIX, gemm
+from accel.cpu.kernels import MAP, PIECE, ROW_PIECE, SERIAL, address, contiguous
 from accel.cpu.memory import empty, step
 from accel.cpu.optimizer import square_sums
-from accel.cpu.simd import at, pointer
+from accel.cpu.simd import at, pointer, tile_gemm
 from accel.jit import jit
 from reference.muon import ITERATIONS, RMS, TINY, A, B, C
 
 Array = npt.NDArray[Any]
+
+NEAR = 1 << 20  # bytes of a matrix that is multiplied where it lies
+TASKS = 16  # of a product of such, which threads share
 
 
 @jit(**MAP)
@@ -36,41 +44,97 @@ def _nesterov(scale: Any, momentum: Any, grad: int, m: int, out: int, n: int) ->
 
 
 @jit(**MAP)
-def _take_columns(like: Any, x: int, rows: int, width: int, ld: int, out: int) -> None:
-    """Write columns of x, whose rows are ``ld`` apart, one row behind the other."""
+def _take(
+    like: Any, x: int, rows: int, columns: int, row: int, column: int, out: int, o_row: int
+) -> None:
+    """Copy a matrix whose neighbours are ``row`` and ``column`` apart to rows ``o_row`` apart."""
     source, target = pointer(x, like), pointer(out, like)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
-            s, t = at(source, i * ld), at(target, i * width)
-            for j in range(width):
-                t[j] = s[j]
+            s, t = at(source, i * row), at(target, i * o_row)
+            for j in range(columns):
+                t[j] = s[j * column]
 
 
 @jit(**MAP)
-def _descend(rate: Any, decay: Any, x: int, rows: int, width: int, ld: int, master: int) -> None:
-    """Take rate · x and decay · θ off columns θ of the master."""
+def _descend(
+    rate: Any,
+    decay: Any,
+    x: int,
+    row: int,
+    column: int,
+    master: int,
+    rows: int,
+    columns: int,
+    ld: int,
+) -> None:
+    """Take rate · x and decay · θ off columns θ of the master, whose rows are ``ld`` apart."""
     source, target = pointer(x, rate), pointer(master, rate)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
-            s, t = at(source, i * width), at(target, i * ld)
-            for j in range(width):
-                t[j] -= rate * s[j] + decay * t[j]
+            s, t = at(source, i * row), at(target, i * ld)
+            for j in range(columns):
+                t[j] -= rate * s[j * column] + decay * t[j]
+
+
+@jit(**MAP)
+def _product(
+    rows: int,
+    side: int,
+    k: int,
+    x: Any,
+    row: int,
+    column: int,
+    y: Any,
+    out: Any,
+    factor: Any,
+    other: Any,
+    of_other: Any,
+) -> None:
+    """Write factor · x y + of_other · other (rows, side); y (k, side), neighbours in x as said."""
+    sixes = (rows + SIX - 1) // SIX
+    for task in prange(TASKS):
+        i, end = sixes * task // TASKS * SIX, min(sixes * (task + 1) // TASKS * SIX, rows)
+        made, more = at(out, i * side), at(other, i * side)
+        tile_gemm(end - i, side, k, at(x, i * row), row, column, y, side, made, side, False)
+        if of_other != 0:
+            for j in range((end - i) * side):
+                made[j] = factor * made[j] + of_other * more[j]
+
+
+@jit(**SERIAL)
+def _newton_schulz(
+    a: Any, b: Any, c: Any, x: int, other: int, gram: int, p: int, long: int, side: int, steps: int
+) -> None:
+    """Take steps from X (long, side) to ``other``, and from there to X, by turns."""
+    g, q, zero, one = pointer(gram, a), pointer(p, a), a - a, a / a
+    for turn in range(steps):
+        now, then = pointer(x, a), pointer(other, a)
+        if turn % 2:
+            now, then = then, now
+        _product(side, side, long, now, 1, side, now, g, one, g, zero)
+        _product(side, side, side, g, side, 1, g, q, c, g, b)
+        _product(long, side, side, now, side, 1, q, then, one, now, a)
 
 
 def orthogonalise(x: Array) -> Array:
-    """Return a contiguous x (I, O) with its singular values near 1; x is used up."""
+    """Return a contiguous x (s, r), s >= r, with its singular values near 1; x is used up."""
     norm = math.sqrt(float(np.sum(square_sums(x.reshape(-1)))))
     scale_into(x, 1 / max(norm, TINY), x)
-    wide = x.shape[0] <= x.shape[1]
-    side = min(x.shape)
+    long, side = x.shape
     gram, p, following = (empty(shape, x.dtype) for shape in ((side, side), (side, side), x.shape))
+    if x.nbytes <= NEAR:
+        coefficients = (x.dtype.type(factor) for factor in (A, B, C))
+        arrays = (address(y) for y in (x, following, gram, p))
+        _newton_schulz(*coefficients, *arrays, long, side, ITERATIONS)
+        return following if ITERATIONS % 2 else x
     for _ in range(ITERATIONS):
-        gemm(x, x, gram, ta=not wide, tb=wide)
+        gemm(x, x, gram, ta=True)
         scale_into(gram, B / C, p)
         gemm(gram, gram, p, accumulate=True)
         scale_into(p, C, p)
         scale_into(x, A, following)
-        gemm(*((p, x) if wide else (x, p)), following, accumulate=True)
+        gemm(x, p, following, accumulate=True)
         x, following = following, x
     return x
 
@@ -99,13 +163,15 @@ def muon(
         )
         first = 0
         for width in parts:
-            x = empty((rows, width), master.dtype)
-            size = master.itemsize * first
-            _take_columns(number(0), address(ahead) + size, rows, width, columns, address(x))
+            long, side = max(rows, width), min(rows, width)
+            x, size = empty((long, side), master.dtype), master.itemsize * first
+            steps = (columns, 1) if rows >= width else (1, columns)
+            _take(number(0), address(ahead) + size, long, side, *steps, address(x), side)
             x = orthogonalise(x)
+            steps = (side, 1) if rows >= width else (1, side)
             _descend(
-                *(number(lr * RMS * math.sqrt(max(rows, width))), number(lr * weight_decay)),
-                *(address(x), rows, width, columns, address(theta) + size),
+                *(number(lr * RMS * math.sqrt(long)), number(lr * weight_decay)),
+                *(address(x), *steps, address(theta) + size, rows, width, columns),
             )
             first += width
     for array, state in zip(given, states, strict=True):
