@@ -41,7 +41,7 @@ def test_the_table_says_when_ours_has_learned_as_much(
     table = capsys.readouterr().out
     assert "bits: ours, muon, float32" in table and f"PyTorch, {how}, float32 at its end" in table
     found = json.loads((out / "results.json").read_text())
-    assert found["best_of_pytorch"] == theirs
+    assert found["hardest_of_pytorch"] == theirs
     bits = found["contenders"][theirs]["bits"]
     assert bits[-1] < bits[0] - 0.1
 
