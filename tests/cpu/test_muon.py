@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from accel.cpu import ops
+from accel.cpu import muon, ops
 from reference import ops as plain
 from reference.types import Array
 
@@ -16,6 +16,13 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.1, "gr
 def state(rows: int, columns: int, dtype: Any) -> list[Array]:
     rng = np.random.default_rng(rows + columns)
     return [rng.standard_normal((rows, columns)).astype(dtype) for _ in range(3)]
+
+
+@pytest.fixture(params=["where they lie", "packed"], autouse=True)
+def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the products of small matrices made in either way."""
+    if request.param == "packed":
+        monkeypatch.setattr(muon, "NEAR", 0)
 
 
 # one past the tiles of the products, matrices side by side, and a sum in two blocks
