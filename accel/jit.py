@@ -90,7 +90,7 @@ def jit(func: F | None = None, /, *, apart: bool = False, **options: Any) -> F |
         The function, when used without parentheses.
     apart : bool
         As a part of other kernels, it is optimised once, by itself: for what is too large to be
-        inlined, and gains nothing by constants or the vectors of its caller.
+        inlined, and gains nothing by constants.
     **options
         Options of ``numba.njit``; ``cache`` is not one of them, since caching is the point.
 

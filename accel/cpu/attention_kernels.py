@@ -20,8 +20,9 @@ tile::
 
 Sᵀ, Qᵀ and O (16 KiB each at d = 64) fill the first-level cache; K and V come from the second level
 or beyond: 32 KiB for 2 · 64·64·64 multiply-adds, 0.06 bytes each. O is divided by l when it is
-written out. Of a tile that the diagonal or a window cuts, strips of 16 queries or keys are
-multiplied by the range that they meet; what is left out are zeros.
+written out. Of a tile that the diagonal or a window cuts, strips of 16 queries or keys (of queries
+with their keys of 16 or more, by the register block) are multiplied by the range that they meet;
+what is left out are zeros.
 
 Backward. A task owns a run of query tiles of the G heads that read one key/value head: it writes
 their dQ, and sums dK and dV of its own in scratch memory. For each query tile Qᵀ, dOᵀ, Q and dO are

@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 # What tile_kind says about a tile: CUT are those that positions mask, and arrays perhaps as well.
 SKIP, PLAIN, MASKED, CUT = 0, 1, 2, 3
 
-STRIP = 16  # queries, or keys, of a CUT tile that are multiplied by what they meet, and not by more
+STRIP = 16  # queries, or keys, of a CUT tile, at least, multiplied by what they meet and no more
 
 # The score of a masked pair, and the running maximum of a query that has seen no key yet. The first
 # is so far below the second that a query with nothing but masked keys gets 2^(LOW - START) = 0 from
@@ -139,7 +139,7 @@ def _add_alibi(s: Any, call: Attention, tile: Tile) -> None:
 
 @jit(apart=True)
 def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
-    """Apply ALiBi, and set the scores of pairs that may not meet to LOW."""
+    """Apply ALiBi, and set the scores of pairs that may not meet to LOW; of padding, any may be."""
     sizes, mask = call.sizes, call.mask
     if mask.alibi != 0:
         _add_alibi(s, call, tile)
@@ -213,7 +213,7 @@ def scores(
 ) -> None:
     """S (nk, width) = K Qᵀ, K (nk, d), Qᵀ (d, width); zeros where strips of a CUT tile never meet.
 
-    Its strips are as wide as ``tile_gemm`` needs for its best.
+    Its strips are no narrower than what ``tile_gemm`` multiplies without a mask.
     """
     width = tile.width
     step = max(STRIP, block_columns(s) // 2) if kind == CUT else width

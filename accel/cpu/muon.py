@@ -5,9 +5,9 @@ side, a step takes 4 r² s + 2 r³ floating-point operations, in products whose 
 shapes alone. What stands around them reads each number a few times and is a few per cent.
 
 A wide matrix is transposed as it is taken, so all that is orthogonalised is tall, X (s, r), and
-none of its products needs a transposed right operand. What the second-level cache holds is
-multiplied where it lies, by one kernel for all five steps; larger ones by ``gemm.gemm``, which
-packs. (A small model's matrices are smaller than what a call and its packing cost.)
+none of its products needs a transposed right operand. What is small enough for the caches near a
+core is multiplied where it lies, by one kernel for all five steps; larger ones by ``gemm.gemm``,
+which packs. (A small model's matrices are smaller than what a call and its packing cost.)
 """
 
 import math
@@ -91,7 +91,10 @@ def _product(
     other: Any,
     of_other: Any,
 ) -> None:
-    """Write factor · x y + of_other · other (rows, side); y (k, side), neighbours in x as said."""
+    """Write factor · x y + of_other · other (rows, side), or x y if the last factor is 0.
+
+    y is (k, side); the neighbours in x are ``row`` and ``column`` apart.
+    """
     sixes = (rows + SIX - 1) // SIX
     for task in prange(TASKS):
         i, end = sixes * task // TASKS * SIX, min(sixes * (task + 1) // TASKS * SIX, rows)

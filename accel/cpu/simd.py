@@ -21,7 +21,8 @@ the two load ports are the limit. With 6 × 2 hardly more than that may be done:
 take 6 cycles, 20 instructions are needed, and a core of Zen 3 takes 6 a cycle, of two threads
 together, one of which a virtual machine may be. Walking from row to row, as LLVM would, makes them
 27; here they are 23 (``tests/cpu/test_targets.py``). All sizes work: rows left over take a smaller
-block, columns left over 8 × 2 vectors, where they are as many, and one vector with a mask.
+block; columns left over 8 × 2 or 6 × 2 vectors, where a row of the block has four and they fill
+two, and one vector with a mask.
 """
 
 import functools
@@ -50,7 +51,7 @@ _INT64 = ir.IntType(64)
 # split of the work is the same on all of them.
 PAD_BYTES = 64
 
-STEPS = 4  # of k, which a block of six rows takes for one test whether there are more
+STEPS = 4  # of k, which a block of six or eight rows takes for one test whether there are more
 
 
 # --- pointers ------------------------------------------------------------------------------------
@@ -472,6 +473,7 @@ _wide_3 = _register_block(3, 1)
 _wide_2 = _register_block(2, 1)
 _wide_1 = _register_block(1, 1)
 _half_8 = _register_block(8, 2)
+_half_6 = _register_block(6, 2)
 _half_1 = _register_block(1, 2)
 _edge_6 = _register_block(6, 0)
 _edge_1 = _register_block(1, 0)
@@ -507,9 +509,9 @@ def tile_gemm(
     accumulate : bool
         Add to C; else overwrite it.
     ahead : pointer, optional
-        What is needed soon: blocks of six rows ask for a cache line there every ``STEPS`` steps of
-        k, each ``ahead_step`` elements past the one before, for the second-level cache. (Asked for
-        all at once they would hold up the operands that come from there.)
+        What is needed soon: blocks of six or eight rows ask for a cache line there every ``STEPS``
+        steps of k, each ``ahead_step`` elements past the one before, for the second-level cache.
+        (Asked for all at once they would hold up the operands that come from there.)
     """
     width = block_columns(a)
     j = 0
@@ -539,14 +541,23 @@ def tile_gemm(
     if width > vector_columns(a) and j + width <= columns:
         bj = at(b, j)
         i = 0
-        while i + 8 <= rows:
-            ai, ci = at(a, i * a_row), at(c, i * c_row + j)
-            _half_8(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
-            i += 8
         while i < rows:
-            ai, ci = at(a, i * a_row), at(c, i * c_row + j)
-            _half_1(ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step)
-            i += 1
+            ai, ci, left = at(a, i * a_row), at(c, i * c_row + j), rows - i
+            if left >= 8 and left % 6 != 0:  # eights and sixes come to any even number from 12 on
+                _half_8(
+                    ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step
+                )
+                i += 8
+            elif left >= 6:
+                _half_6(
+                    ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step
+                )
+                i += 6
+            else:
+                _half_1(
+                    ai, a_row, a_col, bj, b_row, ci, c_row, k, width, accumulate, ahead, ahead_step
+                )
+                i += 1
         j += width
     width = vector_columns(a)
     while j < columns:

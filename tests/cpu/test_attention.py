@@ -65,6 +65,8 @@ def assert_float32_close(got, plain32, exact, absolute):
 @example(case=Case(queries=200, keys=200, window=1))
 @example(case=Case(queries=131, keys=67, window=2, causal=False))
 @example(case=Case(queries=97, keys=330, window=65, kv_heads=1, group=3, alibi=True))
+@example(case=Case(queries=192, keys=192, window=127))  # a tile that misses one pair, at its begin
+@example(case=Case(queries=64, keys=126))  # and at its end
 @example(case=Case(queries=300, keys=300, window=64, causal=False, dropout_p=0.3, batch=1))
 @example(case=Case(queries=300, keys=300, window=63, documents=True, key_mask=True, batch=1))
 def test_attention_in_float64_equals_the_reference(case):

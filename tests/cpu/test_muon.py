@@ -25,8 +25,14 @@ def near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(muon, "NEAR", 0)
 
 
-# one past the tiles of the products, matrices side by side, and a sum in two blocks
-SHAPES = [(1, 1, None), (97, 70, (33, 20, 17)), (17, 130, (130,)), (700, 101, None)]
+# one past the tiles of the products, matrices side by side, a sum in two blocks, and squares
+SHAPES = [
+    (1, 1, None),
+    (97, 70, (33, 20, 17)),
+    (17, 130, (130,)),
+    (700, 101, None),
+    (40, 120, (40, 40, 40)),
+]
 
 
 @pytest.mark.parametrize(("rows", "columns", "parts"), SHAPES)
