@@ -53,6 +53,7 @@ class Size(NamedTuple):
     vocab_size: int  # of a tokenizer that is made for it
     embedding_rate: float = 1.0  # times lr; swept for the small ones alone: dist/sweep/rates
     weight_decay: float = 0.1  # likewise
+    kind: str = "adamw"  # of optimizer: dist/sweep/muon
 
     def overrides(self, ranks: int) -> list[str]:
         """Return what it changes in a run file; of micro-batches two, or one a rank."""
@@ -61,15 +62,15 @@ class Size(NamedTuple):
         micro = max(1, self.global_batch // max(2, ranks))
         train = {"global_batch": self.global_batch, "micro_batch": micro, "lr": self.lr}
         said += [f"train.{key}={value}" for key, value in train.items()]
-        optim = ("embedding_rate", "weight_decay")
+        optim = ("kind", "embedding_rate", "weight_decay")
         return said + [f"optim.{key}={getattr(self, key)}" for key in optim]
 
 
 SIZES = (
-    #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary  × lr of the embedding, decay
+    #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary  × lr of embedding, decay, kind
     Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 3e-3, 4096, 16.0),
     Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 3e-3, 4096, 16.0, 0.01),
-    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 3e-3, 4096, 16.0),
+    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 1.2e-2, 4096, 4.0, 0.1, "muon"),
     Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 2e-3, 4096),
     Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 1.5e-3, 8192),
     Size(5e15, 384, 8, 6, 2, 64, 1024, 512, 16, 1e-3, 16384),

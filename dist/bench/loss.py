@@ -132,10 +132,11 @@ class Contender(NamedTuple):
         size, out = plan.size, plan.out / self.folder
         if self.who == "ours":
             words = [f"optim.kind={self.how}"]
-            if self.how == "muon":
-                words.append(f"train.lr={MUON_RATE * size.lr}")
-                # the embedding has the rate that it has beside AdamW
-                words.append(f"optim.embedding_rate={max(1.0, size.embedding_rate / MUON_RATE)}")
+            if self.how != size.kind:
+                times = MUON_RATE if self.how == "muon" else 1 / MUON_RATE
+                words.append(f"train.lr={times * size.lr}")
+                # the embedding has the same rate beside both
+                words.append(f"optim.embedding_rate={max(1.0, size.embedding_rate / times)}")
         else:
             full = [f"model.n_kv_heads={size.n_heads}", f"model.d_ff={4 * size.d_model}"]
             words = [*full, *NANOGPT]
