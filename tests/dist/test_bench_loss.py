@@ -110,6 +110,11 @@ def test_pytorch_trains_what_nanogpt_publishes_on_as_many_tokens(text: str, tmp_
     swept = plan._replace(size=plan.size._replace(embedding_rate=8.0))
     rates = {c: c.run(swept).optim.embedding_rate for c in (ADAMW, MUON, EAGER)}
     assert rates == {ADAMW: 8.0, MUON: 2.0, EAGER: 1.0}  # of Muon's rate, four times AdamW's
+    for_muon = swept._replace(size=swept.size._replace(kind="muon"))  # a size with Muon's rates
+    runs = {c: c.run(for_muon) for c in (ADAMW, MUON)}
+    assert {c: run.optim.kind for c, run in runs.items()} == {ADAMW: "adamw", MUON: "muon"}
+    assert runs[ADAMW].train.lr == pytest.approx(2.5e-3) and runs[MUON].train.lr == 1e-2
+    assert {c: run.optim.embedding_rate for c, run in runs.items()} == {ADAMW: 32.0, MUON: 8.0}
 
 
 def test_both_optimizers_are_planned_for_the_promised_parts_of_the_time_in_each_mode(
