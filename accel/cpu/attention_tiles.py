@@ -155,8 +155,7 @@ def mask_tile(s: Any, call: Attention, tile: Tile, kind: int) -> None:
             continue
         if kind == CUT:
             first, end = columns_met(call, tile, kind, r, r + 1)
-            first, end = np.int32(first), np.int32(end)
-            for c in range(np.int32(tile.width)):
+            for c in range(tile.width):
                 line[c] = line[c] if c >= first and c < end else low
         if mask.documents != 0:
             document = pointer(mask.documents + 4 * tile.b * sizes.keys, np.int32(0))

@@ -127,9 +127,11 @@ def orthogonalise(x: Array) -> Array:
     long, side = x.shape
     gram, p, following = (empty(shape, x.dtype) for shape in ((side, side), (side, side), x.shape))
     if x.nbytes <= NEAR:
-        coefficients = (x.dtype.type(factor) for factor in (A, B, C))
-        arrays = (address(y) for y in (x, following, gram, p))
-        _newton_schulz(*coefficients, *arrays, long, side, ITERATIONS)
+        number = x.dtype.type
+        _newton_schulz(
+            *(number(A), number(B), number(C), address(x), address(following), address(gram)),
+            *(address(p), long, side, ITERATIONS),
+        )
         return following if ITERATIONS % 2 else x
     for _ in range(ITERATIONS):
         gemm(x, x, gram, ta=True)
@@ -168,13 +170,14 @@ def muon(
         for width in parts:
             long, side = max(rows, width), min(rows, width)
             x, size = empty((long, side), master.dtype), master.itemsize * first
-            steps = (columns, 1) if rows >= width else (1, columns)
-            _take(number(0), address(ahead) + size, long, side, *steps, address(x), side)
+            tall = rows >= width
+            row, column = (columns, 1) if tall else (1, columns)
+            _take(number(0), address(ahead) + size, long, side, row, column, address(x), side)
             x = orthogonalise(x)
-            steps = (side, 1) if rows >= width else (1, side)
+            row, column = (side, 1) if tall else (1, side)
             _descend(
                 *(number(lr * RMS * math.sqrt(long)), number(lr * weight_decay)),
-                *(address(x), *steps, address(theta) + size, rows, width, columns),
+                *(address(x), row, column, address(theta) + size, rows, width, columns),
             )
             first += width
     for array, state in zip(given, states, strict=True):
