@@ -43,6 +43,8 @@ def test_200_steps_on_real_text_stay_within_a_thousandth_of_pytorch(tmp_path: Pa
             "train.micro_batch=4",
             f"train.steps={STEPS}",
             "train.lr=1e-3",
+            "optim.kind=adamw",
+            "optim.embedding_rate=16.0",
             "run.checkpoint_every=0",
             "model.vocab_size=600",
             "model.d_model=64",
