@@ -70,7 +70,7 @@ def _measure(folder: Path, n: int, steps: int, threads: int) -> Iterator[Row]:
     ids = np.random.default_rng(0).integers(4, model.vocab_size, windows * model.context_length)
     writer.write(ids.astype(np.int32), None)
     writer.finish(
-        vocab_size=model.vocab_size, eos=2, window=None, documents=1, tokenizer_sha256="none"
+        vocab_size=model.vocab_size, eos=2, window=None, documents=1, tokenizer_sha256=None
     )
     sides = {
         "one rank": partial(_run, folder, 1, steps, threads),

@@ -1,5 +1,7 @@
 """The trainer's benchmark runs, and holds what it finds against what is promised."""
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from dist.bench import convert
 from dist.bench.train import Run, summary
 from tests.helpers import ROOT
 
+LAUNCHER = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 
-@pytest.mark.slow
+
+@pytest.mark.skipif(LAUNCHER is None, reason="needs MPI")
 def test_the_benchmark_runs_and_prints_every_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
