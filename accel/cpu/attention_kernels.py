@@ -20,8 +20,8 @@ tile::
 
 Sᵀ, Qᵀ and O (16 KiB each at d = 64) fill the first-level cache; K and V come from the second level
 or beyond: 32 KiB for 2 · 64·64·64 multiply-adds, 0.06 bytes each. O is divided by l when it is
-written out. Of a tile that the diagonal or a window cuts, strips of 16 queries or keys (of queries
-with their keys of 16 or more, by the register block) are multiplied by the range that they meet;
+written out. Of a tile that the diagonal or a window cuts, strips of 16 queries or keys are
+multiplied by the range that they meet (K Qᵀ in strips of half a register block where that is more);
 what is left out are zeros.
 
 Backward. A task owns a run of query tiles of the G heads that read one key/value head: it writes
@@ -71,8 +71,7 @@ from accel.cpu.attention_tiles import (
     SKIP,
     START,
     UNSEEN,
-    add_over_keys,
-    add_over_queries,
+    add_product,
     copy_rows,
     dot,
     dropout_tile,
@@ -200,7 +199,7 @@ def _forward_tile(
         for t in range(n):
             if shrink[t] != 1:
                 scale_row(at(o, t * dv), shrink[t], dv)
-        add_over_keys(call, tile, kind, s, at(values, u0 * dv), dv, o)
+        add_product(call, tile, kind, s, True, at(values, u0 * dv), dv, o)
     for t in range(n):
         some = l[t] != 0
         scale_row(at(o, t * dv), 1 / l[t] if some else scale * 0, dv)
@@ -342,10 +341,10 @@ def _backward_tile(
         if call.dropout.active:
             multiply(s, factors, nk * width)
         if wanted & DKV:
-            add_over_queries(call, tile, kind, s, gradient, dv, at(dvalues, u0 * dv))
-            add_over_queries(call, tile, kind, dp, queries, d, at(dkeys, u0 * d))
+            add_product(call, tile, kind, s, False, gradient, dv, at(dvalues, u0 * dv))
+            add_product(call, tile, kind, dp, False, queries, d, at(dkeys, u0 * d))
         if wanted & DQ:
-            add_over_keys(call, tile, kind, dp, tile_keys, d, dqueries)
+            add_product(call, tile, kind, dp, True, tile_keys, d, dqueries)
     if wanted & DQ:
         copy_rows(dqueries, d, row(dq, b, t0, h, scale), dq.position, n, d)
 

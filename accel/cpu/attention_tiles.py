@@ -74,7 +74,7 @@ def queries_of(sizes: Sizes, mask: Mask, first: int, end: int) -> tuple[int, int
 
 @jit
 def tile_kind(call: Attention, tile: Tile) -> int:
-    """Say whether the tile's queries and keys see each other: SKIP: none; PLAIN: all."""
+    """Say whether queries and keys of the tile see each other: none (SKIP), all (PLAIN) or some."""
     sizes, mask = call.sizes, call.mask
     b, t0, n, u0, nk = tile.b, tile.t0, tile.n, tile.u0, tile.nk
     # All queries see the keys from where the last one's range begins to where the first one's ends.
@@ -229,33 +229,25 @@ def scores(
 
 
 @jit(fastmath=FAST)
-def add_over_keys(
-    call: Attention, tile: Tile, kind: int, s: Any, x: Any, d: int, target: Any
+def add_product(
+    call: Attention, tile: Tile, kind: int, s: Any, over_keys: bool, x: Any, d: int, target: Any
 ) -> None:
-    """Add Sᵀ x, x (nk, d), to ``target`` (n, d): O = P V, dQ = dS K."""
-    width, n = tile.width, tile.n
-    step = STRIP if kind == CUT else n
-    for c in range(0, n, step):
-        rows = min(step, n - c)
-        low, end = rows_met(call, tile, kind, c, c + rows)
-        if low < end:
-            a, b, sums = at(s, low * width + c), at(x, low * d), at(target, c * d)
-            tile_gemm(rows, d, end - low, a, 1, width, b, d, sums, d, True)
+    """Add to ``target`` the sum of x over keys, O = P V and dQ = dS K, or over queries, dV and dK.
 
-
-@jit(fastmath=FAST)
-def add_over_queries(
-    call: Attention, tile: Tile, kind: int, s: Any, x: Any, d: int, target: Any
-) -> None:
-    """Add S x, x (n, d), to ``target`` (nk, d): dV = Pᵀ dO, dK = dSᵀ Q."""
-    width, nk = tile.width, tile.nk
-    step = STRIP if kind == CUT else nk
-    for r in range(0, nk, step):
-        rows = min(step, nk - r)
-        low, end = columns_met(call, tile, kind, r, r + rows)
+    S lies as keys × queries (nk, width). Over keys x is (nk, d) and the target (n, d), over queries
+    it is the other way round.
+    """
+    rows, row, column = (tile.n, 1, tile.width) if over_keys else (tile.nk, tile.width, 1)
+    step = STRIP if kind == CUT else rows
+    for i in range(0, rows, step):
+        n = min(step, rows - i)
+        if over_keys:
+            low, end = rows_met(call, tile, kind, i, i + n)
+        else:
+            low, end = columns_met(call, tile, kind, i, i + n)
         if low < end:
-            a, b, sums = at(s, r * width + low), at(x, low * d), at(target, r * d)
-            tile_gemm(rows, d, end - low, a, width, 1, b, d, sums, d, True)
+            a, b, sums = at(s, i * row + low * column), at(x, low * d), at(target, i * d)
+            tile_gemm(n, d, end - low, a, row, column, b, d, sums, d, True)
 
 
 # --- loops over a tile ---------------------------------------------------------------------------

@@ -44,14 +44,12 @@ def _nesterov(scale: Any, momentum: Any, grad: int, m: int, out: int, n: int) ->
 
 
 @jit(**MAP)
-def _take(
-    like: Any, x: int, rows: int, columns: int, row: int, column: int, out: int, o_row: int
-) -> None:
-    """Copy a matrix whose neighbours are ``row`` and ``column`` apart to rows ``o_row`` apart."""
+def _take(like: Any, x: int, rows: int, columns: int, row: int, column: int, out: int) -> None:
+    """Copy a matrix, whose neighbours are ``row`` and ``column`` apart, to one without gaps."""
     source, target = pointer(x, like), pointer(out, like)
     for piece in prange((rows + ROW_PIECE - 1) // ROW_PIECE):
         for i in range(piece * ROW_PIECE, min(rows, (piece + 1) * ROW_PIECE)):
-            s, t = at(source, i * row), at(target, i * o_row)
+            s, t = at(source, i * row), at(target, i * columns)
             for j in range(columns):
                 t[j] = s[j * column]
 
@@ -172,7 +170,7 @@ def muon(
             x, size = empty((long, side), master.dtype), master.itemsize * first
             tall = rows >= width
             row, column = (columns, 1) if tall else (1, columns)
-            _take(number(0), address(ahead) + size, long, side, row, column, address(x), side)
+            _take(number(0), address(ahead) + size, long, side, row, column, address(x))
             x = orthogonalise(x)
             row, column = (side, 1) if tall else (1, side)
             _descend(

@@ -1,7 +1,5 @@
 """The trainer's benchmark runs, and holds what it finds against what is promised."""
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +7,20 @@ import pytest
 from dist import cli
 from dist.bench import convert
 from dist.bench.train import Run, summary
+from dist.launch import find_mpirun
 from tests.helpers import ROOT
 
-LAUNCHER = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+
+@pytest.fixture
+def mpirun() -> None:
+    """Skip where there is none."""
+    try:
+        find_mpirun()
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.skipif(LAUNCHER is None, reason="needs MPI")
+@pytest.mark.usefixtures("mpirun")
 def test_the_benchmark_runs_and_prints_every_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
