@@ -47,6 +47,7 @@ def test_every_size_can_be_trained_on_a_few_ranks(ranks: int) -> None:
         assert run.accumulation(ranks) * ranks >= 2  # so that two ranks may go on with it
         assert run.train.global_batch == size.global_batch and run.train.lr == size.lr
         assert run.optim.embedding_rate == size.embedding_rate
+        assert run.optim.kind == size.kind  # whatever the preset has
     assert config.load("demo").optim == config.load("demo", sizing.TYPICAL.overrides(1)).optim
 
 
