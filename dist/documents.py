@@ -146,9 +146,10 @@ def document_of(
             messages = [{"role": role, "content": text} for role, text in turns]
             return Document(where, tuple(chat(messages)), end=False)
         return Document(where, (Part(prompt, predict=False), Part(completion)))
-    if record.get(field) is not None and not isinstance(record[field], str):
-        raise ValueError(f"field {field!r} holds no text but {type(record[field]).__name__}")
-    if record.get(field) is None:
+    if field in record and not isinstance(record[field], str):
+        what = "null" if record[field] is None else type(record[field]).__name__
+        raise ValueError(f"field {field!r} holds no text but {what}")
+    if field not in record:
         known = ", ".join(map(repr, record)) or "none"
         raise ValueError(
             f"there is no text field {field!r}, no prompt and no messages; it has {known}"

@@ -1,8 +1,8 @@
 r"""Read texts: files, folders, globs, standard input; plain or rows of texts; gzip, Zstandard.
 
-A file is what its name says: one of ``records.py`` holds rows, each with a text in one field; any
-other is one text. ``.gz`` or ``.zst`` after that is unpacked on the way. Of a folder or a glob,
-what is no text is passed over.
+A file is what its name says: one of ``records.py`` holds rows, each with a text in one field, or a
+conversation; any other is one text. ``.gz`` or ``.zst`` after that is unpacked on the way. Of a
+folder or a glob, what is no text is passed over.
 
 A row that has no text in the field, or a line that is no UTF-8, is **bad**: an error that names
 file and line, unless the caller has a place to report it to and goes on without the line.
@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import regex
 
-from tokenizer.records import is_packed, is_rows, rows
+from tokenizer.records import contents, is_packed, is_rows, rows
 
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
@@ -82,9 +82,7 @@ class Source:
             with opened(name) as (file, raw):
                 if is_rows(name):
                     for number, (where, row) in enumerate(rows(name, file, self.field, self._bad)):
-                        text = self._text_of(row, where)
-                        if text is not None:
-                            yield text
+                        yield from self._texts_of(row, where)
                         if number % 256 == 255:
                             self._advance(name, raw)
                 else:
@@ -139,16 +137,15 @@ class Source:
                 self._bad(f"{where}: byte 0x{part[error.start]:02x} at {error.start} is no UTF-8")
         return b"".join(good)
 
-    def _text_of(self, row: dict[str, Any], where: str) -> bytes | None:
-        value = row.get(self.field)
-        if isinstance(value, str):
-            return value.encode("utf-8", "surrogatepass")
-        if self.field in row:
+    def _texts_of(self, row: dict[str, Any], where: str) -> Iterator[bytes]:
+        values = contents(row, self.field)
+        if values and all(isinstance(value, str) for value in values):
+            yield from (value.encode("utf-8", "surrogatepass") for value in values)
+        elif self.field in row:
             self._bad(f"{where}: field {self.field!r} is no text")
-            return None
-        have = ", ".join(map(repr, row)) or "none"
-        self._bad(f"{where}: no field {self.field!r}; its fields: {have}")
-        return None
+        else:
+            have = ", ".join(map(repr, row)) or "none"
+            self._bad(f"{where}: no field {self.field!r}; its fields: {have}")
 
     def _bad(self, sentence: str) -> None:
         if self.report_bad is None:
@@ -166,7 +163,8 @@ class Inputs(NamedTuple):
     """What paths, folders and globs stand for."""
 
     files: list[str]
-    passed_over: list[str]  # of folders and globs: what is no text
+    passed_over: dict[str, str]  # of folders and globs: what is no text, and what it is
+    links: list[str]  # in folders: to other folders, or to nothing
 
     @property
     def streams(self) -> list[str]:
@@ -180,10 +178,11 @@ class Inputs(NamedTuple):
 
     def remarks(self) -> Iterator[str]:
         """Yield a sentence on what is not read, or is perhaps not wanted as it is."""
-        if self.passed_over:
-            also = "; what is in an archive has to be unpacked first"
-            archives = any(map(is_archive, self.passed_over))
-            yield f"passed over, as no text: {_some(self.passed_over)}{also if archives else ''}"
+        for what in dict.fromkeys(self.passed_over.values()):
+            names = [name for name, found in self.passed_over.items() if found == what]
+            yield f"passed over, as {what}: {_some(names)}"
+        if self.links:
+            yield f"not followed: {_some(self.links, 'link')}; name what to read there as well"
         pages = [name for name in self.files if name.lower().endswith((".html", ".htm"))]
         if pages:
             yield f"HTML is read as it stands, with its tags: {_some(pages)}"
@@ -203,46 +202,44 @@ def expand(paths: Sequence[str]) -> Inputs:
         is to be read twice.
     """
     files: list[str] = []
-    passed_over: list[str] = []
+    passed_over: dict[str, str] = {}
+    links: list[str] = []
     for path in paths:
         if path == "-":
             found = ["-"]
         elif Path(path).is_dir():
-            found = [str(p) for p in sorted(_below(path)) if p.is_file()]
+            below = sorted(_below(path))
+            found = [str(p) for p in below if p.is_file()]
+            links += [str(p) for p in below if p.is_symlink() and not p.is_file()]
         elif Path(path).exists():
             found = [path]
         else:
             found = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
-        other = [name for name in found if not is_stream(name) and not is_text(name)]
-        if other == [path]:
-            what = (
-                "is an archive: unpack it, and give the folder"
-                if is_archive(path)
-                else "is UTF-16: save it as UTF-8"
-                if _is_utf16(path)
-                else "is no text"
-            )
-            raise ValueError(f"{path!r} {what}")
-        if not found or other == found:
+        other = {n: what for n in found if not is_stream(n) and (what := instead_of_text(n))}
+        if list(other) == [path]:
+            raise ValueError(f"{path!r} is {other[path]}")
+        if len(other) == len(found):
             what = "is no file, folder or glob of files"
             if found or Path(path).is_dir():
                 what = "holds no text" if found else "holds no file"
-            raise ValueError(f"{path!r} {what}")
-        files += [name for name in found if name not in set(other)]
-        passed_over += other
+            why = "; ".join(["", *Inputs([], other, links).remarks()])
+            raise ValueError(f"{path!r} {what}{why}")
+        files += [name for name in found if name not in other]
+        passed_over |= other
     if files.count("-") > 1:
         raise ValueError("- is given twice, but standard input can be read once")
-    return Inputs(files, passed_over)
+    return Inputs(files, passed_over, links)
 
 
 def _below(folder: str) -> Iterator[Path]:
-    """Yield what lies in a folder and those below, but what is hidden."""
+    """Yield files and links in a folder and those below, but what is hidden."""
 
     def fail(error: OSError) -> None:  # else a folder that cannot be read would be left out
         raise error
 
     for where, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [name for name in folders if Path(where, name).is_symlink()]
         yield from (Path(where, name) for name in names if not name.startswith("."))
 
 
@@ -251,20 +248,17 @@ def is_stream(name: str) -> bool:
     return name == "-" or not Path(name).is_file()
 
 
-def is_text(name: str) -> bool:
-    """Tell whether a file can be text: rows, something packed, or no NUL or PDF where it begins."""
+def instead_of_text(name: str) -> str:
+    """Return what a file is that can be no text, by its name and how it begins; else nothing."""
     if is_archive(name):
-        return False
+        return "an archive, which has to be unpacked first"
     if not is_plain(name):
-        return True
+        return ""
     with open(name, "rb") as file:
         head = file.read(_LOOK)
-    return b"\0" not in head and not head.startswith(b"%PDF-")
-
-
-def _is_utf16(name: str) -> bool:
-    with open(name, "rb") as file:
-        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16, which has to be saved as UTF-8"
+    return "no text" if b"\0" in head or head.startswith(b"%PDF-") else ""
 
 
 def is_archive(name: str) -> bool:
@@ -278,10 +272,10 @@ def is_plain(name: str) -> bool:
     return not (is_rows(name) or is_packed(name))
 
 
-def _some(names: Sequence[str]) -> str:
-    """Return how many files there are, and the first of them."""
+def _some(names: Sequence[str], what: str = "file") -> str:
+    """Return how many there are of what, and the first of them."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} file{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"
+    return f"{len(names)} {what}{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"
 
 
 def _show(name: str) -> str:

@@ -47,6 +47,19 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     return READERS[_ending(name)](name, file, field, bad)
 
 
+def contents(row: dict[str, Any], field: str) -> list[Any]:
+    """Return what people wrote in a row: in its messages, its prompt and completion, or its text.
+
+    What is no string is not as it should be.
+    """
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        return [m.get("content") if isinstance(m, dict) else None for m in messages]
+    if "completion" in row:
+        return [row.get("prompt"), row["completion"]]
+    return [row.get(field)]
+
+
 def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     for number, line in enumerate(file, 1):
         where = f"{name}, line {number}"
@@ -93,7 +106,9 @@ def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     table = csv.reader(lines, delimiter="\t" if _ending(name) == ".tsv" else ",", strict=True)
     began = 1
     try:
-        columns = next(table, [])
+        columns = next(table, None)
+        if columns is None:  # an empty file, which has no rows
+            return
         _check_columns(name, columns, field)
         began = table.line_num + 1
         for values in table:
@@ -122,6 +137,8 @@ def _parquet(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     import pyarrow
 
     try:
+        if not os.path.getsize(name):  # no rows, as in other files
+            return
         table = parquet.ParquetFile(name)
         columns = list(table.schema_arrow.names)
         _check_columns(name, columns, field)
@@ -129,7 +146,8 @@ def _parquet(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         for batch in table.iter_batches(columns=[c for c in columns if c in (field, *ASIDE)]):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{name}, row {number}", {k: v for k, v in row.items() if v is not None}
+                row = {k: v for k, v in row.items() if v is not None or k == field}
+                yield f"{name}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
         said = " ".join(str(error).split())  # of several lines
         raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None

@@ -504,8 +504,10 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
             "no column 'text'; its columns: 'id', 'body' (--field names one)",
         ),
         ("a.csv", "id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
-        ("a.csv", "", "no column 'text'; its columns: none"),
+        ("a.csv", "", "all of the texts are empty"),
+        ("a.csv", "\n", "no column 'text'; its columns: none"),
         ("a.jsonl", '{"text": 7}\n', "a.jsonl, line 1: field 'text' holds no text but int (--sk"),
+        ("a.jsonl", '{"text": null}\n', "line 1: field 'text' holds no text but null (--skip"),
     ],
 )
 def test_rows_that_cannot_be_read_are_no_text(
@@ -569,17 +571,44 @@ def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(
     (folder / "c.zip").write_bytes(b"PK")
     (folder / "e.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n")
     (folder / "d.html").write_text("<p>hi</p>")
+    (folder / "f.txt").write_bytes("hello".encode("utf-16"))
     assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
     said = capsys.readouterr().err
-    assert f"passed over, as no text: 3 files ({folder}/b.png, {folder}/c.zip, " in said
-    assert "unpacked first" in said and f"with its tags: 1 file ({folder}/d.html)" in said
+    assert f"passed over, as no text: 2 files ({folder}/b.png, {folder}/e.pdf)\n" in said
+    assert f"as an archive, which has to be unpacked first: 1 file ({folder}/c.zip)\n" in said
+    assert f"as UTF-16, which has to be saved as UTF-8: 1 file ({folder}/f.txt)\n" in said
+    assert f"with its tags: 1 file ({folder}/d.html)" in said
     expected = eos_behind(tokenizer_file, ["hello", "<p>hi</p>"])
     assert tokens_of(tmp_path / "d" / "train").tolist() == expected
-    (folder / "f.txt").write_bytes("hello".encode("utf-16"))
-    refused = {"b.png": "is no text", "c.zip": "is an archive: unpack it", "f.txt": "UTF-16: save"}
+    refused = {"b.png": "is no text", "c.zip": "is an archive", "f.txt": "is UTF-16"}
     for name, why in refused.items():
         assert run(folder / name, tmp_path / "e", tokenizer_file) == 1
         assert why in capsys.readouterr().err
+    assert run(folder / "[cf]*", tmp_path / "e", tokenizer_file) == 1
+    said = capsys.readouterr().err
+    assert "holds no text; passed over, as an archive" in said and "; passed over, as UTF" in said
+
+
+def test_links_to_folders_are_not_followed_but_named(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for each in (folder, other):
+        each.mkdir()
+        (each / "a.txt").write_text(f"text of {each.name}")
+    (folder / "inner").symlink_to(other)
+    (folder / "loop").symlink_to(folder)
+    (folder / "b.txt").symlink_to(other / "a.txt")  # a file is read
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    named = ", ".join(f"{folder}/{name}" for name in ("gone", "inner", "loop"))
+    assert f"not followed: 3 links ({named}); name what" in capsys.readouterr().err
+    expected = eos_behind(tokenizer_file, ["text of in", "text of other"])
+    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
+    (folder / "a.txt").unlink()
+    (folder / "b.txt").unlink()
+    assert run(folder, tmp_path / "e", tokenizer_file) == 1
+    assert "holds no file; not followed: 3 links" in capsys.readouterr().err
 
 
 def test_packing_ends_behind_so_many_characters(tmp_path: Path, tokenizer_file: Path) -> None:

@@ -191,6 +191,19 @@ def test_folders_and_globs_give_files_by_name(tmp_path: Path) -> None:
         Source([str(tmp_path / "empty")])
 
 
+def test_of_a_conversation_what_people_wrote_is_read(tmp_path: Path) -> None:
+    """As ``myllm pack`` takes it: messages, else a prompt and its completion, else the text."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows: list[dict[str, Any]] = [{"messages": turns, "text": "not this", "id": 1}]
+    rows += [{"prompt": "a", "completion": "b", "text": "nor this"}, {"prompt": "a", "text": "c"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [*Source([str(tmp_path)]).texts()] == [b"hi", b"ho", b"a", b"b", b"c"]
+    for broken in ({"messages": []}, {"messages": ["hi"]}, {"prompt": "a", "completion": None}):
+        (tmp_path / "a.jsonl").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match="line 1: no field 'text'; its fields: "):
+            [*Source([str(tmp_path)]).texts()]
+
+
 def test_a_folder_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
