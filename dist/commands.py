@@ -147,7 +147,10 @@ def pack(argv: Sequence[str]) -> int:
     )
     args.add_argument("--field", default="text", help="field or column of rows (default text)")
     args.add_argument(
-        "--max-chars", type=float, metavar="N", help="stop behind so many characters of text"
+        "--max-chars",
+        type=float,
+        metavar="N",
+        help="end with the document that brings so many characters of text",
     )
     args.add_argument(
         "--layout",

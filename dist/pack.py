@@ -2,7 +2,8 @@
 
 Documents are read in one process, encoded in several and written in one, in the order in which they
 were read: so the packed bytes do not depend on the number of processes. Which documents are held
-out for evaluation is decided by a hash of their text, so equal texts fall on the same side.
+out for evaluation is decided by a hash of their text, so equal texts fall on the same side. Where
+that leaves none, they are packed again with the one held out whose hash is the least.
 
 From the start and every so often the writers' state is put into a journal, beside the number of
 documents done. A packing that was interrupted goes on from there. The journal goes last, so a
@@ -40,7 +41,7 @@ from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
 from tokenizer.files import replace_durably
-from tokenizer.read import expand, is_stream
+from tokenizer.read import SHOWN_BAD_LINES, expand, is_stream
 from tokenizer.records import is_packed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Settings(NamedTuple):
     field: str = "text"
     window: int = 0  # layout "truncate": tokens of the one window of a document; 0: one stream
     bos: bool = False
-    heldout: float = 0.01  # fraction of the documents
+    heldout: float = 0.01  # fraction of the documents; one of them at least
     shard_tokens: int = 100_000_000
     chat: bool = False  # prompt and completion become turns of a chat
     max_chars: float | None = None  # of all texts, the held-out ones among them
@@ -73,7 +74,7 @@ class Settings(NamedTuple):
 class Encoded(NamedTuple):
     """One document, as it is written."""
 
-    heldout: bool
+    place: float  # of its hash
     ids: Array  # (n,) of the type on disk
     predict: Array | None  # (n,) bool; None: all
     n_bytes: int
@@ -90,6 +91,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     near: Count = 0  # held-out documents dropped as near-duplicates
     n_bytes: Count = 0
     bad_lines: Count = 0
+    least: float = 1.0  # place of a document
 
 
 class Journal(manifest.Record, kw_only=True, frozen=True):
@@ -133,10 +135,23 @@ def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
     return tokenizer.encode_ordinary(part.text)
 
 
+class NoneHeldOut(ValueError):
+    """No document was held out, though some were to be."""
+
+    def __init__(self, said: str, fraction: float) -> None:
+        super().__init__(said)
+        self.fraction = fraction  # that holds out one
+
+
+def place(content: bytes) -> float:
+    """Return where the hash of a text lies between 0 and 1."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
 def is_held_out(content: bytes, fraction: float) -> bool:
     """Tell whether a document is kept from training, by a hash of its text."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return place(content) < fraction
 
 
 class Encoder:
@@ -172,7 +187,7 @@ class Encoder:
             predict = predict[: self.settings.window] + [False] * missing
         content = document.content
         return Encoded(
-            is_held_out(content, self.settings.heldout),
+            place(content),
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
             len(content),
@@ -318,7 +333,12 @@ def pack(
         if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")
     with locked(out / LOCK, "packing"):
-        return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
+        try:
+            return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
+        except NoneHeldOut as none:
+            report(f"{none}: packing again, the one held out whose hash is the least")
+            again = settings._replace(heldout=none.fraction)
+        return _pack(inputs, out, again, processes, skip_bad_lines, report, progress)
 
 
 def _pack(
@@ -355,8 +375,11 @@ def _pack(
     def bad_line(said: str) -> None:
         nonlocal bad_lines
         bad_lines += 1
-        if bad_lines > journal_bad_lines:  # else it was said the first time
+        new = bad_lines - journal_bad_lines  # the others were said the first time
+        if 0 < new <= SHOWN_BAD_LINES:
             report(f"{said} (left out)")
+        elif new == SHOWN_BAD_LINES + 1:
+            report("further bad lines are left out and counted, but not named")
 
     def texts(bad: Callable[[str], None]) -> Iterator[Document]:
         leave_out = bad if skip_bad_lines else None
@@ -381,7 +404,8 @@ def _pack(
                 if number in near:
                     counts.near += 1
                     continue
-                split = SPLITS[encoded.heldout]
+                counts.least = min(counts.least, encoded.place)
+                split = SPLITS[encoded.place < settings.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
                 counts.chats[split] += encoded.chat
@@ -395,10 +419,9 @@ def _pack(
                 )
                 saved = time.monotonic()
         if not counts.packed["train"] and not counts.packed["heldout"]:
+            none = "all of the texts are empty" if counts.empty else "there are no texts"
             left_out = f", and {bad_lines} bad lines were left out" if bad_lines else ""
-            raise ValueError(
-                f"there is nothing to train on: all of the texts are empty{left_out}; give others"
-            )
+            raise ValueError(f"there is nothing to train on: {none}{left_out}; give others")
         if not counts.packed["train"]:
             raise ValueError(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
@@ -410,10 +433,12 @@ def _pack(
                 "a larger --heldout, other texts, or leave --drop-near-duplicates out"
             )
         if settings.heldout and not counts.packed["heldout"]:
+            none = f"none of the {counts.packed['train']} documents was held out for evaluation"
+            if counts.packed["train"] > 1 and not given.streams:
+                raise NoneHeldOut(none, math.nextafter(counts.least, 1.0))
             raise ValueError(
-                f"none of the {counts.packed['train']} documents was held out for evaluation: give "
-                f"more documents, a larger --heldout than {settings.heldout}, or --heldout 0 to "
-                "train on all"
+                f"{none}: give more documents, a larger --heldout than {settings.heldout}, or "
+                "--heldout 0 to train on all"
             )
         facts = {
             "tokenizer_sha256": tokenizer.sha256,

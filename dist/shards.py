@@ -208,7 +208,7 @@ def _head(path: Path) -> tuple[int, Array]:
 def open_shard(path: Path) -> Shard:
     """Open one file of ids and check that its header and its size agree.
 
-    A file without a header is nanoGPT's: bare uint16.
+    A ``.bin`` file without a header is nanoGPT's: bare uint16.
 
     Raises
     ------
@@ -231,6 +231,8 @@ def open_shard(path: Path) -> Shard:
                 f"{size:,}: it is {'cut short' if size < expected else 'too long'}; pack it again"
             )
         return Shard(Stream(path, HEADER_BYTES, size - HEADER_BYTES), tokens, dtype, None)
+    if path.suffix != ".bin":
+        raise ValueError(f"{path} is no token file; of texts `myllm pack` makes a folder of such")
     if size % 2:
         raise ValueError(f"{path} is no token file: no header, and {size:,} bytes are not uint16")
     return Shard(Stream(path, 0, size), size // 2, np.dtype(np.uint16), None)

@@ -23,18 +23,19 @@ from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
 from dist.documents import PIECE_BYTES
-from dist.pack import JOURNAL, LOCK, SPLITS, plain_bytes
+from dist.pack import JOURNAL, LOCK, SPLITS
 from dist.places import new_place
 from dist.shards import Manifest, is_packed, read_manifest
 from dist.step import Stepper, initial_weights
 from reference.flops import training_flops
 from reference.params import decoder_layout
+from tokenizer.read import expand
 
 SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the start take the rest
 SECONDS = 0.5  # of steps to measure by
 EVALUATIONS = 10  # of a run
 LEAST_STEPS = 20
-FEW_PIECES = 1000  # of text: a share of 0.01 may be a handful of documents, or none
+FEW_PIECES = 1000  # of text: a share of 0.01 may be a handful of documents
 
 
 class Size(NamedTuple):
@@ -147,7 +148,7 @@ class Texts(NamedTuple):
     train: Path
     heldout: Path | None
     manifest: Manifest | None  # of the training set; None: nothing is packed yet
-    size: int = 0  # bytes of what is to be packed; 0: not known
+    size: int = 0  # bytes on disk of what is to be packed; 0: not known
 
 
 def texts_of(path: str | None, out: Path) -> Texts:
@@ -163,7 +164,7 @@ def texts_of(path: str | None, out: Path) -> Texts:
     if path and not Path(path).exists():
         raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
     packed = out.with_name(f"{out.stem}-data")
-    size = plain_bytes([path]) if path else 0
+    size = expand([path]).bytes_on_disk if path else 0
     return Texts(packed / "train", packed / "heldout", None, size)
 
 

@@ -22,11 +22,9 @@ from tokenizer import (
 )
 from tokenizer.arrays import Array
 from tokenizer.patterns import machine_of
-from tokenizer.read import Source, is_plain, standard_input
+from tokenizer.read import SHOWN_BAD_LINES, Source, is_plain, standard_input
 from tokenizer.tokenizer import decode_utf8
 from tokenizer.vocabulary import CONTROLS, FIRST_SPECIALS, MIN_VOCAB
-
-SHOWN_BAD_LINES = 20
 
 
 def train(argv: Sequence[str]) -> int:
@@ -42,7 +40,10 @@ def train(argv: Sequence[str]) -> int:
     parser.add_argument("--pattern", default="gpt4", help="gpt4, gpt2 or a regular expression")
     parser.add_argument("--min-count", type=int, default=2, help="least count of a merged pair")
     parser.add_argument(
-        "--max-chars", type=float, metavar="N", help="of text, as much from each of PATHS"
+        "--max-chars",
+        type=float,
+        metavar="N",
+        help="from each of PATHS texts until it gave its share of so many",
     )
     parser.add_argument("--threads", type=int, default=None, help="threads that count words")
     options = parser.parse_args(argv)
@@ -384,7 +385,9 @@ def _add_inputs(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
         ".gz or .zst; - is stdin",
     )
     parser.add_argument(
-        "--field", default="text", help="field or column of rows that holds the text (text)"
+        "--field",
+        default="text",
+        help="field or column of rows that holds the text (text); a conversation needs none",
     )
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"

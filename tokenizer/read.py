@@ -26,6 +26,7 @@ import regex
 
 from tokenizer.records import contents, is_packed, is_rows, rows
 
+SHOWN_BAD_LINES = 20  # of those that are left out; more are counted
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
 _PACKED_BYTES = 1 << 14  # read at once of a .zst

@@ -170,9 +170,10 @@ def test_foreign_token_files_can_be_read(tmp_path: Path) -> None:
         got, mask = Dataset(tmp_path / name, 30).read(2)
         np.testing.assert_array_equal(got, ids[60:90])
         assert mask.all()
-    (tmp_path / "odd.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match="no token file"):
-        Dataset(tmp_path / "odd.bin", 1)
+    for name, content in (("odd.bin", b"abc"), ("text.txt", b"abcd")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="no token file"):
+            Dataset(tmp_path / name, 1)
     with pytest.raises(FileNotFoundError, match="myllm pack"):
         Dataset(tmp_path / "none.bin", 1)
 

@@ -130,6 +130,22 @@ def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path)
         assert read_manifest(tmp_path / "d" / split).documents % 4 == 0
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_one_document_at_least_is_held_out(
+    processes: str, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [text(i) for i in range(7)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    words = ["--heldout", "1e-6", "--processes", processes]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
+    assert "none of the 7 documents was held out for evaluation: pa" in capsys.readouterr().err
+    least = min(texts, key=lambda t: pack.place(t.encode()))
+    assert tokens_of(tmp_path / "d" / "heldout").tolist() == eos_behind(tokenizer_file, [least])
+    texts.remove(least)
+    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, texts)
+    assert not (tmp_path / "d" / "journal.json").exists()
+
+
 def test_held_out_documents_that_training_text_nearly_has_are_dropped(
     tmp_path: Path,
     tokenizer_file: Path,
@@ -461,6 +477,18 @@ def test_a_record_says_what_it_is() -> None:
     assert not any(p.predict for p in parts)
 
 
+def test_of_many_bad_lines_the_first_are_named(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "{}\n" * 500)
+    words = ["--heldout", "0", "--skip-bad-lines"]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
+    said = capsys.readouterr()
+    assert said.err.count("(left out)") == 20 and said.err.count("\n") == 21
+    assert "a.jsonl, line 21: " in said.err and "further bad lines are left out" in said.err
+    assert "500 bad lines" in said.out
+
+
 def eos_behind(tokenizer_file: Path, texts: list[str]) -> list[int]:
     t = Tokenizer.load(tokenizer_file)
     return [i for text in texts for i in [*t.encode_ordinary(text), t.special_tokens["<|eos|>"]]]
@@ -504,7 +532,7 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
             "no column 'text'; its columns: 'id', 'body' (--field names one)",
         ),
         ("a.csv", "id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
-        ("a.csv", "", "all of the texts are empty"),
+        ("a.csv", "", "there are no texts"),
         ("a.csv", "\n", "no column 'text'; its columns: none"),
         ("a.jsonl", '{"text": 7}\n', "a.jsonl, line 1: field 'text' holds no text but int (--sk"),
         ("a.jsonl", '{"text": null}\n', "line 1: field 'text' holds no text but null (--skip"),

@@ -1,5 +1,6 @@
 """The model follows the speed and the time, and `plan --minutes` writes a run that trains."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -133,10 +134,12 @@ def test_what_plan_says_of_texts_that_are_not_packed_works(
     (quick / "texts").mkdir()
     for i in range(60):
         (quick / "texts" / f"{i}.txt").write_text(text(i) * 3)
+    (quick / "texts" / "more.txt.gz").write_bytes(gzip.compress(text(60).encode()))
     assert cli.main(["plan", "--minutes", "0.01", "texts"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     commands = [line[1:] for line in lines if line[:1] == ["myllm"]]
     assert [words[0] for words in commands] == ["tokenizer", "pack"]
+    assert commands[1][3:7] == ["run.tok", "--heldout", "0.1", "-o"]
     assert all(cli.main(words) == 0 for words in commands)
     assert "heldout" in config.load("run.toml").data.heldout
     assert cli.main(["plan", "--minutes", "0.01", "run-data", "-o", "b.toml"]) == 0
