@@ -419,9 +419,10 @@ def _pack(
                 )
                 saved = time.monotonic()
         if not counts.packed["train"] and not counts.packed["heldout"]:
-            none = "all of the texts are empty" if counts.empty else "there are no texts"
             left_out = f", and {bad_lines} bad lines were left out" if bad_lines else ""
-            raise ValueError(f"there is nothing to train on: {none}{left_out}; give others")
+            raise ValueError(
+                f"there is nothing to train on: no document has any text{left_out}; give others"
+            )
         if not counts.packed["train"]:
             raise ValueError(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
