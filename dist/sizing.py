@@ -161,8 +161,6 @@ def texts_of(path: str | None, out: Path) -> Texts:
     here = {each.name for each in Path(path).iterdir()} if path and Path(path).is_dir() else set()
     if LOCK in here and here <= {LOCK, JOURNAL, *SPLITS}:
         raise ValueError(f"no packing in {path} has finished: give its `myllm pack` again")
-    if path and not Path(path).exists():
-        raise FileNotFoundError(f"there is no {path}: name a folder of texts, or a packed one")
     packed = out.with_name(f"{out.stem}-data")
     size = expand([path]).bytes_on_disk if path else 0
     return Texts(packed / "train", packed / "heldout", None, size)
