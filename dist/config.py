@@ -306,8 +306,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
             f"there is no run file {path}, and no preset of that name ({known})"
         )
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        from tokenizer.read import instead_of_text  # imports regex, which takes its time
+
+        if found := instead_of_text(str(path)):
+            raise ValueError(f"{path} is {found}") from error
         raise ValueError(f"{path} is not a TOML file: {error}") from error
     for override in overrides:
         apply_override(tables, override)

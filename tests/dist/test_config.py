@@ -128,6 +128,15 @@ def test_a_missing_key_and_a_missing_file_are_named(tmp_path: Path) -> None:
         config.load(tmp_path / "deep.toml")
 
 
+def test_a_file_may_begin_with_a_mark_and_utf_16_is_named(tmp_path: Path) -> None:
+    text, path = config.load("laptop").to_toml(), tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8-sig")
+    assert config.load(path) == config.load("laptop")
+    path.write_text(text, encoding="utf-16")
+    with pytest.raises(ValueError, match=r"mine\.toml is UTF-16, which has to be saved as UTF-8$"):
+        config.load(path)
+
+
 def test_phases_and_steps_exclude_each_other(tmp_path: Path) -> None:
     phase = {"tokens": 100, "sources": [{"path": "x", "weight": 2}]}
     raw = tables(tmp_path, data__train="", data__phases=[phase])
