@@ -21,6 +21,7 @@ from tokenizer import (
     train_from_iterator,
 )
 from tokenizer.arrays import Array
+from tokenizer.files import check_folder
 from tokenizer.patterns import machine_of
 from tokenizer.read import SHOWN_BAD_LINES, Source, is_plain, standard_input
 from tokenizer.tokenizer import decode_utf8
@@ -49,7 +50,7 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.max_chars is not None and not options.max_chars > 0:
         parser.error("--max-chars must be above 0")
-    _writable(options.output)
+    _make_room(options.output)
     start = time.monotonic()
     with _reading(options) as source:
         tokenizer = train_from_iterator(
@@ -125,6 +126,8 @@ def encode(argv: Sequence[str]) -> int:
     if options.output is not None and not options.output.endswith(".npy"):
         parser.error("--output writes a NumPy array: name it FILE.npy")
     tokenizer = Tokenizer.load(options.tokenizer)
+    if options.output is not None:
+        _make_room(options.output)
     rows = []
     for text in _texts_to_encode(options):
         if options.allow_special:
@@ -265,6 +268,7 @@ def export(argv: Sequence[str]) -> int:
     if writer is None:
         parser.error("--output must end in .json or .tiktoken, which says the format")
     tokenizer = Tokenizer.load(options.tokenizer)
+    _make_room(options.output)
     writer(tokenizer, options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     if writer is to_tiktoken:
@@ -304,6 +308,7 @@ def import_(argv: Sequence[str]) -> int:
         tokenizer = from_tiktoken(options.file, pattern=options.pattern, special_tokens=specials)
     else:
         parser.error("FILE must end in .json or .tiktoken, which says the format")
+    _make_room(options.output)
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     if tokenizer.loss:
@@ -332,6 +337,7 @@ def extend(argv: Sequence[str]) -> int:
         raise ValueError(f"{options.tokenizer} has {', '.join(wanted)} already")
     specials = dict(old.special_tokens) | {name: old.n_vocab + i for i, name in enumerate(new)}
     tokenizer = Tokenizer(dataclasses.replace(old, special_tokens=specials))
+    _make_room(options.output)
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     for name in new:
@@ -399,10 +405,13 @@ def _n_merges(tokenizer: Tokenizer) -> int:
     return len(tokenizer.vocabulary.tokens) - 256 if merges is None else len(merges)
 
 
-def _writable(path: str) -> None:
-    """Find out before long work that its result can be written."""
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: it is a folder, or lies in none")
+def _make_room(path: str) -> None:
+    """Make the folder of a file to be written, and find out before long work that it can be."""
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: -o names the file to write")
+    folder = Path(path).parent
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -107,6 +107,8 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
     ValueError
         If it is damaged, of another version, or no tokenizer of this project.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: name the tokenizer's file")
     data = Path(path).read_bytes()
     if not data.startswith(NAME):
         raise ValueError(f"{path} is no tokenizer file of MyLLM{_looks_like(data)}")

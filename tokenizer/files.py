@@ -15,6 +15,13 @@ from accel.system import move, sync_folder
 T = TypeVar("T")
 
 
+def check_folder(path: Path) -> None:
+    """Raise a ``ValueError`` unless a path is a folder, or one can be made there."""
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{place} is a file: name another folder")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Let what the system says of a file that cannot be written name it, as the user knows it."""

@@ -353,7 +353,32 @@ def test_other_mistakes_are_named(
     err = failing(monkeypatch, *train, tmp_path / "o", "--vocab-size", 300)
     assert "the texts are empty: there is nothing to learn from" in err
     assert not (tmp_path / "o").exists()
-    assert "cannot be written" in failing(monkeypatch, *train, "/no/where/o", "--vocab-size", 300)
+    file, learn = tmp_path / "x.txt", ("--vocab-size", 300)
+    err = failing(monkeypatch, *train, tmp_path, *learn)
+    assert f"{tmp_path} is a folder: -o names the file to write" in err
+    err = failing(monkeypatch, *train, file / "a" / "o", *learn)
+    assert f"{file} is a file: name another folder" in err
+    err = failing(monkeypatch, "info", tmp_path)
+    assert f"{tmp_path} is a folder: name the tokenizer's file" in err
+
+
+def test_the_folder_of_what_is_written_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
+) -> None:
+    new = tmp_path / "new"
+    (tmp_path / "x.txt").write_text("ab ab")
+    for number, (name, *words) in enumerate(
+        (
+            ("a.tok", "train", tmp_path / "x.txt", "--vocab-size", 276),
+            ("a.npy", "encode", tok, "--text", "ab"),
+            ("a.json", "export", tok),
+            ("b.tok", "import", new / "2" / "a.json"),
+            ("c.tok", "extend", tok, "--special", "<|mine|>"),
+        )
+    ):
+        path = new / f"{number}" / name
+        assert run(monkeypatch, *words, "-o", path)[0] == 0
+        assert path.is_file()
 
 
 @pytest.mark.parametrize(
