@@ -40,7 +40,7 @@ from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
-from tokenizer.files import replace_durably
+from tokenizer.files import check_folder, replace_durably
 from tokenizer.read import SHOWN_BAD_LINES, expand, is_stream
 from tokenizer.records import is_packed
 
@@ -327,8 +327,7 @@ def pack(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
             "least 1"
         )
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: -o names the folder to pack into")
+    check_folder(out)
     for path in inputs:
         if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")

@@ -37,7 +37,7 @@ from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
-from tokenizer.files import replace_durably
+from tokenizer.files import check_folder, replace_durably
 
 # What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
 LEARNING_TABLES = ("model", "data", "train", "optim")
@@ -92,6 +92,7 @@ class Trainer:
         self.out = Path(config.run.out)
         self.heldout: list[Windows] = []
         self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
+        together(comm, lambda: check_folder(self.out), only=0)
         comm.watch.follow(self.out, config.run.timeout)
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
@@ -367,8 +368,10 @@ class Trainer:
         for source in self.data.sources:
             d = source.dataset
             rest = d.n_tokens - d.n_windows * d.window
-            self.console.say(f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows;")
-            self.console.say(f"  the last {rest} tokens, less than a window, are not used")
+            end = ";" if rest else ""
+            self.console.say(f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows{end}")
+            if rest:
+                self.console.say(f"  the last {rest} tokens, less than a window, are not used")
             if d.unchecked:
                 self.console.say(d.unchecked)
         looked_at = self.config.run.eval_windows

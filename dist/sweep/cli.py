@@ -23,7 +23,7 @@ from dist.sweep import results
 from dist.sweep.pool import RUN, finished, last_words, progress, train_all
 from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
 from dist.use import figure_class
-from tokenizer.files import replace_durably
+from tokenizer.files import check_folder, replace_durably
 
 PROBE_STEPS = 10  # that tell how long a step takes
 LENGTHS = ("steps", "warmup_steps", "decay_steps")  # of [train]: what a budget sets
@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
                 what = "a whole number" if kind == "steps" else "a number"
                 args.error(f"--{kind} must be {what} above 0")
             limit = Budget(kind, amount)
+    check_folder(given.out)
     axes = [parse_axis(words) for words in given.grid]
     overrides = [*given.overrides, *_settled(given.config, given.overrides, given.out)]
     trials = trials_of(given.config, overrides, axes, given.seeds, limit, given.out)

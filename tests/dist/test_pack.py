@@ -387,7 +387,9 @@ def test_a_packed_folder_is_not_packed_over(
     assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 1
     assert "is packed already" in capsys.readouterr().err
     assert run(tmp_path / "a.txt", tmp_path / "a.txt", tokenizer_file) == 1
-    assert "a.txt is a file: -o names the folder" in capsys.readouterr().err
+    assert "a.txt is a file: name another folder" in capsys.readouterr().err
+    assert run(tmp_path / "a.txt", tmp_path / "e", tmp_path) == 1
+    assert f"{tmp_path} is a folder: name the tokenizer's file" in capsys.readouterr().err
     with pytest.raises(SystemExit) as usage:
         cli.main(["pack", "x"])
     assert usage.value.code == 2

@@ -135,6 +135,15 @@ def test_what_is_wrong_is_said_before_anything_runs(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("compute", ["auto", "float32"])
+def test_a_file_in_place_of_the_folder_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], compute: str
+) -> None:
+    path = str(folder / "run.toml")
+    assert cli.main(["sweep", path, "-o", path, "--set", f"run.compute={compute}"]) == 1
+    assert capsys.readouterr().err == f"myllm sweep: {path} is a file: name another folder\n"
+
+
 @pytest.mark.parametrize("word", ["--steps=2.5", "--tokens=0", "--minutes=nan", "--seeds=0"])
 def test_a_wrong_number_is_wrong_usage(folder: Path, tmp_path: Path, word: str) -> None:
     with pytest.raises(SystemExit, match="2"):

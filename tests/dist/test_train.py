@@ -64,6 +64,17 @@ def test_a_run_learns_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert resolved == config
 
 
+@pytest.mark.parametrize(("window", "rest"), [(12, 4), (10, 0)])
+def test_tokens_that_fill_no_window_are_told_where_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], window: int, rest: int
+) -> None:
+    config = prepare(tmp_path, train__steps=1, model__context_length=window)
+    assert train(config) == 0
+    said = capsys.readouterr().out
+    assert f"1,900 tokens, {1900 // window} windows{';' if rest else ''}\n" in said
+    assert ("tokens, less than a window, are not used" in said) == bool(rest)
+
+
 def test_tensorboard_gets_the_numbers_and_forgets_what_a_resumed_run_does_again(
     tmp_path: Path,
 ) -> None:
@@ -428,6 +439,8 @@ def test_bad_input_is_one_sentence_and_status_1(
         "model.vocab_size=10": "set it to 40 or more",
         "run.sample_every=1": "none beside it",
         "trian.lr=1": "unknown table [trian]",
+        f"run.out={path}": "c.toml is a file: name another folder",
+        f"run.out={path}/run": "c.toml is a file: name another folder",
     }
     for override, message in wrong.items():
         assert cli.main(["train", str(path), "--set", override]) == 1
