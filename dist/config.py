@@ -8,6 +8,7 @@ overrides; ``to_toml`` writes the resolved file, every default included.
 import dataclasses
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -181,7 +182,7 @@ class RunFile:
             total_steps=self.steps,
             schedule=self.train.schedule,
             final_fraction=self.train.final_fraction,
-            decay_steps=self.train.decay_steps or None,
+            decay_steps=self.train.decay_steps,
         )
 
     def accumulation(self, ranks: int) -> int:
@@ -282,14 +283,19 @@ def check(config: RunFile) -> None:
             f"train.warmup_steps ({train.warmup_steps:,}) must not exceed the {config.steps:,} "
             "steps of the run"
         )
-    config.lr(1)  # refuses a schedule that contradicts itself
+    try:
+        config.lr(1)  # refuses a schedule that contradicts itself
+    except ValueError as error:
+        raise ValueError(f"[train]: {error}") from error
 
 
 # ---- from and to TOML ----------------------------------------------------------------------------
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+def load(path: str | Path, overrides: Sequence[str] = (), grid: Sequence[str] = ()) -> RunFile:
     """Read a run file, or a preset by its name, and apply ``table.key=value`` overrides.
+
+    Those of ``grid`` come last; they were given by ``--grid``, the others by ``--set``.
 
     Raises
     ------
@@ -313,13 +319,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         if found := instead_of_text(str(path)):
             raise ValueError(f"{path} is {found}") from error
         raise ValueError(f"{path} is not a TOML file: {error}") from error
-    for override in overrides:
-        apply_override(tables, override)
+    given: dict[str, str] = {}  # of a key, the words that its value comes from
+    for option, words in (("--set", overrides), ("--grid", grid)):
+        for word in words:
+            given[apply_override(tables, word, option)] = f"{option} {word:.60}"
     try:
         _take_model(tables)
         return from_tables(tables)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        theirs = [word for name, word in given.items() if _speaks_of(str(error), name)]
+        raise ValueError(f"{', '.join(theirs) or path}: {error}") from error
+
+
+def _speaks_of(said: str, name: str) -> bool:
+    """Whether what is said of a run file is about the key ``table.key``."""
+    table, key = map(re.escape, name.split(".", 1))
+    named = rf"\b{table}\.{key}\b|unknown table \[{table}\]|\[{table}\][^;]*\b{key}\b"
+    return re.search(named, said) is not None
 
 
 def _take_model(tables: dict[str, Any]) -> None:
@@ -342,20 +358,24 @@ def _take_model(tables: dict[str, Any]) -> None:
         tables["model"] = {**checkpoint.model_of(begun).to_dict(), **model}
 
 
-def apply_override(tables: dict[str, Any], override: str) -> None:
-    """Set ``table.key=value`` in parsed tables; the value is TOML, or else a bare string."""
+def apply_override(tables: dict[str, Any], override: str, option: str) -> str:
+    """Set ``table.key=value`` in parsed tables, and return ``table.key``.
+
+    The value is TOML, or else a bare string; ``option`` is what it was given by.
+    """
     name, equals, text = override.partition("=")
     table, dot, key = name.strip().partition(".")
     if not (equals and dot and table and key):
-        raise ValueError(f"--set takes table.key=value, such as train.lr=3e-4; got {override!r}")
+        raise ValueError(f"{option} takes table.key=value, such as train.lr=3e-4; got {override!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
         value = text.strip()
     inner = tables.setdefault(table, {})
     if not isinstance(inner, dict):
-        raise ValueError(f"--set {override}: {table} is not a table")
+        raise ValueError(f"{option} {override}: {table} is not a table")
     inner[key] = value
+    return f"{table}.{key}"
 
 
 def from_tables(tables: Mapping[str, Any]) -> RunFile:

@@ -146,7 +146,7 @@ def trials_of(
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = [text for row in values for text in row]
         words = [f"{key}={text}" for key, text in zip(keys, chosen, strict=True)]
-        run = run_file.load(path, [*overrides, *words, "run.out=-"])
+        run = run_file.load(path, [*overrides, "run.out=-"], words)
         if "run.compute" in keys and run.run.compute == AUTO:
             raise ValueError(
                 "--grid run.compute takes modes, not 'auto', which is settled once for all runs: "

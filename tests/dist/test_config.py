@@ -66,7 +66,7 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
     [
         ("train.learning_rate=1", r"unknown key train\.learning_rate; known: .*lr"),
         ("trainer.lr=1", r"unknown table \[trainer\]"),
-        ("lr=1", r"--set takes table\.key=value"),
+        ("lr=1", r"takes table\.key=value"),
         ("train.lr=fast", r"train\.lr must be a positive number, got 'fast'"),
         ("train.steps=1.5", r"train\.steps must be a whole number"),
         ("train.steps=true", r"train\.steps must be a whole number"),
@@ -77,6 +77,7 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ('data.heldout=["a", "b", "./a"]', r"each of data\.heldout must be another .*, got 'a'"),
         ('data.heldout=["a", ""]', r"each of data\.heldout must be another packed folder, got ''"),
         ("train.schedule=step", r"must be one of cosine"),
+        ("train.schedule=wsd", r"\[train\]: schedule 'wsd' needs decay_steps in 1\..*, got 0$"),
         ("train.lr=-1", r"train\.lr must be a positive number"),
         ("train.lr=nan", r"train\.lr must be a positive number"),
         ("train.global_batch=10", r"must be a multiple of train\.micro_batch"),
@@ -102,8 +103,17 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
     ],
 )
 def test_what_is_wrong_is_named(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config.load("demo", [override])
+    for option, words in (("--set", ([override],)), ("--grid", ([], [override]))):
+        with pytest.raises(ValueError, match=message) as error:
+            config.load("demo", *words)
+        assert str(error.value).startswith(f"{option} ")
+
+
+def test_what_is_wrong_in_the_file_is_said_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(config.load("laptop").to_toml().replace("\nlr = ", "\nlr = -"))
+    with pytest.raises(ValueError, match=r"mine\.toml: train\.lr must be a positive number"):
+        config.load(path, ["train.seed=1", "model.n_layers=3"])
 
 
 def test_held_out_sets_are_one_path_or_a_list() -> None:

@@ -109,7 +109,8 @@ def test_operations_are_shared_fairly_between_models(folder: Path, tmp_path: Pat
     [
         (["--grid", "train.lrr=1,2"], "unknown key train.lrr"),
         (["--grid", "optm.lr=1,2"], "unknown table [optm]"),
-        (["--grid", "train.lr=1e-3,fast"], "train.lr must be a positive number, got 'fast'"),
+        (["--grid", "train.lr=1e-3,fast"], "--grid train.lr=fast: train.lr must be a positive"),
+        (["--set", "train.lr=fast"], "--set train.lr=fast: train.lr must be a positive number"),
         (["--grid", "model.n_kv_heads=1,3"], "n_heads (2) must be a multiple of n_kv_heads (3)"),
         (["--grid", "train.lr"], "--grid takes table.key=value,value"),
         (["--grid", "train.lr=1,"], "--grid takes table.key=value,value"),
