@@ -134,10 +134,9 @@ class Sweep:
         ]
         self.ended = len(self.trials) - len(left)
         before = self.ended - len(self.left_out)
-        print(
+        results.say(
             f"{len(self.trials)} runs in {self.out}, {before} of them finished before; "
-            f"{self.jobs} at once, each on {max(1, cores() // self.jobs)} of {cores()} cores",
-            flush=True,
+            f"{self.jobs} at once, each on {max(1, cores() // self.jobs)} of {cores()} cores"
         )
         if stop.signal is None:
             train_all(left, self.jobs, stop, self._tell)
@@ -172,7 +171,9 @@ class Sweep:
             probe = probes[name]
             if not finished(probe):
                 self.left_out[trial.run.run.out] = last_words(probe)
-                print(f"{trial.label}: NOT begun, as its first steps failed: {last_words(probe)}")
+                results.say(
+                    f"{trial.label}: NOT begun, as its first steps failed: {last_words(probe)}"
+                )
                 continue
             steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
             seconds = statistics.median(steps[2:]) / 1e3
@@ -194,7 +195,7 @@ class Sweep:
             self.ended += 1
             good = finished(ended)
             said = results.figures(ended) if good else f"NOT finished: {last_words(ended)}"
-            print(f"{self.ended}/{len(self.labels)} {self.labels[ended.run.out]}: {said}")
+            results.say(f"{self.ended}/{len(self.labels)} {self.labels[ended.run.out]}: {said}")
         if self.columns:
             parts = (f"{self.labels[r.run.out]}: {progress(r)}/{r.steps}" for r in under_way)
             self._show(" | ".join(parts))
@@ -223,7 +224,7 @@ class Sweep:
         written = [self.out / "results.json"]
         if found:
             keys = self.trials[0].shown
-            results.print_table(results.table(score, found, keys))
+            results.print_table(score, found, keys)
             results.draw(score, found, keys, self.out / "sweep.png")
             written.append(self.out / "sweep.png")
         print(f"{done} of {len(outcomes)} runs finished: {', '.join(map(str, written))}")

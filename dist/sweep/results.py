@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dist.config import RunFile
-from dist.monitor import duration, read_metrics
+from dist.monitor import COLUMNS, duration, read_metrics
 from dist.sweep.pool import LOG, finished, last_words
 from dist.sweep.trials import Trial
 from dist.use import figure_class, save_figure
@@ -87,7 +88,7 @@ def figures(run: RunFile) -> str:
         return "diverged: its last loss or gradient is not finite"
     last = [r for r in records if "heldout_loss" in r or "lr" in r][-1]
     name = next(key for key in SCORES if last.get(key) is not None)
-    return f"{last[name]:.4f} {SCORES[name]}"
+    return f"{last[name]:.4f} {SCORES[name].partition(' (')[0]}"
 
 
 def score_of(runs: Sequence[dict[str, Any]]) -> str:
@@ -115,34 +116,63 @@ def cells(outcomes: Sequence[dict[str, Any]]) -> tuple[str, list[Cell]]:
     return score, sorted(found, key=lambda cell: math.inf if cell.mean is None else cell.mean)
 
 
-def table(score: str, found: Sequence[Cell], keys: Sequence[str]) -> Table:
-    """Return the settings as a table, best first, told apart by ``keys``."""
-    shown = Table(title=SCORES[score])
+def say(text: str) -> None:
+    """Print a sentence in lines of ``COLUMNS``."""
+    fill = textwrap.TextWrapper(
+        COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ).fill
+    print(fill(text), flush=True)
+
+
+def columns(found: Sequence[Cell]) -> dict[str, list[str]]:
+    """Return what the table has beside the settings: by the name of a column, a text a row."""
+    counts = ("parameters", "steps", "tokens")
+    return {
+        "score": ["diverged" if cell.mean is None else f"{cell.mean:.4f}" for cell in found],
+        "± std": ["" if cell.spread is None else f"{cell.spread:.4f}" for cell in found],
+        "seeds": [f"{len(cell.runs)}" for cell in found],
+        **{name: [f"{cell.runs[0][name]:,}" for cell in found] for name in counts},
+        "time": [duration(statistics.fmean(run["seconds"] for run in cell.runs)) for cell in found],
+    }
+
+
+def table(
+    score: str, found: Sequence[Cell], keys: Sequence[str], rest: dict[str, list[str]]
+) -> Table:
+    """Return the settings as a table, best first, told apart by ``keys``, beside other columns."""
+    shown = Table(title=SCORES[score], min_width=len(SCORES[score]))
     for key in keys:
         shown.add_column(key.partition(".")[2], justify="right", overflow="fold")
-    for name in ("score", "± std", "seeds", "parameters", "steps", "tokens", "time"):
+    for name in rest:
         shown.add_column(name, justify="right", no_wrap=True)
-    for cell in found:
-        one = cell.runs[0]
-        shown.add_row(
-            *(f"{cell.settings[key]}" for key in keys),
-            "diverged" if cell.mean is None else f"{cell.mean:.4f}",
-            "" if cell.spread is None else f"{cell.spread:.4f}",
-            f"{len(cell.runs)}",
-            f"{one['parameters']:,}",
-            f"{one['steps']:,}",
-            f"{one['tokens']:,}",
-            duration(statistics.fmean(run["seconds"] for run in cell.runs)),
-        )
+    for cell, *texts in zip(found, *rest.values(), strict=True):
+        shown.add_row(*(f"{cell.settings[key]}" for key in keys), *texts)
     return shown
 
 
-def print_table(shown: Table) -> None:
-    """Print the table, as wide as the terminal is; elsewhere as wide as it needs."""
+def print_table(score: str, found: Sequence[Cell], keys: Sequence[str]) -> None:
+    """Print the table, as wide as the terminal at most, or ``COLUMNS`` where there is none.
+
+    What is the same in all rows is said once, below. Where there is no room, the last columns are
+    left out before a setting is broken.
+    """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=200)
+        console = Console(width=COLUMNS)
+    told = columns(found)
+    same = {n: texts[0] for n, texts in told.items() if n != "score" and len({*texts}) == 1}
+    rest = {name: texts for name, texts in told.items() if name not in same}
+    shown, left_out = table(score, found, keys, rest), []
+    unbounded = console.options.update(width=1 << 20)
+    while len(rest) > 1 and console.measure(shown, options=unbounded).maximum > console.width:
+        left_out.append(rest.popitem()[0])
+        shown = table(score, found, keys, rest)
     console.print(shown)
+    said = ", ".join(f"{name} {text}" for name, text in same.items() if text)
+    if said:
+        say(f"in all rows: {said}")
+    if left_out:
+        say(f"no room for: {', '.join(left_out)}")
 
 
 def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -183,7 +184,7 @@ def test_runs_are_those_of_train_and_are_not_repeated(
     values = [r["heldout_loss"] for r in report["runs"]]
     assert values[0] == held != values[1] and [r["seed"] for r in report["runs"]] == [0, 1]
     assert cell["mean"] == statistics.fmean(values) and cell["spread"] == statistics.stdev(values)
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "1 of them finished before" in said and f"{cell['mean']:.4f}" in said
     assert f"{cell['spread']:.4f}" in said
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
@@ -206,7 +207,11 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     assert status == 128 + signal.SIGTERM
     assert [r["status"] for r in report["runs"]] == ["begun", "not begun"]
     assert not finished(first.run) and not Path(second.run.run.out).exists()
-    assert "the same command goes on" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "the same command goes on" in lines[-1]
+    told = [line for line in lines if str(tmp_path) not in line]  # of such lines one word is longer
+    assert any("seed 0: NOT finished: stopped" in line for line in told)
+    assert max(map(len, told)) <= 80
 
     status, report = sweep(folder, out, *words)
     assert status == 0 and [r["status"] for r in report["runs"]] == ["finished"] * 2
@@ -313,7 +318,7 @@ def test_a_run_that_ends_without_a_number_has_diverged_and_the_others_go_on(
         good, bad = report["settings"]
         assert good["mean"] is not None and good["settings"] == {"train.lr": 0.01}
         assert bad["mean"] is None and status == 1
-        said = capsys.readouterr().out
+        said = " ".join(capsys.readouterr().out.split())
         assert "1 of 2 runs finished" in said and "diverged" in said
     assert "2 of them finished before" in said
 
@@ -350,6 +355,29 @@ def test_a_setting_of_which_a_seed_has_diverged_has_no_mean() -> None:
     held_out = [run | {"bits_per_byte": 1.0} for run in runs if run["status"] != "begun"]
     assert results.score_of(held_out) == "bits_per_byte"
     assert results.score_of([run for run in held_out if run["status"] == "diverged"]) == "loss"
+
+
+@pytest.mark.parametrize("terminal", [0, 80, 120])
+def test_the_table_leaves_columns_out_before_it_breaks_a_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: int
+) -> None:
+    told = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": f"{terminal}"} if terminal else {}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    settings = {"train.lr": 0.001, "model.n_layers": 12, "optim.kind": "adamw"}
+    found = []
+    for n in (1, 2):
+        run = {"parameters": 10**9 + n, "steps": 20, "tokens": 10**12 + n, "seconds": 4e3 * n}
+        found.append(results.Cell(settings, [run, run], 2.5, n / 100))
+    results.print_table("loss", found, list(settings))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= (terminal or 80)
+    wide = terminal == 120
+    names = ["lr", "n_layers", "kind", "score", "± std", "parameters", *["tokens", "time"] * wide]
+    assert re.findall(r"[^┃ ]+(?: [^┃ ]+)*", lines[2]) == names
+    assert sum("│ 0.001 │       12 │ adamw │ 2.5000 │" in line for line in lines) == 2
+    said = ["in all rows: seeds 2, steps 20", *["no room for: time, tokens"] * (not wide)]
+    assert lines[-len(said) :] == said and lines[-len(said) - 1].startswith("└")
 
 
 def test_a_setting_whose_first_steps_fail_is_left_out(
