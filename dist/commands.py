@@ -119,6 +119,33 @@ def train(argv: Sequence[str]) -> int:
     return on_ranks("train", work)
 
 
+def tell_of_packing(total: int) -> Callable[[int, int, int], None]:
+    """Return what prints, every two seconds, how far a packing of so many bytes on disk is.
+
+    The speed is that since the first call: what an interrupted packing had done took no time now.
+    """
+    first: tuple[float, int, int] | None = None
+    last = 0.0
+
+    def tell(n_bytes: int, tokens: int, done: int) -> None:
+        nonlocal first, last
+        now = time.monotonic()
+        if first is None:
+            first, last = (now, n_bytes, done), now
+        if now - last < 2:
+            return
+        last = now
+        seconds = now - first[0]
+        speed, pace = (n_bytes - first[1]) / seconds, (done - first[2]) / seconds
+        eta = f", ETA {duration(max(0, total - done) / pace)}" if total and pace else ""
+        print(
+            f"{bytes_text(n_bytes)} of text, {tokens:,} tokens, {bytes_text(speed)}/s{eta}",
+            flush=True,
+        )
+
+    return tell
+
+
 def pack(argv: Sequence[str]) -> int:
     """``myllm pack``."""
     from accel.system import cores
@@ -203,21 +230,6 @@ def pack(argv: Sequence[str]) -> int:
         distinct=given.drop_near_duplicates,
     )
     started = time.monotonic()
-    total = packing.plain_bytes(given.inputs)
-    last = 0.0
-
-    def progress(n_bytes: int, tokens: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < 2:
-            return
-        last = now
-        speed = n_bytes / (now - started)
-        eta = f", ETA {duration(max(0.0, total - n_bytes) / speed)}" if total and speed else ""
-        print(
-            f"{bytes_text(n_bytes)} of text, {tokens:,} tokens, {bytes_text(speed)}/s{eta}",
-            flush=True,
-        )
 
     def report(said: str) -> None:
         print(f"myllm pack: {said}", file=sys.stderr)
@@ -230,7 +242,7 @@ def pack(argv: Sequence[str]) -> int:
             processes=given.processes,
             skip_bad_lines=given.skip_bad_lines,
             report=report,
-            progress=progress,
+            progress=tell_of_packing(0 if given.max_chars else packing.plain_bytes(given.inputs)),
         )
     except (KeyboardInterrupt, Ended):
         if done := packing.kept(Path(given.out)):

@@ -8,9 +8,10 @@ completion, is left out.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizer.read import Source, opened
+from tokenizer.read import Source, is_stream, opened
 from tokenizer.records import is_rows, rows
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
@@ -61,6 +62,7 @@ def read_documents(
     field: str,
     report_bad: Callable[[str], None] | None,
     as_chat: bool = False,
+    advance: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Document]:
     """Yield the documents of files, in order.
 
@@ -75,6 +77,9 @@ def read_documents(
         is an error.
     as_chat : bool
         ``prompt`` and ``completion`` become the turns of a user and of the assistant.
+    advance : callable
+        Takes the bytes on disk that the documents so far come from, but of rows that are read all
+        at once: these count at their end.
 
     Raises
     ------
@@ -87,14 +92,23 @@ def read_documents(
             raise ValueError(f"{said} (--skip-bad-lines leaves such lines out)")
         report_bad(said)
 
+    before = size = 0  # bytes of the files that are done, and of this one
     for name in files:
+        before += size
+        advance(before)
+        size = 0 if is_stream(name) else Path(name).stat().st_size
         if not is_rows(name):
+            done = before
             for text in Source([name], field, report_bad).texts():
                 for piece in pieces(text):
+                    done += len(piece)
+                    advance(done)
                     yield Document(name, (Part(piece),))
             continue
-        with opened(name) as (file, _):
+        with opened(name) as (file, raw):
             for where, row in rows(name, file, field, bad):
+                if size and raw.tell() < size:
+                    advance(before + raw.tell())
                 if where == name:  # a JSON file that is one text
                     for piece in pieces(row[field].encode()):
                         yield Document(name, (Part(piece),))

@@ -293,7 +293,7 @@ def pack(
     processes: int = 1,
     skip_bad_lines: bool = False,
     report: Callable[[str], None] = print,
-    progress: Callable[[int, int], None] = lambda n_bytes, tokens: None,
+    progress: Callable[[int, int, int], None] = lambda n_bytes, tokens, done: None,
 ) -> Summary:
     """Pack documents into ``out/train`` and ``out/heldout``.
 
@@ -309,7 +309,8 @@ def pack(
     report : callable
         Is told of them, and of going on with an interrupted packing.
     progress : callable
-        Is told, now and then, of the bytes of text and the tokens so far.
+        Is told, now and then, of the bytes of text and the tokens so far, and of the bytes on disk
+        that are done: of rows these are more than their texts.
 
     Raises
     ------
@@ -347,7 +348,7 @@ def _pack(
     processes: int,
     skip_bad_lines: bool,
     report: Callable[[str], None],
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int, int], None],
 ) -> Summary:
     given = expand(inputs)
     files = given.files
@@ -380,9 +381,15 @@ def _pack(
         elif new == SHOWN_BAD_LINES + 1:
             report("further bad lines are left out and counted, but not named")
 
+    done = 0
+
+    def advance(n_bytes: int) -> None:
+        nonlocal done
+        done = n_bytes
+
     def texts(bad: Callable[[str], None]) -> Iterator[Document]:
         leave_out = bad if skip_bad_lines else None
-        found = read_documents(files, settings.field, leave_out, settings.chat)
+        found = read_documents(files, settings.field, leave_out, settings.chat, advance)
         return _first(found, settings.max_chars)
 
     near: set[int] = set()
@@ -409,7 +416,7 @@ def _pack(
                 counts.packed[split] += 1
                 counts.chats[split] += encoded.chat
                 counts.n_bytes += encoded.n_bytes
-            progress(counts.n_bytes, sum(w.tokens for w in writers.values()))
+            progress(counts.n_bytes, sum(w.tokens for w in writers.values()), done)
             if time.monotonic() - saved > JOURNAL_SECONDS and not given.streams:
                 counts.bad_lines = bad_lines
                 states = {split: writer.state() for split, writer in writers.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist import cli, manifest, pack, writer
+from dist import cli, commands, manifest, pack, writer
 from dist.documents import PIECE_BYTES, Part, chat, document_of, pieces
 from dist.shards import Dataset, check_crcs, read_manifest
 from reference.types import Array
@@ -93,6 +93,48 @@ def test_the_bytes_do_not_depend_on_processes_or_batches(
     assert run(corpus, tmp_path / "two", tokenizer_file, "--processes", "2", *few) == 0
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert len(contents(tmp_path / "one")) > 8
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "csv"])
+def test_progress_counts_bytes_on_disk_of_which_text_may_be_few(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    texts = [f"{number:>98}\n\n" for number in range(300)]
+    path, other = tmp_path / f"a.{kind}", "x" * 5000
+    match kind:
+        case "txt":
+            path.write_text("".join(texts) * 20)
+        case "jsonl":
+            path.write_text("\n".join(json.dumps({"other": other, "text": t}) for t in texts))
+        case "csv":
+            path.write_text("text,other\n" + "".join(f'"{t}",{other}\n' for t in texts))
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 7)
+    told: list[tuple[float, float]] = []
+    size, content = path.stat().st_size, 300 * 100 * (20 if kind == "txt" else 1)
+
+    def progress(n_bytes: int, tokens: int, done: int) -> None:
+        told.append((done / size, n_bytes / content))
+
+    pack.pack(
+        [str(path)],
+        tmp_path / "d",
+        pack.Settings(str(tokenizer_file), heldout=0),
+        progress=progress,
+    )
+    assert told == sorted(told) and len(told) > 2 and told[-1][1] == 1
+    assert all(abs(done - packed) < 0.2 for done, packed in told)
+
+
+def test_the_time_left_is_told_by_what_was_done_since_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    tell = commands.tell_of_packing(1000)
+    for n_bytes, done in ((100, 500), (110, 520), (200, 750)):
+        tell(n_bytes, 7, done)
+        now += 1.5
+    assert capsys.readouterr().out == "200 B of text, 7 tokens, 33 B/s, ETA 3s\n"
 
 
 def test_workers_end_with_the_process_that_started_them(tokenizer_file: Path) -> None:
