@@ -3,7 +3,8 @@
 Documents are read in one process, encoded in several and written in one, in the order in which they
 were read: so the packed bytes do not depend on the number of processes. Which documents are held
 out for evaluation is decided by a hash of their text, so equal texts fall on the same side. Where
-that leaves none, they are packed again with the one held out whose hash is the least.
+that leaves none, as it may of few, they are packed again: as many are held out, in the order of
+their hashes, as have the share of the text that was asked for.
 
 From the start and every so often the writers' state is put into a journal, beside the number of
 documents done. A packing that was interrupted goes on from there. The journal goes last, so a
@@ -64,7 +65,7 @@ class Settings(NamedTuple):
     field: str = "text"
     window: int = 0  # layout "truncate": tokens of the one window of a document; 0: one stream
     bos: bool = False
-    heldout: float = 0.01  # fraction of the documents; one of them at least
+    heldout: float = 0.01  # fraction of the documents
     shard_tokens: int = 100_000_000
     chat: bool = False  # prompt and completion become turns of a chat
     max_chars: float | None = None  # of all texts, the held-out ones among them
@@ -91,7 +92,6 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     near: Count = 0  # held-out documents dropped as near-duplicates
     n_bytes: Count = 0
     bad_lines: Count = 0
-    least: float = 1.0  # place of a document
 
 
 class Journal(manifest.Record, kw_only=True, frozen=True):
@@ -140,7 +140,7 @@ class NoneHeldOut(ValueError):
 
     def __init__(self, said: str, fraction: float) -> None:
         super().__init__(said)
-        self.fraction = fraction  # that holds out one
+        self.fraction = fraction  # of the documents that holds out enough
 
 
 def place(content: bytes) -> float:
@@ -152,6 +152,17 @@ def place(content: bytes) -> float:
 def is_held_out(content: bytes, fraction: float) -> bool:
     """Tell whether a document is kept from training, by a hash of its text."""
     return place(content) < fraction
+
+
+def holds_out(documents: Iterable[Document], share: float) -> float:
+    """Return the fraction of the documents that holds out a share of their text, but not all."""
+    sizes = sorted((place(content), len(content)) for content in (d.content for d in documents))
+    wanted = share * sum(size for _, size in sizes)
+    for last, size in sizes[:-1]:  # noqa: B007 - the last one is wanted
+        wanted -= size
+        if wanted <= 0:
+            break
+    return math.nextafter(last, 1.0)
 
 
 class Encoder:
@@ -336,7 +347,7 @@ def pack(
         try:
             return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
         except NoneHeldOut as none:
-            report(f"{none}: packing again, the one held out whose hash is the least")
+            report(f"{none}: packing again, to hold out {settings.heldout:g} of the text")
             again = settings._replace(heldout=none.fraction)
         return _pack(inputs, out, again, processes, skip_bad_lines, report, progress)
 
@@ -410,7 +421,6 @@ def _pack(
                 if number in near:
                     counts.near += 1
                     continue
-                counts.least = min(counts.least, encoded.place)
                 split = SPLITS[encoded.place < settings.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
@@ -440,11 +450,11 @@ def _pack(
                 "a larger --heldout, other texts, or leave --drop-near-duplicates out"
             )
         if settings.heldout and not counts.packed["heldout"]:
-            none = f"none of the {counts.packed['train']} documents was held out for evaluation"
+            said = f"none of the {counts.packed['train']} documents was held out for evaluation"
             if counts.packed["train"] > 1 and not given.streams:
-                raise NoneHeldOut(none, math.nextafter(counts.least, 1.0))
+                raise NoneHeldOut(said, holds_out(texts(lambda said: None), settings.heldout))
             raise ValueError(
-                f"{none}: give more documents, a larger --heldout than {settings.heldout}, or "
+                f"{said}: give more documents, a larger --heldout than {settings.heldout}, or "
                 "--heldout 0 to train on all"
             )
         facts = {

@@ -172,19 +172,29 @@ def test_equal_texts_fall_on_the_same_side(tmp_path: Path, tokenizer_file: Path)
         assert read_manifest(tmp_path / "d" / split).documents % 4 == 0
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_one_document_at_least_is_held_out(
-    processes: str, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("processes", "share"), [("1", 1e-6), ("2", 1e-6), ("1", 0.02)])
+def test_of_few_documents_a_share_of_the_text_is_held_out(
+    processes: str,
+    share: float,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    texts = [text(i) for i in range(7)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
-    words = ["--heldout", "1e-6", "--processes", processes]
+    texts = sorted((text(i) for i in range(7)), key=lambda t: pack.place(t.encode()))
+    texts[:0] = [next(t for t in map(str, range(10**4)) if 0.02 < pack.place(t.encode()) < 0.03)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts[::-1]))
+    words = ["--heldout", f"{share}", "--processes", processes]
     assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
-    assert "none of the 7 documents was held out for evaluation: pa" in capsys.readouterr().err
-    least = min(texts, key=lambda t: pack.place(t.encode()))
-    assert tokens_of(tmp_path / "d" / "heldout").tolist() == eos_behind(tokenizer_file, [least])
-    texts.remove(least)
-    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, texts)
+    said = capsys.readouterr().err
+    held = tokens_of(tmp_path / "d" / "heldout").tolist()
+    count = 1
+    while sum(map(len, texts[:count])) < share * sum(map(len, texts)):
+        count += 1
+    assert count == (1 if share < 0.01 else 2)  # the first is a few digits
+    assert held == eos_behind(tokenizer_file, texts[:count][::-1])
+    trained = tokens_of(tmp_path / "d" / "train").tolist()
+    assert trained == eos_behind(tokenizer_file, texts[count:][::-1])
+    assert "none of the 8 documents was held out for evaluation: packing again, to ho" in said
     assert not (tmp_path / "d" / "journal.json").exists()
 
 
