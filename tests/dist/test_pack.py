@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import os
 import re
@@ -196,6 +197,18 @@ def test_of_few_documents_a_share_of_the_text_is_held_out(
     assert trained == eos_behind(tokenizer_file, texts[count:][::-1])
     assert "none of the 8 documents was held out for evaluation: packing again, to ho" in said
     assert not (tmp_path / "d" / "journal.json").exists()
+
+
+def test_what_can_be_read_once_is_not_packed_again(
+    tmp_path: Path,
+    tokenizer_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the fox\n" * 20_000)))
+    words = ["pack", "-", "--tokenizer", str(tokenizer_file), "-o", str(tmp_path / "d")]
+    assert cli.main([*words, "--processes", "1", "--heldout", "1e-9"]) == 1
+    assert "none of the 4 documents was held out for evaluation: give" in capsys.readouterr().err
 
 
 def test_held_out_documents_that_training_text_nearly_has_are_dropped(
