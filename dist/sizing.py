@@ -11,6 +11,7 @@ import json
 import shlex
 import statistics
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from dist.pack import JOURNAL, LOCK, SPLITS
 from dist.places import new_place
 from dist.shards import Manifest, is_packed, read_manifest
 from dist.step import Stepper, initial_weights
+from reference.config import Config
 from reference.flops import training_flops
 from reference.params import decoder_layout
 from tokenizer.read import expand
@@ -55,11 +57,13 @@ class Size(NamedTuple):
     embedding_rate: float = 1.0  # times lr; swept for the small ones alone: dist/sweep/rates
     weight_decay: float = 0.1  # likewise
     kind: str = "adamw"  # of optimizer: dist/sweep/muon
+    qkv_bias: bool = False  # likewise
 
     def overrides(self, ranks: int) -> list[str]:
         """Return what it changes in a run file; of micro-batches two, or one a rank."""
-        model = {"d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "context_length"}
-        said = [f"model.{key}={value}" for key, value in self._asdict().items() if key in model]
+        model = {field.name for field in fields(Config)} - {"vocab_size"}
+        chosen = ((key, value) for key, value in self._asdict().items() if key in model)
+        said = [f"model.{key}={json.dumps(value)}" for key, value in chosen]
         micro = max(1, self.global_batch // max(2, ranks))
         train = {"global_batch": self.global_batch, "micro_batch": micro, "lr": self.lr}
         said += [f"train.{key}={value}" for key, value in train.items()]
@@ -68,10 +72,10 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary  × lr of embedding, decay, kind
+    #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary, embedding, decay, kind, bias
     Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 3e-3, 4096, 16.0),
-    Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 3e-3, 4096, 16.0, 0.01),
-    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 1.2e-2, 4096, 4.0, 0.1, "muon"),
+    Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 4e-3, 4096, 6.0, 0.01, "muon", True),
+    Size(3e13, 128, 4, 4, 2, 32, 352, 256, 8, 4e-3, 4096, 3.0, 0.1, "muon", True),
     Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 2e-3, 4096),
     Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 1.5e-3, 8192),
     Size(5e15, 384, 8, 6, 2, 64, 1024, 512, 16, 1e-3, 16384),

@@ -93,13 +93,14 @@ NANOGPT = [
     'model.norm="layernorm"',
     'model.ffn="gelu"',
     'model.position="learned"',
+    "model.qkv_bias=false",
     "train.lr=1e-3",
     "optim.beta2=0.99",
     "optim.embedding_rate=1.0",
     "optim.weight_decay=0.1",
 ]
 NANOGPT_WARMUP = 100
-MUON_RATE = 4.0  # times that of AdamW: dist/sweep/muon
+MUON_RATE = 4 / 3  # times that of AdamW: dist/sweep/muon
 
 
 class Contender(NamedTuple):

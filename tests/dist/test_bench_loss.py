@@ -15,7 +15,7 @@ from dist.data import Windows, held_out
 from dist.sizing import Size
 from dist.stopping import StopRequest
 
-TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 8, 4, 1e-2, 0)
+TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 8, 4, 1e-2, 0, qkv_bias=True)
 EAGER = Contender("PyTorch", "eager", "float32")
 MUON = Contender("ours", "muon", "float32")
 ADAMW = Contender("ours", "adamw", "float32")
@@ -96,6 +96,7 @@ def test_pytorch_trains_what_nanogpt_publishes_on_as_many_tokens(text: str, tmp_
     model = theirs.model
     assert (model.norm, model.ffn, model.position) == ("layernorm", "gelu", "learned")
     assert (model.n_kv_heads, model.d_ff, model.tied) == (2, 64, True)
+    assert ours.model.qkv_bias and not model.qkv_bias
     assert (theirs.train.lr, theirs.train.warmup_steps, theirs.train.final_fraction) == (
         1e-3,
         100,
@@ -105,16 +106,18 @@ def test_pytorch_trains_what_nanogpt_publishes_on_as_many_tokens(text: str, tmp_
     assert theirs.tokens_per_step == ours.tokens_per_step and theirs.steps == ours.steps
     assert (ours.model.norm, ours.model.ffn, ours.optim.kind) == ("rmsnorm", "swiglu", "adamw")
     muon = MUON.run(plan)
-    assert muon.optim.kind == "muon" and muon.train.lr == pytest.approx(4e-2)
+    times = loss.MUON_RATE
+    assert muon.optim.kind == "muon" and muon.train.lr == pytest.approx(times * 1e-2)
     assert {run.optim.embedding_rate for run in (ours, muon, theirs)} == {1.0}
     swept = plan._replace(size=plan.size._replace(embedding_rate=8.0))
     rates = {c: c.run(swept).optim.embedding_rate for c in (ADAMW, MUON, EAGER)}
-    assert rates == {ADAMW: 8.0, MUON: 2.0, EAGER: 1.0}  # of Muon's rate, four times AdamW's
+    assert rates == {ADAMW: 8.0, MUON: 8.0 / times, EAGER: 1.0}  # of Muon's rate
     for_muon = swept._replace(size=swept.size._replace(kind="muon"))  # a size with Muon's rates
     runs = {c: c.run(for_muon) for c in (ADAMW, MUON)}
     assert {c: run.optim.kind for c, run in runs.items()} == {ADAMW: "adamw", MUON: "muon"}
-    assert runs[ADAMW].train.lr == pytest.approx(2.5e-3) and runs[MUON].train.lr == 1e-2
-    assert {c: run.optim.embedding_rate for c, run in runs.items()} == {ADAMW: 32.0, MUON: 8.0}
+    assert runs[ADAMW].train.lr == pytest.approx(1e-2 / times) and runs[MUON].train.lr == 1e-2
+    embedding = {c: run.optim.embedding_rate for c, run in runs.items()}
+    assert embedding == {ADAMW: pytest.approx(8.0 * times), MUON: 8.0}
 
 
 def test_both_optimizers_are_planned_for_the_promised_parts_of_the_time_in_each_mode(

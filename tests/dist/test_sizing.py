@@ -49,8 +49,11 @@ def test_every_size_can_be_trained_on_a_few_ranks(ranks: int) -> None:
         assert run.accumulation(ranks) * ranks >= 2  # so that two ranks may go on with it
         assert run.train.global_batch == size.global_batch and run.train.lr == size.lr
         assert run.optim.embedding_rate == size.embedding_rate
-        assert run.optim.kind == size.kind  # whatever the preset has
-    assert config.load("demo").optim == config.load("demo", sizing.TYPICAL.overrides(1)).optim
+        # whatever the preset has
+        assert run.optim.kind == size.kind and run.model.qkv_bias == size.qkv_bias
+    preset, typical = config.load("demo"), config.load("demo", sizing.TYPICAL.overrides(1))
+    assert (preset.model, preset.train.lr) == (typical.model, typical.train.lr)
+    assert preset.optim == typical.optim
 
 
 def test_a_step_is_timed_as_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
