@@ -586,6 +586,22 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
     assert contents(out / "f" / "train") == contents(out / "g" / "train")
 
 
+def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.parquet").touch()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None]}), tmp_path / "b.parquet")
+    words = ["--heldout", "0"]
+    assert run(tmp_path / "*.parquet", tmp_path / "d", tokenizer_file, *words) == 1
+    assert "b.parquet, row 2: field 'text' holds no text but null" in capsys.readouterr().err
+    words += ["--skip-bad-lines"]
+    assert run(tmp_path / "*.parquet", tmp_path / "d", tokenizer_file, *words) == 0
+    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, ["one"])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
