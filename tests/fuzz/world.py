@@ -134,7 +134,7 @@ class World:
         class Stop(Exception):
             pass
 
-        def stop(n_bytes: int, tokens: int) -> None:
+        def stop(n_bytes: int, tokens: int, done: int) -> None:
             raise Stop
 
         before, pack.JOURNAL_SECONDS = pack.JOURNAL_SECONDS, 0.0
