@@ -20,6 +20,14 @@ from tokenizer import train_from_iterator
 
 
 @pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 320 ids."""
+    path = tmp_path_factory.mktemp("tokenizer") / "t.tok"
+    train_from_iterator([text(i) for i in range(100)], 320).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer, another one of the same size, and two corpora."""
     folder = tmp_path_factory.mktemp("texts")

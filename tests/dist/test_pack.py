@@ -16,18 +16,11 @@ import numpy as np
 import pytest
 
 from dist import cli, commands, manifest, pack, writer
-from dist.documents import PIECE_BYTES, Part, chat, document_of, pieces
+from dist.documents import PIECE_BYTES, pieces
 from dist.shards import Dataset, check_crcs, read_manifest
-from reference.types import Array
+from tests.helpers.packing import contents, eos_behind, run, tokens_of
 from tests.helpers.runs import text
-from tokenizer import Tokenizer, train_from_iterator
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "t.tok"
-    train_from_iterator([text(i) for i in range(100)], 320).save(path)
-    return path
+from tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -42,21 +35,6 @@ def corpus(tmp_path: Path) -> Path:
     (folder / ".hidden").write_text("no")
     (folder / "empty.txt").write_text("")
     return folder
-
-
-def run(corpus: Path, out: Path, tokenizer_file: Path, *arguments: str) -> int:
-    words = ["pack", str(corpus), "--tokenizer", str(tokenizer_file), "-o", str(out)]
-    words += ["--processes", "1"]  # as quick for so little text; a later one replaces it
-    return cli.main([*words, *arguments])
-
-
-def tokens_of(folder: Path) -> Array:
-    return Dataset(folder, read_manifest(folder).tokens).read(0)[0]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def test_documents_come_back_whole_with_an_eos_behind_each(
@@ -512,214 +490,6 @@ def test_other_readers(tmp_path: Path, tokenizer_file: Path) -> None:
     for name, words in (("a", ("one", "two")), ("b", ("three", "four"))):
         expected = [i for w in words for i in [*t.encode_ordinary(w), t.special_tokens["<|eos|>"]]]
         assert tokens_of(out / name / "train").tolist() == expected
-
-
-def test_prompts_and_completions_may_be_turns_of_a_chat(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
-    rows = [{"prompt": "the fox", "completion": "jumps <|end|>"}]
-    turns = [{"role": "user", "content": "the fox"}]
-    turns += [{"role": "assistant", "content": "jumps <|end|>"}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
-    for file, out, *words in (("rows", "rows", "--chat"), ("chats", "chats"), ("rows", "plain")):
-        where = tmp_path / f"{file}.jsonl", tmp_path / out, tokenizer_file
-        assert run(*where, "--heldout", "0", "--processes", "1", *words) == 0
-    for file in ("00000.bin", "00000.mask"):
-        same = {(tmp_path / name / "train" / file).read_bytes() for name in ("rows", "chats")}
-        assert len(same) == 1
-    names = ("rows", "chats", "plain")
-    assert [read_manifest(tmp_path / name / "train").chats for name in names] == [1, 1, 0]
-
-
-def test_a_record_says_what_it_is() -> None:
-    assert document_of({"prompt": "a", "completion": "b"}, "x", "text").content == b"a\0b"
-    # as in Cosmopedia: what a text was asked for with, and the text
-    assert document_of({"prompt": "a", "text": "b"}, "x", "text").parts == (Part("b"),)
-    for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
-        with pytest.raises(ValueError, match="must both be strings"):
-            document_of(record, "x", "text")
-    parts = list(chat([{"role": "system", "content": "s"}]))
-    assert [p.control for p in parts] == [True, False, True]
-    assert not any(p.predict for p in parts)
-
-
-def test_of_many_bad_lines_the_first_are_named(
-    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "{}\n" * 500)
-    words = ["--heldout", "0", "--skip-bad-lines"]
-    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
-    said = capsys.readouterr()
-    assert said.err.count("(left out)") == 20 and said.err.count("\n") == 21
-    assert "a.jsonl, line 21: " in said.err and "further bad lines are left out" in said.err
-    assert "500 bad lines" in said.out
-
-
-def eos_behind(tokenizer_file: Path, texts: list[str]) -> list[int]:
-    t = Tokenizer.load(tokenizer_file)
-    return [i for text in texts for i in [*t.encode_ordinary(text), t.special_tokens["<|eos|>"]]]
-
-
-def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_file: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    (tmp_path / "a.csv").write_text('\ufeffid,text\n1,"one, two\nthree"\n2,four\n', "utf-8")
-    (tmp_path / "b.tsv").write_text("text\tid\nfive\t1\n", "utf-8")
-    (tmp_path / "c.json").write_text(json.dumps([{"text": "six"}, {"text": "seven"}]))
-    (tmp_path / "d.json").write_text('{"text": "no list"}')
-    (tmp_path / "e.json").write_text("[1, // no JSON\n")
-    said = {"role": ["user", "assistant"], "content": ["hi", "ho"]}
-    chat_of = [{k: said[k][i] for k in said} for i in range(2)]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"messages": [chat_of], "id": [1]}), tmp_path / "f.parquet"
-    )
-    out = tmp_path / "out"
-    assert run(tmp_path / "[a-e].*", out / "a", tokenizer_file, "--heldout", "0") == 0
-    texts = ["one, two\nthree", "four", "five", "six", "seven", '{"text": "no list"}']
-    expected = eos_behind(tokenizer_file, [*texts, "[1, // no JSON\n"])
-    assert tokens_of(out / "a" / "train").tolist() == expected
-    assert run(tmp_path / "f.parquet", out / "f", tokenizer_file, "--heldout", "0") == 0
-    (tmp_path / "f.jsonl").write_text(json.dumps({"messages": chat_of}))
-    assert run(tmp_path / "f.jsonl", out / "g", tokenizer_file, "--heldout", "0") == 0
-    assert contents(out / "f" / "train") == contents(out / "g" / "train")
-
-
-def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(
-    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    (tmp_path / "a.parquet").touch()
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["one", None]}), tmp_path / "b.parquet")
-    words = ["--heldout", "0"]
-    assert run(tmp_path / "*.parquet", tmp_path / "d", tokenizer_file, *words) == 1
-    assert "b.parquet, row 2: field 'text' holds no text but null" in capsys.readouterr().err
-    words += ["--skip-bad-lines"]
-    assert run(tmp_path / "*.parquet", tmp_path / "d", tokenizer_file, *words) == 0
-    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, ["one"])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", '[{"text": "one"}, {"text": "tw', "a.json: no JSON: Unterminated string"),
-        ("a.json", '\n[ {"text": "one"}, "two"]', "a.json, item 2: no JSON object but str"),
-        ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n', "in the row that begins on line 3: is a qu"),
-        ("a.tsv", 'text\n"two\nthree\n', "in the row that begins on line 2: is a quote never"),
-        (
-            "a.csv",
-            "id,body\n1,x\n",
-            "no column 'text'; its columns: 'id', 'body' (--field names one)",
-        ),
-        ("a.csv", "id,text\n1,x,y\n", "a.csv, line 2: 3 values for 2 columns (--skip-bad-lines"),
-        ("a.csv", "", "no document has any text"),
-        ("a.csv", "\n", "no column 'text'; its columns: none"),
-        ("a.jsonl", '{"text": 7}\n', "a.jsonl, line 1: field 'text' holds no text but int (--sk"),
-        ("a.jsonl", '{"text": null}\n', "line 1: field 'text' holds no text but null (--skip"),
-    ],
-)
-def test_rows_that_cannot_be_read_are_no_text(
-    name: str,
-    content: str,
-    message: str,
-    tmp_path: Path,
-    tokenizer_file: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / name).write_text(content)
-    assert run(tmp_path / name, tmp_path / "d", tokenizer_file, "--heldout", "0") == 1
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
-    if name == "a.json":
-        (tmp_path / "b.txt").write_text("four")
-        words = ["--heldout", "0", "--skip-bad-lines"]
-        assert run(tmp_path / "[ab].*", tmp_path / "e", tokenizer_file, *words) == 0
-        kept = ["one", "four"] if "item" in message else ["four"]
-        assert tokens_of(tmp_path / "e" / "train").tolist() == eos_behind(tokenizer_file, kept)
-
-
-def test_a_long_json_text_is_cut_as_others_are(tmp_path: Path, tokenizer_file: Path) -> None:
-    words = " ".join(f"word{i}" for i in range(40_000))
-    for name in ("a.json", "a.txt"):
-        (tmp_path / name).write_text(json.dumps({"text": words}))
-        assert run(tmp_path / name, tmp_path / name[2:], tokenizer_file, "--heldout", "0.4") == 0
-    assert contents(tmp_path / "json" / "heldout") == contents(tmp_path / "txt" / "heldout")
-
-
-def test_a_packed_folder_is_no_text(
-    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("hello")
-    assert run(tmp_path / "a.txt", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
-    assert run(tmp_path / "d" / "train", tmp_path / "e", tokenizer_file) == 1
-    assert "is packed already: name the texts" in capsys.readouterr().err
-    assert cli.main(["pack", "--check", str(tmp_path / "d")]) == 1
-    assert f"name {tmp_path / 'd' / 'train'}\n" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match="no text was held out when it was packed"):
-        read_manifest(tmp_path / "d" / "heldout")
-
-
-def test_a_folder_of_texts_may_have_a_manifest_of_its_own(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
-    folder = tmp_path / "app"
-    folder.mkdir()
-    (folder / "manifest.json").write_text('{"name": "an app"}')
-    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
-    assert tokens_of(tmp_path / "d" / "train").size
-
-
-def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(
-    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.txt").write_text("hello")
-    (folder / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
-    (folder / "c.zip").write_bytes(b"PK")
-    (folder / "e.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n")
-    (folder / "d.html").write_text("<p>hi</p>")
-    (folder / "f.txt").write_bytes("hello".encode("utf-16"))
-    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
-    said = capsys.readouterr().err
-    assert f"passed over, as no text: 2 files ({folder}/b.png, {folder}/e.pdf)\n" in said
-    assert f"as an archive, which has to be unpacked first: 1 file ({folder}/c.zip)\n" in said
-    assert f"as UTF-16, which has to be saved as UTF-8: 1 file ({folder}/f.txt)\n" in said
-    assert f"with its tags: 1 file ({folder}/d.html)" in said
-    expected = eos_behind(tokenizer_file, ["hello", "<p>hi</p>"])
-    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
-    refused = {"b.png": "is no text", "c.zip": "is an archive", "f.txt": "is UTF-16"}
-    for name, why in refused.items():
-        assert run(folder / name, tmp_path / "e", tokenizer_file) == 1
-        assert why in capsys.readouterr().err
-    assert run(folder / "[cf]*", tmp_path / "e", tokenizer_file) == 1
-    said = capsys.readouterr().err
-    assert "holds no text; passed over, as an archive" in said and "; passed over, as UTF" in said
-
-
-def test_links_to_folders_are_not_followed_but_named(
-    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, other = tmp_path / "in", tmp_path / "other"
-    for each in (folder, other):
-        each.mkdir()
-        (each / "a.txt").write_text(f"text of {each.name}")
-    (folder / "inner").symlink_to(other)
-    (folder / "loop").symlink_to(folder)
-    (folder / "b.txt").symlink_to(other / "a.txt")  # a file is read
-    (folder / "gone").symlink_to(tmp_path / "nowhere")
-    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
-    named = ", ".join(f"{folder}/{name}" for name in ("gone", "inner", "loop"))
-    assert f"not followed: 3 links ({named}); name what" in capsys.readouterr().err
-    expected = eos_behind(tokenizer_file, ["text of in", "text of other"])
-    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
-    (folder / "a.txt").unlink()
-    (folder / "b.txt").unlink()
-    assert run(folder, tmp_path / "e", tokenizer_file) == 1
-    assert "holds no file; not followed: 3 links" in capsys.readouterr().err
 
 
 def test_packing_ends_behind_so_many_characters(tmp_path: Path, tokenizer_file: Path) -> None:
