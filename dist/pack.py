@@ -75,7 +75,7 @@ class Settings(NamedTuple):
 class Encoded(NamedTuple):
     """One document, as it is written."""
 
-    place: float  # of its hash
+    heldout: bool
     ids: Array  # (n,) of the type on disk
     predict: Array | None  # (n,) bool; None: all
     n_bytes: int
@@ -198,7 +198,7 @@ class Encoder:
             predict = predict[: self.settings.window] + [False] * missing
         content = document.content
         return Encoded(
-            place(content),
+            is_held_out(content, self.settings.heldout),
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
             len(content),
@@ -421,7 +421,7 @@ def _pack(
                 if number in near:
                     counts.near += 1
                     continue
-                split = SPLITS[encoded.place < settings.heldout]
+                split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
                 counts.chats[split] += encoded.chat
