@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accel import system
-from tokenizer.files import remove_parts
+from tokenizer.files import LOCK, remove_parts
 
 
 @contextmanager
-def locked(path: Path, who: str) -> Iterator[None]:
+def locked(folder: Path, who: str) -> Iterator[None]:
     """Hold the lock file of a folder, and remove what writers left there that were killed.
 
     Raises
@@ -18,14 +18,14 @@ def locked(path: Path, who: str) -> Iterator[None]:
     ValueError
         When another process holds it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = system.open_lock(path, 0o666)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = system.open_lock(folder / LOCK, 0o666)
     try:
         if not system.lock(descriptor, wait=False):
             raise ValueError(
-                f"another {who} is writing to {path.parent}: wait for it, or choose another folder"
+                f"another {who} is writing to {folder}: wait for it, or choose another folder"
             )
-        remove_parts(path.parent)
+        remove_parts(folder)
         yield
     finally:
         os.close(descriptor)

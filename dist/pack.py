@@ -52,7 +52,6 @@ Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 JOURNAL = "journal.json"
 JOURNAL_FORMAT = "myllm-packing"
-LOCK = "lock"  # held while a packing writes to its folder
 JOURNAL_SECONDS = 20.0
 BATCH_BYTES = 1 << 20  # of text handed to a process at once
 BATCH_DOCUMENTS = 512
@@ -343,7 +342,9 @@ def pack(
     for path in inputs:
         if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")
-    with locked(out / LOCK, "packing"):
+        if Path(path).is_dir() and out.resolve() == Path(path).resolve():
+            raise ValueError(f"{out} is the folder of the texts: name another by -o")
+    with locked(out, "packing"):
         try:
             return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
         except NoneHeldOut as none:
@@ -368,7 +369,8 @@ def _pack(
         raise ValueError(
             f"--drop-near-duplicates reads the texts three times: give files, not {stream}"
         )
-    for remark in given.remarks():
+    others = [folder for folder in given.own if not out.samefile(folder)]
+    for remark in given._replace(own=others).remarks():
         report(remark)
     encoder = Encoder(settings)
     tokenizer = encoder.tokenizer

@@ -24,13 +24,14 @@ from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
 from dist.documents import PIECE_BYTES
-from dist.pack import JOURNAL, LOCK, SPLITS
+from dist.pack import JOURNAL, SPLITS
 from dist.places import new_place
 from dist.shards import Manifest, is_packed, read_manifest
 from dist.step import Stepper, initial_weights
 from reference.config import Config
 from reference.flops import training_flops
 from reference.params import decoder_layout
+from tokenizer.files import LOCK
 from tokenizer.read import expand
 
 SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the start take the rest

@@ -43,7 +43,6 @@ from tokenizer.files import check_folder, replace_durably
 LEARNING_TABLES = ("model", "data", "train", "optim")
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
-LOCK = "lock"  # held while a run writes to its folder
 
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
@@ -200,7 +199,7 @@ class Trainer:
 
     def _prepare_folder(self) -> None:
         with ExitStack() as held:
-            held.enter_context(locked(self.out / LOCK, "run"))
+            held.enter_context(locked(self.out, "run"))
             replace_durably(self.out / CONFIG, self.config.to_toml().encode())
             self._held = held.pop_all()  # until the run ends
 

@@ -21,6 +21,7 @@ from tokenizer import (
     train_from_iterator,
 )
 from tokenizer.arrays import Array
+from tokenizer.fileformat import NAME
 from tokenizer.files import check_folder
 from tokenizer.patterns import machine_of
 from tokenizer.read import SHOWN_BAD_LINES, Source, is_plain, standard_input
@@ -127,7 +128,7 @@ def encode(argv: Sequence[str]) -> int:
         parser.error("--output writes a NumPy array: name it FILE.npy")
     tokenizer = Tokenizer.load(options.tokenizer)
     if options.output is not None:
-        _make_room(options.output)
+        _make_room(options.output, np.lib.format.MAGIC_PREFIX)
     rows = []
     for text in _texts_to_encode(options):
         if options.allow_special:
@@ -268,7 +269,7 @@ def export(argv: Sequence[str]) -> int:
     if writer is None:
         parser.error("--output must end in .json or .tiktoken, which says the format")
     tokenizer = Tokenizer.load(options.tokenizer)
-    _make_room(options.output)
+    _make_room(options.output, b"")
     writer(tokenizer, options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     if writer is to_tiktoken:
@@ -405,10 +406,20 @@ def _n_merges(tokenizer: Tokenizer) -> int:
     return len(tokenizer.vocabulary.tokens) - 256 if merges is None else len(merges)
 
 
-def _make_room(path: str) -> None:
-    """Make the folder of a file to be written, and find out before long work that it can be."""
+def _make_room(path: str, head: bytes = NAME) -> None:
+    """Make the folder of a file to be written, and find out before long work that it can be.
+
+    A file takes the place of an older one that begins as it will itself, and of no other.
+    """
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder: -o names the file to write")
+    if Path(path).is_file():
+        with open(path, "rb") as file:
+            begins = file.read(len(head))
+        if begins and begins != head:
+            raise ValueError(
+                f"{path} is a file of another kind, and would be lost: name another by -o"
+            )
     folder = Path(path).parent
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)

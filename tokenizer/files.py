@@ -13,6 +13,7 @@ import msgspec
 from accel.system import move, sync_folder
 
 T = TypeVar("T")
+LOCK = "lock"  # the file of a folder that is MyLLM's own, held while one writes to it
 
 
 def check_folder(path: Path) -> None:

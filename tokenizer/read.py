@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import regex
 
+from tokenizer.files import LOCK
 from tokenizer.records import contents, is_packed, is_rows, rows
 
 SHOWN_BAD_LINES = 20  # of those that are left out; more are counted
@@ -46,7 +47,8 @@ class Source:
     Parameters
     ----------
     paths : sequence of str
-        Files, folders (all files below, by name, but hidden ones), globs, or ``-``, standard input.
+        Files, folders (all files below, by name, but hidden ones and those of folders that are
+        MyLLM's own), globs, or ``-``, standard input.
     field : str
         The field of a row that holds the text.
     report_bad : callable, optional
@@ -166,6 +168,7 @@ class Inputs(NamedTuple):
     files: list[str]
     passed_over: dict[str, str]  # of folders and globs: what is no text, and what it is
     links: list[str]  # in folders: to other folders, or to nothing
+    own: list[str]  # in folders: those that MyLLM wrote, of packed texts and runs
 
     @property
     def streams(self) -> list[str]:
@@ -184,6 +187,8 @@ class Inputs(NamedTuple):
             yield f"passed over, as {what}: {_some(names)}"
         if self.links:
             yield f"not followed: {_some(self.links, 'link')}; name what to read there as well"
+        if self.own:
+            yield f"passed over, as written by MyLLM: {_some(self.own, 'folder')}"
         pages = [name for name in self.files if name.lower().endswith((".html", ".htm"))]
         if pages:
             yield f"HTML is read as it stands, with its tags: {_some(pages)}"
@@ -205,6 +210,7 @@ def expand(paths: Sequence[str]) -> Inputs:
     files: list[str] = []
     passed_over: dict[str, str] = {}
     links: list[str] = []
+    own: list[str] = []
     for path in paths:
         if path == "-":
             found = ["-"]
@@ -212,6 +218,7 @@ def expand(paths: Sequence[str]) -> Inputs:
             below = sorted(_below(path))
             found = [str(p) for p in below if p.is_file()]
             links += [str(p) for p in below if p.is_symlink() and not p.is_file()]
+            own += [str(p) for p in below if p.is_dir() and not p.is_symlink()]
         elif Path(path).exists():
             found = [path]
         else:
@@ -223,22 +230,29 @@ def expand(paths: Sequence[str]) -> Inputs:
             what = "is no file, folder or glob of files"
             if found or Path(path).is_dir():
                 what = "holds no text" if found else "holds no file"
-            why = "; ".join(["", *Inputs([], other, links).remarks()])
+            why = "; ".join(["", *Inputs([], other, links, own).remarks()])
             raise ValueError(f"{path!r} {what}{why}")
         files += [name for name in found if name not in other]
         passed_over |= other
     if files.count("-") > 1:
         raise ValueError("- is given twice, but standard input can be read once")
-    return Inputs(files, passed_over, links)
+    return Inputs(files, passed_over, links, own)
 
 
 def _below(folder: str) -> Iterator[Path]:
-    """Yield files and links in a folder and those below, but what is hidden."""
+    """Yield files and links in a folder and those below, but what is hidden.
+
+    Of a folder below that MyLLM wrote, by its lock, it yields the folder alone.
+    """
 
     def fail(error: OSError) -> None:  # else a folder that cannot be read would be left out
         raise error
 
     for where, folders, names in os.walk(folder, onerror=fail):
+        lock = Path(where, LOCK)
+        if where != folder and lock.is_file() and not lock.stat().st_size:
+            folders[:], names = [], []
+            yield Path(where)
         folders[:] = [name for name in folders if not name.startswith(".")]
         names += [name for name in folders if Path(where, name).is_symlink()]
         yield from (Path(where, name) for name in names if not name.startswith("."))

@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     stop = StopRequest()
     stop.learned = True
     out.mkdir(parents=True, exist_ok=True)
-    with locked(out / "lock", "benchmark"), stop.listening():
+    with locked(out, "benchmark"), stop.listening():
         plan = planned(out, given.setting, given.text, given.steps, given.minutes)
         bench = Bench(plan, chosen, stop)
         parts: dict[str, Callable[[], Iterator[Row]]] = {

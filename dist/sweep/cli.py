@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     _prepare(trials)
     stop = StopRequest()
     stop.learned = True  # it waits until each run has saved what there is
-    with locked(given.out / "lock", "sweep"), stop.listening():
+    with locked(given.out, "sweep"), stop.listening():
         return Sweep(trials, given.jobs, limit, given.out).run(stop)
 
 

@@ -154,6 +154,35 @@ def test_a_packed_folder_is_no_text(
         read_manifest(tmp_path / "d" / "heldout")
 
 
+def test_what_is_written_below_the_texts_is_none_of_them(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by one who works inside the folder of the texts."""
+    texts = tmp_path / "texts"
+    (texts / "more").mkdir(parents=True)
+    for i, name in enumerate(["a.txt", "b.txt", "more/c.txt"]):
+        (texts / name).write_text("a fox and a wolf " * 200 * (i + 1))
+    (texts / "more" / "lock").write_text("others write locks, too, and texts in them")
+    words = ["--heldout", "0"]
+    assert run(texts, texts / "data", tokenizer_file, *words) == 0
+    assert not capsys.readouterr().err
+    keys = {"train.steps": 2, "data.heldout": '""', "run.eval_every": 0, "run.checkpoint_every": 0}
+    keys |= {"data.train": f'"{texts / "data/train"}"', "run.out": f'"{texts / "runs/one"}"'}
+    keys |= {"model.context_length": 32, "train.warmup_steps": 1}
+    set_words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    assert cli.main(["train", "demo", "--set", "model.vocab_size=320", *set_words]) == 0
+    capsys.readouterr()
+    assert run(texts, texts / "again", tokenizer_file, *words) == 0
+    first, second = (tokens_of(texts / name / "train") for name in ("data", "again"))
+    assert first.tolist() == second.tolist()
+    own = ", ".join(str(texts / name) for name in ("data", "runs/one"))
+    assert f"passed over, as written by MyLLM: 2 folders ({own})" in capsys.readouterr().err
+    assert run(texts, texts, tokenizer_file) == 1
+    assert f"{texts} is the folder of the texts: name another by -o" in capsys.readouterr().err
+    assert run(texts / "runs", tmp_path / "none", tokenizer_file) == 1
+    assert "holds no file; passed over, as written by MyLLM" in capsys.readouterr().err
+
+
 def test_a_folder_of_texts_may_have_a_manifest_of_its_own(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:

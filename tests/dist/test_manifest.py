@@ -29,7 +29,7 @@ Said = pytest.CaptureFixture[str]
 
 
 def test_two_packings_cannot_write_to_one_folder(texts: Path, tmp_path: Path, capsys: Said) -> None:
-    with locked(tmp_path / "d" / pack.LOCK, "packing"):
+    with locked(tmp_path / "d", "packing"):
         assert cli.main([*words(texts, tmp_path / "d"), "--processes", "1"]) == 1
     assert "another packing is writing to" in capsys.readouterr().err
     environment = {**os.environ, "PYTHONPATH": str(Path(pack.__file__).parents[1])}

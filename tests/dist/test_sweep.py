@@ -282,7 +282,7 @@ def test_two_sweeps_do_not_write_to_one_folder(
 ) -> None:
     from dist.lock import locked
 
-    with locked(tmp_path / "lock", "sweep"):
+    with locked(tmp_path, "sweep"):
         assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path)]) == 1
     assert "another sweep is writing" in capsys.readouterr().err
 

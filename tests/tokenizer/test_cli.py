@@ -362,6 +362,25 @@ def test_other_mistakes_are_named(
     assert f"{tmp_path} is a folder: name the tokenizer's file" in err
 
 
+def test_a_text_is_not_overwritten(
+    tok: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, array = tmp_path / "text.npy", tmp_path / "ids.npy"
+    text.write_text("a text of mine")
+    learn = ("train", text, "--vocab-size", 300, "-o")
+    for words in (
+        (*learn, text),
+        ("extend", tok, "--special", "<|new|>", "-o", text),
+        ("encode", tok, text, "-o", text),
+    ):
+        err = failing(monkeypatch, *words)
+        assert f"{text} is a file of another kind, and would be lost: name another by -o" in err
+    assert text.read_text() == "a text of mine"
+    for words in ((*learn, tmp_path / "t.tok"), ("encode", tok, text, "-o", array)):
+        for _ in "twice":  # an older one of the same kind gives way
+            assert run(monkeypatch, *words)[0] == 0
+
+
 def test_the_folder_of_what_is_written_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path
 ) -> None:
