@@ -181,6 +181,8 @@ def test_what_is_written_below_the_texts_is_none_of_them(
     assert f"{texts} is the folder of the texts: name another by -o" in capsys.readouterr().err
     assert run(texts / "runs", tmp_path / "none", tokenizer_file) == 1
     assert "holds no file; passed over, as written by MyLLM" in capsys.readouterr().err
+    assert run(texts / "runs" / "one", tmp_path / "none", tokenizer_file) == 1  # asked for by name
+    assert "metrics.jsonl, line 1: there is no text field" in capsys.readouterr().err
 
 
 def test_a_folder_of_texts_may_have_a_manifest_of_its_own(
