@@ -58,7 +58,7 @@ def _engine() -> str | None:
 def _again(number: int) -> None:
     time.sleep(AGAIN)
     if sys.platform == "win32":
-        _thread.interrupt_main(number)
+        _thread.interrupt_main(signal.Signals(number))
     else:  # also out of a wait for the system
         signal.pthread_kill(MAIN, number)
 

@@ -83,7 +83,9 @@ def environment(ranks: int) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     if sys.stdout is not None and sys.stdout.isatty():
-        name = "" if sys.platform == "win32" else os.ttyname(sys.stdout.fileno())
+        name = ""
+        if sys.platform != "win32":
+            name = os.ttyname(sys.stdout.fileno())
         env.setdefault("MYLLM_TERMINAL", f"{shutil.get_terminal_size().columns}:{name}")
     if ranks > cores():
         # more ranks than cores: one that waits must leave the core to those that work, at once
