@@ -233,7 +233,6 @@ def main(argv: Sequence[str]) -> int:
     chart, given.chart = given.chart or out / "loss.png", None
     stop = StopRequest()
     stop.learned = True
-    out.mkdir(parents=True, exist_ok=True)
     with locked(out, "benchmark"), stop.listening():
         plan = planned(out, given.setting, given.text, given.steps, given.minutes)
         bench = Bench(plan, chosen, stop)

@@ -376,7 +376,11 @@ def test_a_text_is_not_overwritten(
         err = failing(monkeypatch, *words)
         assert f"{text} is a file of another kind, and would be lost: name another by -o" in err
     assert text.read_text() == "a text of mine"
-    for words in ((*learn, tmp_path / "t.tok"), ("encode", tok, text, "-o", array)):
+    for words in (
+        (*learn, tmp_path / "t.tok"),
+        ("encode", tok, text, "-o", array),
+        ("export", tok, "-o", tmp_path / "t.json"),
+    ):
         for _ in "twice":  # an older one of the same kind gives way
             assert run(monkeypatch, *words)[0] == 0
 
