@@ -37,7 +37,9 @@ class OpCase(NamedTuple):
         if self.dout is None:
             return [out]
         gradients = getattr(ops, f"{self.op}_backward")(self.dout, cache)
-        return [out, *gradients] if isinstance(gradients, tuple) else [out, gradients]
+        if not isinstance(gradients, tuple):
+            return [out, gradients]
+        return [out, *(gradient for gradient in gradients if gradient is not None)]
 
 
 # Those of a small model; some that no tile divides; 64 MB, which is more than a cache has
@@ -87,6 +89,22 @@ def small_ops(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[OpCase]:
             yield case(at, "dropout", x, **dropped)
     # PyTorch adds up 12.6 M squares in float32
     yield case("12.6 M", "global_norm", normal(12_600_000), limit=1e-2)
+
+
+def products() -> Iterator[OpCase]:
+    """Yield linear layers of small models and of GPT-2's width; of few rows the forward alone."""
+    rng = np.random.default_rng(0)
+    both = [(512, 96, 96), (512, 96, 512), (1024, 128, 128), (1024, 128, 704), (1024, 352, 128)]
+    both += [(1024, 192, 1024), (2048, 384, 2048), (1024, 768, 3072)]
+    few = [(8, 768, 3072), (24, 768, 768), (48, 512, 512), (256, 128, 128)]
+    for rows, inner, width in both + few:
+        x = rng.standard_normal((rows, inner), dtype=np.float32)
+        weight = rng.standard_normal((inner, width), dtype=np.float32)
+        dout = rng.standard_normal((rows, width), dtype=np.float32)
+        deep = (rows, inner, width) in both
+        what = f"linear{'' if deep else ' forward'} ({rows}, {inner}) ({inner}, {width})"
+        arrays, options = (x, weight), {"bias": None}
+        yield OpCase(what, "linear", arrays, dout if deep else None, options)
 
 
 def attention(length: int, batch: int, mode: str) -> OpCase:

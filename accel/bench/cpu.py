@@ -18,7 +18,7 @@ import numpy as np
 
 from accel import READING, load
 from accel.bench import bandwidth, llmc, report, scaling
-from accel.bench.cases import OpCase, attention, small_ops
+from accel.bench.cases import OpCase, attention, products, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, settled, within
 from accel.bench.training import SMALL, Training, adamw, adamw_state
@@ -188,6 +188,10 @@ class Bench:
         yield from self.ops(load("cpu"), small_ops(), sample=0.01, want=5, budget=4)
         yield self.adamw()
 
+    def products(self) -> Iterator[Row]:
+        """Compare linear layers, by themselves: what they read is in a cache."""
+        yield from self.ops(load("cpu"), products(), sample=0.01, want=9, budget=4)
+
     def few(self) -> Iterator[Row]:
         """Compare ops on a few kilobytes, which stay in one thread, with their work alone."""
         ops = load("cpu")
@@ -245,6 +249,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "attention": Bench.attention,
     "ops": Bench.small_ops,
     "bytes": lambda bench: bandwidth.rows(load("cpu"), quick=bench.quick),
+    "products": Bench.products,
     "few": Bench.few,
     "busy": lambda bench: scaling.busy(quick=bench.quick),
     "memory": Bench.memory,

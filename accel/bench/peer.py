@@ -252,6 +252,7 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "global_norm": torch.linalg.vector_norm,
     "layernorm": lambda x, gain, bias, eps: F.layer_norm(x, gain.shape, gain, bias, eps),
+    "linear": lambda x, weight, bias: x @ weight,
     "relu": torch.relu,
     "rmsnorm": lambda x, gain, eps: F.rms_norm(x, gain.shape, gain, eps),
     "rope": lambda x, base: _rotate(x, *rope_tables(base, x.shape[3], x.shape[1])),

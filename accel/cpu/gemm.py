@@ -13,6 +13,11 @@ is cut into blocks of at most DEPTH. For each block
    tasks their number is a multiple of TOGETHER: all threads wait for the one that has most. More
    than eight threads get a cut of their own (``kernels.cut_evenly``).
 
+To pack an operand costs as much as some reads of it. So an untransposed right one that is narrow,
+or that few rows pass by, is read in place (NARROW), and so is a transposed left one whose rows are
+SHORT: the steps of its sum are a row apart there, and those that are a page or its multiples apart
+would fall onto the same lines of the first-level cache.
+
 A bias, and what else is to be added, join a tile when its sum is complete, in the nearest cache.
 
 Every element of the product is the sum over k in ascending order, block by block, in fused
@@ -53,6 +58,8 @@ SIX = 6  # rows of the register block
 TOGETHER = 8  # tasks: 2, 4 and 8 threads share a multiple of it evenly
 PACK_ROWS = 16  # rows that are packed by one task
 PACKED = 1 << 20  # elements of an operand that are packed at a time
+NARROW = 96 << 10  # elements: rows of the product, times those from row to row of the right operand
+SHORT = 3 << 10  # bytes from row to row of the left operand
 MIN_TASKS = 16  # where the product is large enough
 
 
@@ -98,7 +105,7 @@ def _product(
                 w = min(width, columns - p * width)
                 panel = at(right, p * width * depth)
                 pack_columns(at(b, (j0 + p * width) * ldb + k0), ldb, panel, width, w, kc)
-        else:
+        elif right_address:
             for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
                 until = min(kc, (t + 1) * PACK_ROWS)
                 size, block = width * depth, at(b, k0 * ldb + j0)
@@ -106,7 +113,7 @@ def _product(
         for top in range(0, m, high):
             count = min(high, m - top)
             sixes = (count + SIX - 1) // SIX
-            if ta and (j0 == 0 or high < m):  # else it is packed still
+            if left_address and (j0 == 0 or high < m):  # else it is packed still
                 for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
                     until = min(kc, (t + 1) * PACK_ROWS)
                     size = rows * depth
@@ -120,9 +127,14 @@ def _product(
                 start, stop = panels * column // column_tasks, panels * (column + 1) // column_tasks
                 for p in range(start, stop):
                     w, j = min(width, columns - p * width), j0 + p * width
-                    panel, to = at(right, p * width * depth), at(c, (top + i) * ldc + j)
-                    # While one panel multiplies, the next one comes into the nearer cache.
-                    following = at(panel, width * depth) if p + 1 < panels else panel
+                    to = at(c, (top + i) * ldc + j)
+                    if right_address:
+                        panel, b_row = at(right, p * width * depth), width
+                        # While it multiplies, the next one comes into the nearer cache.
+                        following = at(panel, width * depth) if p + 1 < panels else panel
+                    else:
+                        panel, b_row = at(b, k0 * ldb + j), ldb
+                        following = panel
                     part = (width * STEPS * SIX + end - i - 1) // max(end - i, 1)
                     for row in range(i, end, SIX):
                         ahead = at(following, (row - i) // SIX * (kc // STEPS) * part)
@@ -131,9 +143,12 @@ def _product(
                         if last and plus_address:
                             for r in range(height):
                                 prefetch(at(stream, r * n), 0, w, line)
-                        if ta:
+                        if left_address:
                             row_step, column_step = 1, rows
                             block = at(left, row // rows * rows * depth + row % rows)
+                        elif ta:
+                            row_step, column_step = 1, lda
+                            block = at(a, k0 * lda + top + row)
                         else:
                             row_step, column_step = lda, 1
                             block = at(a, (top + row) * lda + k0)
@@ -145,7 +160,7 @@ def _product(
                             row_step,
                             column_step,
                             panel,
-                            width,
+                            b_row,
                             made,
                             ldc,
                             add,
@@ -197,30 +212,34 @@ def gemm(
         return
     bias = None if bias is None else contiguous(bias)
     size = out.itemsize
-    (right, left), cut = _cut(m, n, k, ta, size, team())
+    lda, ldb = a.strides[0] // size, b.strides[0] // size
+    (right, left), cut = _cut(m, n, k, ta, tb, lda, ldb, size, team())
     packed = empty(right + left, out.dtype)
-    at_right = address(packed)
+    there = address(packed)
+    at_right, at_left = there if right else 0, there + right * size if left else 0
     _product(
-        *(like(out), ta, tb, m, n, k, address(a), a.strides[0] // size, address(b)),
-        *(b.strides[0] // size, accumulate, address(out), out.strides[0] // size),
-        *(address(bias), address(plus), at_right, at_right + right * size, *cut),
+        *(like(out), ta, tb, m, n, k, address(a), lda, address(b)),
+        *(ldb, accumulate, address(out), out.strides[0] // size),
+        *(address(bias), address(plus), at_right, at_left, *cut),
     )
 
 
 @functools.lru_cache(4096)
 def _cut(
-    m: int, n: int, k: int, ta: bool, size: int, threads: int
+    m: int, n: int, k: int, ta: bool, tb: bool, lda: int, ldb: int, size: int, threads: int
 ) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return how many elements of the operands are packed, and how ``_product`` cuts its work.
 
-    ``size`` is the bytes of an element; the rest is as in ``gemm``.
+    ``lda`` and ``ldb`` are the elements from row to row of the operands, ``size`` is the bytes of
+    one; the rest is as in ``gemm``.
     """
     width = block_vectors() * vector_bytes() // size
     depth = depth_of(k)
+    pack_right, pack_left = tb or m * ldb > NARROW, ta and lda * size >= SHORT
     # Operands are packed in passes of at most PACKED elements, or a panel, of equal extent.
     panels = -(-n // width)
-    panels = -(-panels // -(-panels * width * depth // PACKED))
-    passes = -(-m // (PACKED // depth)) if ta else 1
+    panels = -(-panels // -(-panels * width * depth // PACKED)) if pack_right else panels
+    passes = -(-m // (PACKED // depth)) if pack_left else 1
     high = -(-m // passes // SIX) * SIX
     rows = min(ROWS, high)
     row_tasks = max(round(high / ROWS), min(high // FEW_ROWS, MIN_TASKS // panels), 1)
@@ -230,6 +249,6 @@ def _cut(
     if threads > FEW_THREADS:
         most = max(high // FEW_ROWS, row_tasks)
         row_tasks, column_tasks = cut_evenly(-(-high // SIX), panels, threads, row_tasks, most)
-    right = panels * width * depth
-    left = -(-high // rows) * rows * depth if ta else 0
+    right = panels * width * depth if pack_right else 0
+    left = -(-high // rows) * rows * depth if pack_left else 0
     return (right, left), (depth, high, panels * width, rows, row_tasks, column_tasks)

@@ -57,17 +57,22 @@ def test_bits_do_not_depend_on_where_tasks_begin(
     a, b, _ = product(m, n, k, np.float32, ta, tb)
     results = []
     monkeypatch.setattr(module, "_cut", module._cut.__wrapped__)  # not those it remembers
-    cuts = ((192, 16, 8, 1 << 20), (6, 1, 1, 30_000), (60, 300, 3, 70_000))
-    for rows, tasks, together, packed in cuts:
+    cuts = (  # the first two pack all that can be, the others nothing
+        *((192, 16, 8, 1 << 20, 0, 0), (6, 1, 1, 30_000, 0, 0)),
+        *((192, 16, 8, 1 << 20, 1 << 40, 1 << 40), (60, 300, 3, 70_000, 1 << 40, 1 << 40)),
+    )
+    for rows, tasks, together, packed, narrow, short in cuts:
         monkeypatch.setattr(module, "ROWS", rows)
         monkeypatch.setattr(module, "MIN_TASKS", tasks)
         monkeypatch.setattr(module, "TOGETHER", together)
         monkeypatch.setattr(module, "PACKED", packed)
+        monkeypatch.setattr(module, "NARROW", narrow)
+        monkeypatch.setattr(module, "SHORT", short)
         out = np.empty((m, n), np.float32)
         gemm(a, b, out, ta=ta, tb=tb)
         results.append(out)
-    assert np.array_equal(results[0], results[1])
-    assert np.array_equal(results[0], results[2])
+    for result in results[1:]:
+        assert np.array_equal(results[0], result)
 
 
 @pytest.mark.parametrize("shape", [(256, 64, 256), (64, 256, 64), (300, 50, 8), (48, 48, 48)])
