@@ -128,6 +128,20 @@ def loaded(name: str) -> Callable[[list[str]], int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's own) and return its exit status."""
+    status = 0
+    try:
+        status = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # of what is written to stdout; it would fail again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not (status or isinstance(error, BrokenPipeError)):  # the reader, `head` say, has left
+            print(f"myllm: {_advised(error)}", file=sys.stderr)
+        return status or 1
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     if sys.platform == "win32":
         from accel.system import write_utf8  # imports NumPy, and is not needed elsewhere
 
@@ -152,17 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with raising():
             return loaded(name)(rest)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, MemoryError) as error:
         if os.environ.get("MYLLM_TRACEBACK"):
             traceback.print_exc()
-        if isinstance(error, BrokenPipeError):  # the reader of our output, `head` say, has left
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-        from dist.comm import sentence
-
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; make room there, and give the command again" if full else ""
-        print(f"myllm {name}: {sentence(error)}{advice}", file=sys.stderr)
+        print(f"myllm {name}: {_advised(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"myllm {name}: interrupted", file=sys.stderr)
@@ -170,6 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Ended as end:
         print(f"myllm {name}: {end}", file=sys.stderr)
         return 128 + end.signal
+
+
+def _advised(error: BaseException) -> str:
+    """Return an error as one sentence, with what to do about a full disk."""
+    from dist.comm import sentence
+
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "; make room there, and give the command again" if full else ""
+    return f"{sentence(error)}{advice}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The command's dispatcher."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,3 +111,43 @@ def test_the_module_runs_and_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
     done = subprocess.run([sys.executable, "-m", "dist", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage: myllm" in done.stdout
+
+
+def with_output(buffered: bool) -> dict[str, str]:
+    """Return the environment in which Python writes to a pipe or file in pieces, or at once."""
+    return {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a pipe that nobody reads")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["plan", "demo"]])
+def test_a_reader_that_has_left_is_no_error_to_report(words: list[str], buffered: bool) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "dist", *words],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=with_output(buffered),
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "demo"]])
+def test_output_that_finds_no_room_is_one_sentence(words: list[str], buffered: bool) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "dist", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=with_output(buffered),
+            check=False,
+        )
+    assert done.returncode == 1 and "make room" in done.stderr
+    assert done.stderr.startswith("myllm") and done.stderr.count("\n") == 1

@@ -11,7 +11,12 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(
-    "part", ["decode", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ops", "attention"))]
+    "part",
+    [
+        "decode",
+        "products",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("ops", "attention")),
+    ],
 )
 def test_every_part_agrees_with_pytorch(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu.main(["--quick", "--parts", part]) == 0
