@@ -74,7 +74,7 @@ class Size(NamedTuple):
 
 SIZES = (
     #    FLOP    D   L  Hq Hkv d   F     T  windows lr  vocabulary, embedding, decay, kind, bias
-    Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 3e-3, 4096, 16.0),
+    Size(0.0, 64, 2, 2, 1, 32, 176, 128, 4, 8e-3, 4096, 6.0, 0.01, "muon", True),
     Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 4e-3, 4096, 6.0, 0.01, "muon", True),
     Size(1.2e13, 128, 4, 4, 2, 32, 352, 256, 8, 4e-3, 4096, 3.0, 0.1, "muon", True),
     Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 4e-3, 4096, 3.0, 0.1, "muon", True),

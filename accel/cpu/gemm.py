@@ -214,7 +214,7 @@ def gemm(
     size = out.itemsize
     lda, ldb = a.strides[0] // size, b.strides[0] // size
     (right, left), cut = _cut(m, n, k, ta, tb, lda, ldb, size, team())
-    packed = empty(right + left, out.dtype)
+    packed = empty(right + left, out.dtype) if right + left else None
     there = address(packed)
     at_right, at_left = there if right else 0, there + right * size if left else 0
     _product(

@@ -67,7 +67,7 @@ SETTINGS = {
     "shakespeare": Setting(
         "nanoGPT's recipe for a processor: characters, 4 layers of 128, 12 windows of 64",
         0,
-        _size(128, 4, 4, 352, 64, 12, 3e-3, 0, 1.0),
+        _size(128, 4, 4, 352, 64, 12, 4e-3, 0, 3.0)._replace(kind="muon", qkv_bias=True),
         2000,
         0.0,
     ),
