@@ -88,11 +88,31 @@ def test_small_products_are_shared_out(
 
 
 def test_a_row_s_bits_do_not_depend_on_the_other_rows() -> None:
-    a, b, _ = product(500, 130, 400, np.float32, False, False)
-    whole, part = np.empty((500, 130), np.float32), np.empty((7, 130), np.float32)
+    a, b, _ = product(500, 210, 400, np.float32, False, False)  # packed, and of few rows not
+    whole, part = np.empty((500, 210), np.float32), np.empty((7, 210), np.float32)
     gemm(a, b, whole)
     gemm(a[100:107], b, part)
     assert np.array_equal(whole[100:107], part)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "ta", "packed"),
+    [
+        (128, 128, 1024, True, 0),  # the gradient of a small model's weight
+        (24, 768, 768, False, 0),  # few rows
+        (1024, 704, 128, False, 11 * 64 * 128),  # many rows
+        (1024, 64, 300, True, 6 * 192 * 304),  # rows of a page
+        (48, 2816, 100, True, 44 * 64 * 104),
+    ],
+)
+def test_only_what_is_read_often_is_packed(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, ta: bool, packed: int
+) -> None:
+    monkeypatch.setattr(module, "block_vectors", lambda: 4)
+    monkeypatch.setattr(module, "vector_bytes", lambda: 64)
+    lda = m if ta else k
+    sizes, _ = module._cut.__wrapped__(m, n, k, ta, False, lda, n, 4, 2)
+    assert sum(sizes) == packed
 
 
 def test_an_empty_sum_is_zero() -> None:
