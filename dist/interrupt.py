@@ -1,12 +1,14 @@
 """Ctrl-C, and what else asks a command to end, become an exception where one comes through.
 
 Python's own KeyboardInterrupt can come in the middle of anything. One that is raised while an
-object is given up (``__del__``, a weak reference's callback) is printed and forgotten, and one in
-what LLVM calls while a kernel is loaded leaves it without an answer, which it does not survive. So
-the signal is put off there, and comes again a moment later.
+object is given up (``__del__``, a weak reference's callback), or in what the search for garbage
+calls (``gc.callbacks``), is printed and forgotten, and one in what LLVM calls while a kernel is
+loaded leaves it without an answer, which it does not survive. So the signal is put off there, and
+comes again a moment later.
 """
 
 import _thread
+import gc
 import signal
 import sys
 import threading
@@ -37,9 +39,10 @@ class Ended(BaseException):  # no KeyboardInterrupt: a chat goes on after one
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise what a signal means, or see to it that the signal comes again."""
+    told = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         code = frame.f_code
-        lost = code.co_name == "__del__" or code.co_filename == weakref.__file__
+        lost = code.co_name == "__del__" or code.co_filename == weakref.__file__ or code in told
         if lost or code.co_filename == _engine():
             # a bare thread: what was interrupted may hold any lock
             _thread.start_new_thread(_again, (number,))

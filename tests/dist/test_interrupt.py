@@ -45,6 +45,22 @@ def in_a_callback() -> None:
     wait()
 
 
+def in_the_collector() -> None:
+    """Search for garbage, of which others are told: Hypothesis, say."""
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            return
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(told)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.remove(told)
+    wait()
+
+
 def in_llvm() -> None:
     """Load code by way of an object cache, as Numba does; what it calls has no way to fail."""
     llvm.initialize_native_target()
@@ -68,7 +84,7 @@ def in_llvm() -> None:
     wait()
 
 
-@pytest.mark.parametrize("where", [wait, in_del, in_a_callback, in_llvm])
+@pytest.mark.parametrize("where", [wait, in_del, in_a_callback, in_the_collector, in_llvm])
 def test_ctrl_c_is_heard_where_it_would_be_lost(where: Callable[[], None]) -> None:
     started = time.monotonic()
     before = signal.getsignal(signal.SIGINT)
