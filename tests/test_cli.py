@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import pytest
 
@@ -113,9 +114,18 @@ def test_the_module_runs_and_imports_nothing_heavy() -> None:
     assert done.returncode == 0 and "usage: myllm" in done.stdout
 
 
-def with_output(buffered: bool) -> dict[str, str]:
-    """Return the environment in which Python writes to a pipe or file in pieces, or at once."""
-    return {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+def writing_to(
+    stdout: int | IO[str], words: list[str], buffered: bool
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that writes there, in pieces or at once."""
+    return subprocess.run(
+        [sys.executable, "-m", "dist", *words],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+        check=False,
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a pipe that nobody reads")
@@ -124,14 +134,7 @@ def with_output(buffered: bool) -> dict[str, str]:
 def test_a_reader_that_has_left_is_no_error_to_report(words: list[str], buffered: bool) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "dist", *words],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=with_output(buffered),
-        check=False,
-    )
+    done = writing_to(write, words, buffered)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -141,13 +144,6 @@ def test_a_reader_that_has_left_is_no_error_to_report(words: list[str], buffered
 @pytest.mark.parametrize("words", [["--help"], ["plan", "demo"]])
 def test_output_that_finds_no_room_is_one_sentence(words: list[str], buffered: bool) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "dist", *words],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=with_output(buffered),
-            check=False,
-        )
+        done = writing_to(full, words, buffered)
     assert done.returncode == 1 and "make room" in done.stderr
     assert done.stderr.startswith("myllm") and done.stderr.count("\n") == 1

@@ -94,17 +94,18 @@ def small_ops(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[OpCase]:
 def products() -> Iterator[OpCase]:
     """Yield linear layers of small models and of GPT-2's width; of few rows the forward alone."""
     rng = np.random.default_rng(0)
-    both = [(512, 96, 96), (512, 96, 512), (1024, 128, 128), (1024, 128, 704), (1024, 352, 128)]
-    both += [(1024, 192, 1024), (2048, 384, 2048), (1024, 768, 3072)]
+    shapes = [(512, 96, 96), (512, 96, 512), (1024, 128, 128), (1024, 128, 704), (1024, 352, 128)]
+    shapes += [(1024, 192, 1024), (2048, 384, 2048), (1024, 768, 3072)]
     few = [(8, 768, 3072), (24, 768, 768), (48, 512, 512), (256, 128, 128)]
-    for rows, inner, width in both + few:
+    for rows, inner, width in shapes + few:
         x = rng.standard_normal((rows, inner), dtype=np.float32)
         weight = rng.standard_normal((inner, width), dtype=np.float32)
-        dout = rng.standard_normal((rows, width), dtype=np.float32)
-        deep = (rows, inner, width) in both
-        what = f"linear{'' if deep else ' forward'} ({rows}, {inner}) ({inner}, {width})"
-        arrays, options = (x, weight), {"bias": None}
-        yield OpCase(what, "linear", arrays, dout if deep else None, options)
+        what, dout = f"({rows}, {inner}) ({inner}, {width})", None
+        if (rows, inner, width) in few:
+            what = f"forward {what}"
+        else:
+            dout = rng.standard_normal((rows, width), dtype=np.float32)
+        yield OpCase(f"linear {what}", "linear", (x, weight), dout, {"bias": None})
 
 
 def attention(length: int, batch: int, mode: str) -> OpCase:

@@ -49,9 +49,8 @@ def in_the_collector() -> None:
     """Search for garbage, of which others are told: Hypothesis, say."""
 
     def told(phase: str, info: dict[str, int]) -> None:
-        if phase == "stop":
-            return
-        signal.raise_signal(signal.SIGINT)
+        if phase == "start":
+            signal.raise_signal(signal.SIGINT)
 
     gc.callbacks.append(told)
     try:
