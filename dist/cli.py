@@ -128,17 +128,16 @@ def loaded(name: str) -> Callable[[list[str]], int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's own) and return its exit status."""
-    status = 0
     try:
         status = _run(argv)
         if sys.stdout is not None:
             sys.stdout.flush()
+        return status
     except OSError as error:  # of what is written to stdout; it would fail again at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not (status or isinstance(error, BrokenPipeError)):  # the reader, `head` say, has left
+        if not isinstance(error, BrokenPipeError):  # the reader, `head` say, has left
             print(f"myllm: {_advised(error)}", file=sys.stderr)
-        return status or 1
-    return status
+        return 1
 
 
 def _run(argv: Sequence[str] | None) -> int:
