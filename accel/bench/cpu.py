@@ -21,7 +21,7 @@ from accel.bench import bandwidth, llmc, report, scaling
 from accel.bench.cases import OpCase, attention, products, small_ops
 from accel.bench.report import Row
 from accel.bench.timing import Function, alternate, check, relative_error, settled, within
-from accel.bench.training import SMALL, Training, adamw, adamw_state
+from accel.bench.training import SMALL, Training, adamw, adamw_state, muon, muon_state
 from accel.cpu.ops import SOURCES
 from accel.threads import alone, available_cores, set_threads, threads
 from reference.boundary import FEW
@@ -30,6 +30,7 @@ from reference.ops import HOST, Ops, backend
 from reference.presets import GPT2_SMALL
 from reference.types import KVCache
 
+NARROW = replace(SMALL, d_model=128, n_layers=4, n_heads=4, d_head=32, d_ff=352)
 LARGE = replace(SMALL, d_model=512, n_layers=11, n_heads=8, d_ff=1408)
 
 
@@ -183,6 +184,24 @@ class Bench:
         ours = adamw(ops, state)
         return self.beside("adamw, 12.6 M / fused", 0.9, ours, theirs, budget=15)
 
+    def muon(self) -> Iterator[Row]:
+        """Compare Muon, the products of which PyTorch makes of bfloat16 in any case."""
+        for wide, config in (("128", NARROW), ("384", SMALL), ("512", LARGE)):
+            for mode in self.modes:
+                what = f"muon, blocks {wide} wide, {mode}"
+                ops, matrices, theirs = load("cpu", compute=mode), muon_state(config), None
+                ours = partial(muon, ops, matrices)
+                if self.peer is not None:
+                    before = [w.copy() for matrix in matrices for w, _, _ in matrix.apart()]
+                    theirs, weights = self.peer.muon(matrices)
+                    ours()
+                    theirs()
+                    mine = (w for matrix in matrices for w, _, _ in matrix.apart())
+                    for old, new, other in zip(before, mine, weights(), strict=True):
+                        check(what, relative_error(new - old, other - old), 5e-2)
+                with settled(ops, ours):
+                    yield self.beside(what, None, ours, theirs, sample=0.02, want=7, budget=10)
+
     def small_ops(self) -> Iterator[Row]:
         """Compare the ops that are bound by memory."""
         yield from self.ops(load("cpu"), small_ops(), sample=0.01, want=5, budget=4)
@@ -250,6 +269,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Row]]] = {
     "ops": Bench.small_ops,
     "bytes": lambda bench: bandwidth.rows(load("cpu"), quick=bench.quick),
     "products": Bench.products,
+    "muon": Bench.muon,
     "few": Bench.few,
     "busy": lambda bench: scaling.busy(quick=bench.quick),
     "memory": Bench.memory,

@@ -4,7 +4,7 @@ The model is written as PyTorch models are: ``scaled_dot_product_attention`` wit
 ``rms_norm``, float32 weights under autocast to bfloat16, ``torch.compile``, the fused AdamW.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from accel.bench.cases import OpCase
 from accel.bench.timing import Array
-from accel.bench.training import SETTINGS
+from accel.bench.training import MUON, SETTINGS, Matrix
 from reference.config import Config
 
 
@@ -280,7 +280,7 @@ def op(case: OpCase, dtype: torch.dtype = torch.float32) -> Callable[[], list[to
     return run
 
 
-def arrays(tensors: list[torch.Tensor]) -> list[Array]:
+def arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
     """Return tensors as NumPy's arrays."""
     return [x.detach().numpy() for x in tensors]
 
@@ -306,6 +306,23 @@ def adamw(
         "exp_avg_sq": torch.from_numpy(np.array(v)),
     }
     return optimizer.step, lambda: weight.detach().numpy()
+
+
+def muon(matrices: list[Matrix]) -> tuple[Callable[[], object], Callable[[], list[Array]]]:
+    """Return a function that takes a step of Muon of all matrices, and their weights.
+
+    Its products are of bfloat16, whatever its weights are. It keeps 1 - momentum times our moment.
+    """
+    weights, moments, kept = [], [], np.float32(1 - MUON["momentum"])
+    for w, m, g in (state for matrix in matrices for state in matrix.apart()):
+        weight = torch.nn.Parameter(torch.from_numpy(w.copy()))
+        weight.grad = torch.from_numpy(g.copy())
+        moments.append(torch.from_numpy(kept * m))
+        weights.append(weight)
+    optimizer = torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw", **MUON)
+    for weight, moment in zip(weights, moments, strict=True):
+        optimizer.state[weight]["momentum_buffer"] = moment
+    return optimizer.step, lambda: arrays(weights)
 
 
 def decoder(

@@ -1,8 +1,8 @@
 """A model of ours in training on random tokens: what both backends' benchmarks step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ SETTINGS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }
+MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
 
 SMALL = Config(
     vocab_size=8192,
@@ -45,6 +46,34 @@ def adamw_state(n: int = PARAMETERS) -> list[Array]:
 def adamw(ops: Ops, state: list[Array]) -> Function:
     """Return AdamW's ninth step of a state."""
     return partial(ops.adamw, *state, step=9, n_decayed=state[0].size, **SETTINGS)
+
+
+class Matrix(NamedTuple):
+    """A weight that Muon steps."""
+
+    state: list[Array]  # weight, moment and gradient (I, O)
+    parts: tuple[int, ...]  # the widths of the matrices side by side
+
+    def apart(self) -> Iterator[tuple[Array, ...]]:
+        """Yield the three of each matrix, as views."""
+        edges = np.cumsum(self.parts)[:-1]
+        return zip(*(np.split(array, edges, axis=1) for array in self.state), strict=True)
+
+
+def muon_state(config: Config) -> list[Matrix]:
+    """Return the matrices of a model's blocks."""
+    rng = np.random.default_rng(0)
+    specs = [spec for _, spec in decoder_layout(config).offsets.values() if spec.parts]
+    return [
+        Matrix(list(rng.standard_normal((3, *spec.shape), dtype=np.float32)), spec.parts)
+        for spec in specs
+    ]
+
+
+def muon(ops: Ops, matrices: list[Matrix]) -> None:
+    """Take a step of Muon of each."""
+    for state, parts in matrices:
+        ops.muon(*state, parts=parts, **MUON)
 
 
 class Training:

@@ -1,10 +1,11 @@
 """The ops that compute differently in the bf16 mode: products, the loss, and what they read.
 
 The residual stream, gradients and master weights stay float32 in memory, and so do norms, softmax,
-residual sums and the optimizer. What a product reads is rounded to bfloat16 as it is packed into
-tiles: a weight once after each optimizer step, an activation when it is first multiplied. A linear
-layer keeps its input for the backward only in that form, at half the size, and attention its q, k
-and v. So is rounded what SwiGLU and its like read (``keep``), as autocast does in PyTorch.
+residual sums and the optimizer (of Muon all but its products: ``bf16_muon.py``). What a product
+reads is rounded to bfloat16 as it is packed into tiles: a weight once after each optimizer step, an
+activation when it is first multiplied. A linear layer keeps its input for the backward only in that
+form, at half the size, and attention its q, k and v. So is rounded what SwiGLU and its like read
+(``keep``), as autocast does in PyTorch.
 
 The weight gradient xᵀ dy is a sum over tokens of products of bfloat16 numbers, added in float32 in
 one order that follows from the shapes.

@@ -192,7 +192,7 @@ def _check(fits: bool, a: Array, b: Array, out: Array) -> None:
 
 
 @jit(nogil=True)
-def _part(n: int, parts: int, i: int) -> tuple[int, int]:
+def part(n: int, parts: int, i: int) -> tuple[int, int]:
     """Return the first panel of part i of n rows or columns, and that of the next part."""
     count = (n + SIDE - 1) // SIDE
     return i * count // parts, (i + 1) * count // parts
@@ -212,10 +212,10 @@ def _multiply(
     column_parts: int,
 ) -> None:
     for task in prange(row_parts * column_parts):
-        i0, i1 = _part(rows, row_parts, task % row_parts)
-        j0, j1 = _part(columns, column_parts, task // row_parts)
+        i0, i1 = part(rows, row_parts, task % row_parts)
+        j0, j1 = part(columns, column_parts, task // row_parts)
         configure()
-        _panels(
+        multiply_panels(
             at(pointer(a, np.uint32(0)), i0 * steps * STEP),
             at(pointer(b, np.uint32(0)), j0 * steps * STEP),
             at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
@@ -256,8 +256,8 @@ def _multiply_rows(
     for task in prange(row_parts * column_parts):
         own = scratch + 4 * get_thread_id() * scratch_elements
         packed, spare = pointer(own, np.uint32(0)), room(np.float32(0))
-        i0, i1 = _part(rows, row_parts, task % row_parts)
-        j0, j1 = _part(columns, column_parts, task // row_parts)
+        i0, i1 = part(rows, row_parts, task % row_parts)
+        j0, j1 = part(columns, column_parts, task // row_parts)
         count = min(rows, i1 * SIDE) - i0 * SIDE
         for i in range(0, count, SIDE):
             source = at(pointer(x, np.float32(0)), (i0 * SIDE + i) * x_row)
@@ -268,7 +268,7 @@ def _multiply_rows(
                 twin = at(pointer(also, np.uint32(0)), (i0 + i // SIDE) * STEP)
                 pack_columns(source, x_row, left, depth, twin, all_panels * STEP, also_side, spare)
         configure()
-        _panels(
+        multiply_panels(
             packed,
             at(pointer(b, np.uint32(0)), j0 * steps * STEP),
             at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
@@ -286,7 +286,7 @@ def _multiply_rows(
 
 
 @jit(**SERIAL, apart=True)
-def _panels(
+def multiply_panels(
     a: Any,
     b: Any,
     c: Any,

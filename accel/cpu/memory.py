@@ -20,6 +20,7 @@ back to the system, from where it has become large. Steps of few bytes are left 
 import bisect
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -240,6 +241,17 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
     if _poison and dtype.kind == "f":
         array.fill(np.nan)
     return array
+
+
+def several(dtype: npt.DTypeLike, *shapes: tuple[int, ...]) -> list[Array]:
+    """Return such arrays side by side in one piece of memory, which takes the time of one."""
+    dtype = np.dtype(dtype)
+    sizes = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes)
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    piece = empty(end // dtype.itemsize, dtype)
+    return [
+        np.ndarray(shape, dtype, piece, start) for shape, start in zip(shapes, starts, strict=True)
+    ]
 
 
 def lasting(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:

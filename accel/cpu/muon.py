@@ -11,6 +11,7 @@ which packs. (A small model's matrices are smaller than what a call and its pack
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numba import prange
 from accel.cpu.elementwise import scale_into
 from accel.cpu.gemm import SIX, gemm
 from accel.cpu.kernels import MAP, PIECE, ROW_PIECE, SERIAL, address, contiguous
-from accel.cpu.memory import empty, step
+from accel.cpu.memory import empty, several, step
 from accel.cpu.optimizer import square_sums
 from accel.cpu.simd import at, pointer, tile_gemm
 from accel.jit import jit
@@ -118,12 +119,17 @@ def _newton_schulz(
         _product(long, side, side, now, side, 1, q, then, one, now, a)
 
 
-def orthogonalise(x: Array) -> Array:
-    """Return a contiguous x (s, r), s >= r, with its singular values near 1; x is used up."""
+def scale_to_one(x: Array) -> None:
+    """Divide a contiguous x by its Frobenius norm, in place."""
     norm = math.sqrt(float(np.sum(square_sums(x.reshape(-1)))))
     scale_into(x, 1 / max(norm, TINY), x)
+
+
+def orthogonalise(x: Array) -> Array:
+    """Return a contiguous x (s, r), s >= r, with its singular values near 1; x is used up."""
+    scale_to_one(x)
     long, side = x.shape
-    gram, p, following = (empty(shape, x.dtype) for shape in ((side, side), (side, side), x.shape))
+    gram, p, following = several(x.dtype, (side, side), (side, side), x.shape)
     if x.nbytes <= NEAR:
         number = x.dtype.type
         _newton_schulz(
@@ -142,7 +148,13 @@ def orthogonalise(x: Array) -> Array:
     return x
 
 
-def muon(
+def muon(master: Array, m: Array, grad: Array, **options: Any) -> None:
+    """Take one step of Muon on a matrix (I, O), in place; see ``reference/muon.py``."""
+    take_step(orthogonalise, master, m, grad, **options)
+
+
+def take_step(
+    orthogonalise: Callable[[Array], Array],
     master: Array,
     m: Array,
     grad: Array,
@@ -153,7 +165,7 @@ def muon(
     parts: tuple[int, ...],
     grad_scale: float,
 ) -> None:
-    """Take one step of Muon on a matrix (I, O), in place; see ``reference/muon.py``."""
+    """Take the step by a function that orthogonalises a contiguous tall matrix, and uses it up."""
     given = (master, m)
     theta, sums = states = [contiguous(array) for array in given]
     grad = contiguous(grad)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.cpu import bf16
+from accel.cpu import bf16, bf16_muon
 from accel.cpu.halves import BF16
 from accel.cpu.ops import RULES, SOURCES
 from accel.threads import alone
@@ -20,8 +20,9 @@ ROUNDING = Rules(
     kept=(BF16,),
     few=alone,
 )
-_sources = (vars(bf16), *SOURCES)
-_rounding = [op for op in OPS.values() if op.forward_name in vars(bf16)]
+_own = vars(bf16) | vars(bf16_muon)
+_sources = (_own, *SOURCES)
+_rounding = [op for op in OPS.values() if op.forward_name in _own]
 _reading = [OPS[name] for name in ("swiglu", "gelu", "gelu_tanh", "relu")]
 globals().update(
     backend(__name__, RULES, *_sources)

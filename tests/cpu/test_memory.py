@@ -62,6 +62,21 @@ def test_every_array_starts_a_cache_line() -> None:
                 assert memory.empty(n, np.float32).ctypes.data % memory.ALIGNMENT == 0
 
 
+def test_arrays_side_by_side_each_start_a_cache_line_and_share_nothing() -> None:
+    shapes = [(3, 5), (1, 1), (40, 100), (17,)]
+    with memory.step():
+        arrays = memory.several(np.float32, *shapes)
+        for i, array in enumerate(arrays):
+            array.fill(i)
+        assert [array.shape for array in arrays] == shapes
+        assert not any(array.ctypes.data % memory.ALIGNMENT for array in arrays)
+        (last,) = arrays[3:]
+        for i, array in enumerate(arrays):
+            assert (array == i).all()
+        del arrays, array
+        assert not np.shares_memory(last, memory.empty((50, 100), np.float32)), "it lives by one"
+
+
 def test_the_second_step_takes_no_new_memory() -> None:
     def run() -> None:
         with memory.step():

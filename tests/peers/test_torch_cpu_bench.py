@@ -23,6 +23,17 @@ def test_every_part_agrees_with_pytorch(part: str, capsys: pytest.CaptureFixture
     assert "differs" not in capsys.readouterr().err
 
 
+def test_muon_agrees_with_pytorch_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NARROW", "SMALL", "LARGE"):
+        small = dataclasses.replace(SMALL, n_layers=1, d_model=40, d_ff=72)
+        monkeypatch.setattr(cpu, name, small)
+    assert cpu.main(["--quick", "--parts", "muon"]) == 0
+    said = capsys.readouterr()
+    assert "differs" not in said.err and said.out.count("| muon, ") >= 3
+
+
 def test_a_training_step_agrees_with_pytorch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
