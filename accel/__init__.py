@@ -33,8 +33,9 @@ def load(
         ``"reference"`` (NumPy, to be read), ``"cpu"`` (Numba) or ``"cuda"`` (an NVIDIA GPU).
     compute : str
         ``"float32"``; or ``"bf16"``, in which products and attention read bfloat16 operands and add
-        up in float32. Parameters and optimizer stay in float32 either way. ``"q8_0"`` (cpu alone):
-        float32, with matrices rounded to eight bits a weight, for decoding; not for training.
+        up in float32. Parameters and optimizer stay in float32 either way, but for Muon's products
+        on the cpu. ``"q8_0"`` (cpu alone): float32, with matrices rounded to eight bits a weight,
+        for decoding; not for training.
     attention : str
         By which kernels the backend ``"cuda"`` computes attention of bf16: ``"wgmma"``, ``"mma"``
         or ``"plain"``; ``"auto"``: the first of these that the GPU has. Which is the faster for the

@@ -126,7 +126,7 @@ def multiply(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> Non
     enable()
     _multiply(
         address(a), address(b), address(out), rows, columns, a.shape[1], out.strides[0] // 4,
-        accumulate, *_cut(a.shape[0], b.shape[0]),
+        accumulate, *cut(a.shape[0], b.shape[0]),
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def multiply_rows(
             out += 0 if more is None else more
         return packed
     enable()
-    row_parts, column_parts = _cut(panels(rows), b.shape[0])
+    row_parts, column_parts = cut(panels(rows), b.shape[0])
     own = -(-panels(rows) // row_parts) * panels(depth) * STEP
     scratch = empty((most(), own), np.uint32)
     _multiply_rows(
@@ -181,7 +181,7 @@ def multiply_rows(
     return packed
 
 
-def _cut(rows: int, columns: int) -> tuple[int, int]:
+def cut(rows: int, columns: int) -> tuple[int, int]:
     """Return into how many parts panels of rows and of columns are cut; a task has one of each."""
     return cut_evenly(rows, columns, team(), -(-rows // ROW_PANELS), rows)
 

@@ -4,8 +4,8 @@ As in the source (Jordan et al. 2024), but that X and what is added up stay floa
 error of the products alone, and a direction that X has a little of keeps what it has of it. All is
 as in ``muon.py`` otherwise, and the products as in ``bf16_gemm.py``.
 
-A task has some strips of 32 rows of a product. While these are near it adds what is to be added,
-and packs them for the products that follow, so that a step goes three times over its matrices.
+A task has a part of a product's rows and columns. While it is near it adds to it what is to be
+added, and packs it for the products that follow: a step goes three times over its matrices.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu.bf16_gemm import ROW_PANELS, A, B, multiply_panels, panels, part
+from accel.cpu.bf16_gemm import A, B, cut, multiply_panels, panels, part
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import configure, enable, pack_columns, pack_rows, release
 from accel.cpu.kernels import MAP, SERIAL, address
@@ -23,43 +23,43 @@ from accel.cpu.muon import scale_to_one, take_step
 from accel.cpu.packing import room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
-from accel.threads import team
 from reference import muon as reference
 
 Array = npt.NDArray[Any]
-
-TASKS = 8  # of a product, if it has as many strips: 2, 4 and 8 threads share them evenly
 
 
 @jit(**SERIAL, apart=True)
 def _pack(
     x: Any,
     rows: int,
-    first: int,
-    count: int,
     width: int,
+    i0: int,
+    count: int,
+    j0: int,
+    columns: int,
     left: int,
     turned: int,
     right: int,
     spare: Any,
 ) -> None:
-    """Pack ``count`` of the rows of X (rows, width), from the strip ``first`` on.
+    """Pack a part of X (rows, width), from panels i0 of its rows and j0 of its columns on.
 
     ``left`` is X as the left operand of a product, ``turned`` its transpose as one, and ``right``
     is X as the right operand; 0 for one that is not needed.
     """
     down, across = (rows + SIDE - 1) // SIDE, (width + SIDE - 1) // SIDE
     for i in range(0, count, SIDE):
-        strip, source, high = first + i // SIDE, at(x, i * width), min(SIDE, count - i)
+        strip, high = i0 + i // SIDE, min(SIDE, count - i)
+        source = at(x, strip * SIDE * width + j0 * SIDE)
         if left:
-            target = at(pointer(left, np.uint32(0)), strip * across * STEP)
-            pack_rows(source, width, high, width, target, A, spare)
+            target = at(pointer(left, np.uint32(0)), (strip * across + j0) * STEP)
+            pack_rows(source, width, high, columns, target, A, spare)
         if turned:
-            target = at(pointer(turned, np.uint32(0)), strip * STEP)
-            pack_columns(source, width, high, width, target, down * STEP, A, spare)
+            target = at(pointer(turned, np.uint32(0)), (j0 * down + strip) * STEP)
+            pack_columns(source, width, high, columns, target, down * STEP, A, spare)
         if right:
-            target = at(pointer(right, np.uint32(0)), strip * STEP)
-            pack_columns(source, width, high, width, target, down * STEP, B, spare)
+            target = at(pointer(right, np.uint32(0)), (j0 * down + strip) * STEP)
+            pack_columns(source, width, high, columns, target, down * STEP, B, spare)
 
 
 @jit(**MAP)
@@ -68,7 +68,7 @@ def _product(
     b: int,
     out: int,
     rows: int,
-    columns: int,
+    width: int,
     depth: int,
     factor: Any,
     other: int,
@@ -76,29 +76,34 @@ def _product(
     left: int,
     turned: int,
     right: int,
-    tasks: int,
+    row_parts: int,
+    column_parts: int,
 ) -> None:
-    """Write factor · A B + of_other · other (rows, columns) to ``out``, and pack it.
+    """Write A B, or factor · A B + of_other · other, to ``out`` (rows, width), and pack it.
 
-    A and B, packed, have ``depth`` columns and rows; without B, ``out`` is packed as it is. A task
-    may write over those strips of A that it has read.
+    A (rows, depth) and B are packed; without B, ``out`` is packed as it is.
     """
     steps = (depth + SIDE - 1) // SIDE
-    for task in prange(tasks):
+    for task in prange(row_parts * column_parts):
         spare = room(np.float32(0))
-        i0, i1 = part(rows, tasks, task)
-        count = min(rows, i1 * SIDE) - i0 * SIDE
-        made = at(pointer(out, factor), i0 * SIDE * columns)
+        i0, i1 = part(rows, row_parts, task % row_parts)
+        j0, j1 = part(width, column_parts, task // row_parts)
+        count, columns = min(rows, i1 * SIDE) - i0 * SIDE, min(width, j1 * SIDE) - j0 * SIDE
+        whole, first = pointer(out, factor), i0 * SIDE * width + j0 * SIDE
         if b:
-            x, y = at(pointer(a, np.uint32(0)), i0 * steps * STEP), pointer(b, np.uint32(0))
+            x = at(pointer(a, np.uint32(0)), i0 * steps * STEP)
+            y = at(pointer(b, np.uint32(0)), j0 * steps * STEP)
+            made = at(whole, first)
             configure()
-            multiply_panels(x, y, made, count, columns, steps, columns, False, 0, 0, 0, spare)
+            multiply_panels(x, y, made, count, columns, steps, width, False, 0, 0, 0, spare)
             release()
         if other:
-            more = at(pointer(other, factor), i0 * SIDE * columns)
-            for j in range(count * columns):
-                made[j] = factor * made[j] + of_other * more[j]
-        _pack(made, rows, i0, count, columns, left, turned, right, spare)
+            for i in range(count):
+                made = at(whole, first + i * width)
+                more = at(pointer(other, factor), first + i * width)
+                for j in range(columns):
+                    made[j] = factor * made[j] + of_other * more[j]
+        _pack(whole, rows, width, i0, count, j0, columns, left, turned, right, spare)
 
 
 @jit(**SERIAL)
@@ -114,32 +119,39 @@ def _newton_schulz(
     side: int,
     steps: int,
     left: int,
+    next_left: int,
     turned: int,
     right: int,
     gram_left: int,
     gram_right: int,
     p_right: int,
-    tasks: int,
-    side_tasks: int,
+    row_parts: int,
+    column_parts: int,
+    side_rows: int,
+    side_columns: int,
 ) -> None:
     """Take steps from X (long, side) to ``following``, and from there to X, by turns."""
     one = a / a
-    _product(0, 0, x, long, side, 0, one, 0, one, left, turned, right, tasks)
+    _product(
+        *(0, 0, x, long, side, 0, one, 0, one),
+        *(left, turned, right, row_parts, column_parts),
+    )
     for turn in range(steps):
-        now, then = x, following
-        if turn % 2:
-            now, then = then, now
         _product(
-            turned, right, gram, side, side, long, one, 0, one, gram_left, 0, gram_right, side_tasks
+            *(turned, right, gram, side, side, long, one, 0, one),
+            *(gram_left, 0, gram_right, side_rows, side_columns),
         )
-        _product(gram_left, gram_right, p, side, side, side, c, gram, b, 0, 0, p_right, side_tasks)
+        _product(
+            *(gram_left, gram_right, p, side, side, side, c, gram, b),
+            *(0, 0, p_right, side_rows, side_columns),
+        )
         if turn + 1 == steps:
-            left_next, turned, right = 0, 0, 0
-        else:
-            left_next = left
+            next_left, turned, right = 0, 0, 0
         _product(
-            left, p_right, then, long, side, side, one, now, a, left_next, turned, right, tasks
+            *(left, p_right, following, long, side, side, one, x, a),
+            *(next_left, turned, right, row_parts, column_parts),
         )
+        x, following, left, next_left = following, x, next_left, left
 
 
 def orthogonalise(x: Array) -> Array:
@@ -147,25 +159,24 @@ def orthogonalise(x: Array) -> Array:
     scale_to_one(x)
     long, side = x.shape
     down, across = panels(long), panels(side)
-    packed, gram_packed = (down * across, STEP), (across * across, STEP)
-    gram, p, following, left, turned, right, gram_left, gram_right, p_right = several(
+    packed, gram_packed = (
+        (down * across, STEP),
+        (across * across, STEP),
+    )  # 4 bytes a pair, as float32
+    gram, p, following, left, next_left, turned, right, gram_left, gram_right, p_right = several(
         *(x.dtype, (side, side), (side, side), x.shape),
-        *(packed, packed, packed, gram_packed, gram_packed, gram_packed),
+        *(packed, packed, packed, packed, gram_packed, gram_packed, gram_packed),
     )
     number, turns = x.dtype.type, reference.ITERATIONS
     enable()
     _newton_schulz(
         *(number(reference.A), number(reference.B), number(reference.C)),
         *(address(x), address(following), address(gram), address(p), long, side, turns),
-        *(address(left), address(turned), address(right)),
-        *(address(gram_left), address(gram_right), address(p_right), _tasks(down), _tasks(across)),
+        *(address(left), address(next_left), address(turned), address(right)),
+        *(address(gram_left), address(gram_right), address(p_right)),
+        *(*cut(down, across), *cut(across, across)),
     )
     return following if turns % 2 else x
-
-
-def _tasks(strips: int) -> int:
-    """Return how many tasks have the strips of a product; it decides no bits."""
-    return min(strips, max(-(-strips // (ROW_PANELS * TASKS)) * TASKS, 2 * team()))
 
 
 def muon(master: Array, m: Array, grad: Array, **options: Any) -> None:

@@ -20,9 +20,9 @@ ROUNDING = Rules(
     kept=(BF16,),
     few=alone,
 )
-_own = vars(bf16) | vars(bf16_muon)
-_sources = (_own, *SOURCES)
-_rounding = [op for op in OPS.values() if op.forward_name in _own]
+_own = vars(bf16), vars(bf16_muon)
+_sources = (*_own, *SOURCES)
+_rounding = [op for op in OPS.values() if any(op.forward_name in names for names in _own)]
 _reading = [OPS[name] for name in ("swiglu", "gelu", "gelu_tanh", "relu")]
 globals().update(
     backend(__name__, RULES, *_sources)

@@ -133,8 +133,9 @@ def test_views_are_written_where_they_lie(ops: Any, way: str) -> None:
     odd = [a[:, 1::2].copy() for a in wide]
     ops.muon(*ours, parts=(3, 4), **OPTIONS)
     plain.muon(*theirs, parts=(3, 4), **OPTIONS)
-    for got, expected in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(got, expected, atol=5e-3 if way == "bf16" else 1e-5)
+    for got, expected, name in zip(ours, theirs, ("master", "m", "grad"), strict=True):
+        rounds = way == "bf16" and name == "master"
+        np.testing.assert_allclose(got, expected, atol=5e-3 if rounds else 1e-5)
     for a, kept in zip(wide, odd, strict=True):
         np.testing.assert_array_equal(a[:, 1::2], kept)
 

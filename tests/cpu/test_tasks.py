@@ -9,7 +9,7 @@ import pytest
 
 from accel.bench.cpu import LARGE
 from accel.bench.training import SMALL
-from accel.cpu import attention, bf16, bf16_gemm, gemm, loss
+from accel.cpu import attention, bf16, bf16_gemm, bf16_muon, gemm, loss
 from accel.cpu.attention_layout import (
     BLOCK,
     Sizes,
@@ -117,14 +117,37 @@ def test_products_in_bf16_keep_threads_at_work(
     config, batch, length = MODELS[name]
     for m, n, k, _, _ in products(config, batch * length, bf16.CHUNK_ROWS):
         rows, columns = bf16_gemm.panels(m), bf16_gemm.panels(n)
-        row_parts, column_parts = bf16_gemm._cut(rows, columns)
+        row_parts, column_parts = bf16_gemm.cut(rows, columns)
         tasks = np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts))
         assert share(tasks.ravel(), count) >= least, (m, n, k)
 
 
+@pytest.mark.parametrize("count, least", [(2, 0.9), (THREADS, 0.75)])
+@pytest.mark.parametrize("name", MODELS)
+def test_muon_in_bf16_keeps_threads_at_work(
+    name: str, count: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all matrices: those of 128 columns are 16 blocks, and have no more tasks."""
+    cut_for(monkeypatch, count)
+    done = needed = 0.0
+    for _, spec in decoder_layout(MODELS[name][0]).offsets.values():
+        for width in spec.parts:
+            side, long = sorted(map(bf16_gemm.panels, (spec.shape[0], width)))
+            for rows, columns, depth in (
+                (side, side, long),
+                (side, side, side),
+                (long, side, side),
+            ):
+                row_parts, column_parts = bf16_gemm.cut(rows, columns)
+                tasks = np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts))
+                work = tasks.sum() * depth
+                done, needed = done + work, needed + work / share(tasks.ravel(), count)
+    assert done / needed >= least
+
+
 def test_two_threads_pack_few_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_for(monkeypatch, 2)  # each task packs its rows: one part of the columns is once
-    assert [bf16_gemm._cut(8, columns) for columns in (24, 72, 96, 1571)] == [(2, 1)] * 4
+    assert [bf16_gemm.cut(8, columns) for columns in (24, 72, 96, 1571)] == [(2, 1)] * 4
 
 
 @pytest.mark.parametrize("m, n, k", [(900, 300, 70), (70, 900, 600), (2100, 64, 33)])
@@ -145,6 +168,19 @@ def test_a_product_s_bits_are_those_of_few_threads(
     for count in (11, THREADS):
         for ours, few in zip(results[count], results[2], strict=True):
             assert np.array_equal(ours, few)
+
+
+@pytest.mark.parametrize("long, side", [(700, 101), (65, 33), (1, 1)])
+def test_muon_s_bits_in_bf16_are_those_of_few_threads(
+    monkeypatch: pytest.MonkeyPatch, long: int, side: int
+) -> None:
+    x = np.random.default_rng(0).standard_normal((long, side), np.float32)
+    results = []
+    for count in (1, 2, 11, THREADS):
+        cut_for(monkeypatch, count)
+        results.append(np.array(bf16_muon.orthogonalise(x.copy())))
+    for ours in results[1:]:
+        assert np.array_equal(ours, results[0])
 
 
 @pytest.mark.parametrize("name", MODELS)

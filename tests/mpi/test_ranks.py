@@ -84,14 +84,17 @@ def test_an_mpi_that_lets_one_thread_speak_exchanges_after_the_backward(tmp_path
     assert all(step["hidden_ms"] == 0 for step in steps)
 
 
-@pytest.mark.parametrize("compute", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("compute", "kind"), [("float32", "adamw"), ("bf16", "adamw"), ("bf16", "muon")]
+)
 def test_the_cpu_backend_learns_the_same_bits_on_any_ranks_and_threads(
-    tmp_path: Path, compute: str
+    tmp_path: Path, compute: str, kind: str
 ) -> None:
     config = prepare(
         tmp_path,
         run__backend="cpu",
         run__compute=compute,
+        optim__kind=kind,
         train__steps=4,
         model__dropout_residual=0.2,
         model__vocab_size=5000,  # more than one block, so that ranks share the embedding
