@@ -55,7 +55,7 @@ class Size(NamedTuple):
     global_batch: int  # windows of a step
     lr: float
     vocab_size: int  # of a tokenizer that is made for it
-    embedding_rate: float = 1.0  # times lr; swept up to 192 wide: dist/sweep/rates, dist/sweep/muon
+    embedding_rate: float = 1.0  # times lr; swept up to 256 wide: dist/sweep/rates, dist/sweep/muon
     weight_decay: float = 0.1  # likewise
     kind: str = "adamw"  # of optimizer: dist/sweep/muon
     qkv_bias: bool = False  # likewise
@@ -78,7 +78,7 @@ SIZES = (
     Size(8e12, 96, 3, 3, 1, 32, 256, 128, 4, 4e-3, 4096, 6.0, 0.01, "muon", True),
     Size(1.2e13, 128, 4, 4, 2, 32, 352, 256, 8, 4e-3, 4096, 3.0, 0.1, "muon", True),
     Size(1.5e14, 192, 4, 6, 2, 32, 512, 256, 8, 4e-3, 4096, 3.0, 0.1, "muon", True),
-    Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 1.5e-3, 8192),
+    Size(8e14, 256, 6, 4, 2, 64, 688, 256, 16, 4e-3, 8192, 3.0, 0.1, "muon", True),
     Size(5e15, 384, 8, 6, 2, 64, 1024, 512, 16, 1e-3, 16384),
 )
 TYPICAL = SIZES[2]  # of which the speed is measured
