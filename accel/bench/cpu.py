@@ -186,17 +186,17 @@ class Bench:
 
     def muon(self) -> Iterator[Row]:
         """Compare Muon, the products of which PyTorch makes of bfloat16 in any case."""
-        for wide, config in (("128", NARROW), ("384", SMALL), ("512", LARGE)):
+        for config in (NARROW, SMALL, LARGE):
             for mode in self.modes:
-                what = f"muon, blocks {wide} wide, {mode}"
+                what = f"muon, blocks {config.d_model} wide, {mode}"
                 ops, matrices, theirs = load("cpu", compute=mode), muon_state(config), None
                 ours = partial(muon, ops, matrices)
                 if self.peer is not None:
-                    before = [w.copy() for matrix in matrices for w, _, _ in matrix.apart()]
                     theirs, weights = self.peer.muon(matrices)
+                    mine = [w for matrix in matrices for w, _, _ in matrix.apart()]
+                    before = [w.copy() for w in mine]
                     ours()
                     theirs()
-                    mine = (w for matrix in matrices for w, _, _ in matrix.apart())
                     for old, new, other in zip(before, mine, weights(), strict=True):
                         check(what, relative_error(new - old, other - old), 5e-2)
                 with settled(ops, ours):

@@ -27,14 +27,12 @@ from accel.cpu.attention import (
     tiled_forward,
     view,
 )
-from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, panels
+from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, pack_part, panels
 from accel.cpu.bf16_portable import SIDE, STEP
-from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.decode import decode, is_table
 from accel.cpu.halves import BF16, to_bf16, to_float32
 from accel.cpu.kernels import (
     FEW_THREADS,
-    SERIAL,
     SUM,
     address,
     as_rows,
@@ -371,7 +369,8 @@ def _cross_entropy(
                 at(all_losses, first + i), width, need_backward,
             )  # fmt: skip
         if need_backward and height == SIDE:
-            _pack_panel(one, logits, rows, width, left, right, down, task, 0, width, spare)
+            whole = pointer(logits, one)
+            pack_part(whole, width, task, count, 0, width, down, left, right, 0, spare)
 
 
 @jit(**SUM)
@@ -383,35 +382,7 @@ def _pack(
     for task in prange((rows + SIDE - 1) // SIDE * pieces):
         spare = room(np.float32(0))
         panel, piece = task // pieces, task % pieces
-        low, high = piece * steps // pieces * SIDE, (piece + 1) * steps // pieces * SIDE
-        high = min(high, width)
-        _pack_panel(one, logits, rows, width, left, right, down, panel, low, high, spare)
-
-
-@jit(**SERIAL)
-def _pack_panel(
-    one: Any,
-    logits: int,
-    rows: int,
-    width: int,
-    left: int,
-    right: int,
-    down: int,
-    panel: int,
-    low: int,
-    high: int,
-    spare: Any,
-) -> None:
-    """Pack the columns low .. high - 1 of 32 rows; ``spare`` is for 512 elements.
-
-    ``left`` receives the gradient as the left operand of a product along the vocabulary, ``right``
-    its transpose as the left operand of one along the rows, of which there are ``down`` panels.
-    """
-    steps = (width + SIDE - 1) // SIDE
-    first, step = panel * SIDE, low // SIDE
-    count = min(SIDE, rows - first)
-    z = at(pointer(logits, one), first * width + low)
-    target = at(pointer(left, np.uint32(0)), (panel * steps + step) * STEP)
-    pack_rows(z, width, count, high - low, target, 0, spare)
-    target = at(pointer(right, np.uint32(0)), (step * down + panel) * STEP)
-    pack_columns(z, width, count, high - low, target, down * STEP, 0, spare)
+        low, high = piece * steps // pieces, (piece + 1) * steps // pieces
+        count, columns = min(SIDE, rows - panel * SIDE), min(width, high * SIDE) - low * SIDE
+        whole = pointer(logits, one)
+        pack_part(whole, width, panel, count, low, columns, down, left, right, 0, spare)

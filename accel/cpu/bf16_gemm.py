@@ -106,6 +106,41 @@ def _pack(x: int, step: int, rows: int, columns: int, out: int, side: int, as_ro
                 pack_columns(source, step, left, count, panel, down * STEP, side, spare)
 
 
+@jit(**SERIAL, apart=True)
+def pack_part(
+    x: Any,
+    width: int,
+    i0: int,
+    count: int,
+    j0: int,
+    columns: int,
+    down: int,
+    left: int,
+    turned: int,
+    right: int,
+    spare: Any,
+) -> None:
+    """Pack ``count`` rows of x (., width) from panel i0 on, and ``columns`` of it from panel j0 on.
+
+    ``left`` is for x as the left operand of a product, ``turned`` for its transpose as one, and
+    ``right`` for x as the right operand; 0 for one that is not needed. The last two have ``down``
+    panels of rows. ``spare`` is room for 512 elements.
+    """
+    across = (width + SIDE - 1) // SIDE
+    for i in range(0, count, SIDE):
+        strip, high = i0 + i // SIDE, min(SIDE, count - i)
+        source = at(x, strip * SIDE * width + j0 * SIDE)
+        if left:
+            target = at(pointer(left, np.uint32(0)), (strip * across + j0) * STEP)
+            pack_rows(source, width, high, columns, target, A, spare)
+        if turned:
+            target = at(pointer(turned, np.uint32(0)), (j0 * down + strip) * STEP)
+            pack_columns(source, width, high, columns, target, down * STEP, A, spare)
+        if right:
+            target = at(pointer(right, np.uint32(0)), (j0 * down + strip) * STEP)
+            pack_columns(source, width, high, columns, target, down * STEP, B, spare)
+
+
 # --- products ------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu.bf16_gemm import A, B, cut, multiply_panels, panels, part
+from accel.cpu.bf16_gemm import cut, multiply_panels, pack_part, panels, part
 from accel.cpu.bf16_portable import SIDE, STEP
-from accel.cpu.bf16_tiles import configure, enable, pack_columns, pack_rows, release
+from accel.cpu.bf16_tiles import configure, enable, release
 from accel.cpu.kernels import MAP, SERIAL, address
 from accel.cpu.memory import several
 from accel.cpu.muon import scale_to_one, take_step
@@ -26,40 +26,6 @@ from accel.jit import jit
 from reference import muon as reference
 
 Array = npt.NDArray[Any]
-
-
-@jit(**SERIAL, apart=True)
-def _pack(
-    x: Any,
-    rows: int,
-    width: int,
-    i0: int,
-    count: int,
-    j0: int,
-    columns: int,
-    left: int,
-    turned: int,
-    right: int,
-    spare: Any,
-) -> None:
-    """Pack a part of X (rows, width), from panels i0 of its rows and j0 of its columns on.
-
-    ``left`` is X as the left operand of a product, ``turned`` its transpose as one, and ``right``
-    is X as the right operand; 0 for one that is not needed.
-    """
-    down, across = (rows + SIDE - 1) // SIDE, (width + SIDE - 1) // SIDE
-    for i in range(0, count, SIDE):
-        strip, high = i0 + i // SIDE, min(SIDE, count - i)
-        source = at(x, strip * SIDE * width + j0 * SIDE)
-        if left:
-            target = at(pointer(left, np.uint32(0)), (strip * across + j0) * STEP)
-            pack_rows(source, width, high, columns, target, A, spare)
-        if turned:
-            target = at(pointer(turned, np.uint32(0)), (j0 * down + strip) * STEP)
-            pack_columns(source, width, high, columns, target, down * STEP, A, spare)
-        if right:
-            target = at(pointer(right, np.uint32(0)), (j0 * down + strip) * STEP)
-            pack_columns(source, width, high, columns, target, down * STEP, B, spare)
 
 
 @jit(**MAP)
@@ -83,7 +49,7 @@ def _product(
 
     A (rows, depth) and B are packed; without B, ``out`` is packed as it is.
     """
-    steps = (depth + SIDE - 1) // SIDE
+    steps, down = (depth + SIDE - 1) // SIDE, (rows + SIDE - 1) // SIDE
     for task in prange(row_parts * column_parts):
         spare = room(np.float32(0))
         i0, i1 = part(rows, row_parts, task % row_parts)
@@ -103,7 +69,7 @@ def _product(
                 more = at(pointer(other, factor), first + i * width)
                 for j in range(columns):
                     made[j] = factor * made[j] + of_other * more[j]
-        _pack(whole, rows, width, i0, count, j0, columns, left, turned, right, spare)
+        pack_part(whole, width, i0, count, j0, columns, down, left, turned, right, spare)
 
 
 @jit(**SERIAL)

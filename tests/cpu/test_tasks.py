@@ -49,6 +49,12 @@ def parts(n: int, count: int) -> Any:
     return np.diff(n * np.arange(count + 1) // count)
 
 
+def blocks(rows: int, columns: int) -> Any:
+    """Return the blocks of each task of a product in bf16, of so many panels either way."""
+    row_parts, column_parts = bf16_gemm.cut(rows, columns)
+    return np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts)).ravel()
+
+
 def products(config: Config, rows: int, chunk_rows: int) -> Iterator[Product]:
     """Yield the products of a step: forward, to the input, to the weight; last the head's."""
     width, heads = config.d_model, config.n_heads * config.d_head
@@ -117,9 +123,7 @@ def test_products_in_bf16_keep_threads_at_work(
     config, batch, length = MODELS[name]
     for m, n, k, _, _ in products(config, batch * length, bf16.CHUNK_ROWS):
         rows, columns = bf16_gemm.panels(m), bf16_gemm.panels(n)
-        row_parts, column_parts = bf16_gemm.cut(rows, columns)
-        tasks = np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts))
-        assert share(tasks.ravel(), count) >= least, (m, n, k)
+        assert share(blocks(rows, columns), count) >= least, (m, n, k)
 
 
 @pytest.mark.parametrize("count, least", [(2, 0.9), (THREADS, 0.75)])
@@ -138,10 +142,9 @@ def test_muon_in_bf16_keeps_threads_at_work(
                 (side, side, side),
                 (long, side, side),
             ):
-                row_parts, column_parts = bf16_gemm.cut(rows, columns)
-                tasks = np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts))
+                tasks = blocks(rows, columns)
                 work = tasks.sum() * depth
-                done, needed = done + work, needed + work / share(tasks.ravel(), count)
+                done, needed = done + work, needed + work / share(tasks, count)
     assert done / needed >= least
 
 
