@@ -2,16 +2,15 @@
 
 The residual stream, gradients and master weights stay float32 in memory, and so do norms, softmax,
 residual sums and the optimizer (of Muon all but its products: ``bf16_muon.py``). What a product
-reads is rounded to bfloat16 as it is packed into tiles: a weight once after each optimizer step, an
-activation when it is first multiplied. A linear layer keeps its input for the backward only in that
-form, at half the size, and attention its q, k and v. So is rounded what SwiGLU and its like read
-(``keep``), as autocast does in PyTorch.
+reads is rounded to bfloat16 as it is packed into tiles: a weight by each product, an activation
+when it is first multiplied. A linear layer keeps its input for the backward only in that form, at
+half the size, and attention its q, k and v. So is rounded what SwiGLU and its like read (``keep``),
+as autocast does in PyTorch.
 
 The weight gradient xᵀ dy is a sum over tokens of products of bfloat16 numbers, added in float32 in
 one order that follows from the shapes.
 """
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu import bf16_attention, bf16_gemm, bf16_tiles
+from accel.cpu import bf16_attention, bf16_tiles
 from accel.cpu.attention import (
     AttentionCache,
     tiled_backward,
     tiled_forward,
     view,
 )
-from accel.cpu.bf16_gemm import A, B, multiply, multiply_rows, pack_part, panels
+from accel.cpu.bf16_gemm import meets_few, multiply, multiply_rows
+from accel.cpu.bf16_packing import A, B, pack, pack_part, pack_pieces, pack_right, panels
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.decode import decode, is_table
 from accel.cpu.halves import BF16, to_bf16, to_float32
@@ -63,72 +63,40 @@ Array = npt.NDArray[Any]
 
 CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
 AT_HAND = 2 << 20  # logits that are float32 at a time
-MANY = 4096  # rows, beside whose three products packing a weight twice is 1 %
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
-class PackedWeight(np.ndarray):
-    """A view of a weight in the float32 master, with the bfloat16 forms that were made of it.
+class Weight(np.ndarray):
+    """A view of a weight in the float32 master, with the bfloat16 form that was made of it.
 
-    To every other op it is the float32 array that it is. ``packed`` and ``halves`` are filled when
-    first asked for: a weight that is only multiplied forward is never packed for the backward.
+    To every other op it is the float32 array that it is. A product packs what it reads each time:
+    to keep that would take half of the master's memory for each of two forms, and little time is
+    won where a step multiplies each form once, or by many rows.
     """
 
-    packed: dict[bool, Array]  # transposed or not -> right operand of a product
-    halves: Array | None  # uint16, the rounded weight as decoding reads it: (V, D) or (out, in)
-    outdated: dict[bool, Array]  # memory of packs of the weight's former values
+    halves: Array  # uint16, the rounded weight as decoding reads it: (V, D) or (out, in)
+    made: int  # after how many calls of ``parameters``
 
     def __array_finalize__(self, obj: object) -> None:
-        self.packed, self.halves, self.outdated = {}, None, {}
+        self.made = -1
 
 
-_latest: weakref.WeakValueDictionary[tuple[Any, ...], PackedWeight] = weakref.WeakValueDictionary()
+_latest = 0  # calls of ``parameters``
 
 
 def parameters(master: Mapping[str, Array]) -> dict[str, Array]:
-    """Return what the ops read: matrices as views that keep their bfloat16 forms.
+    """Return what the ops read: matrices as views that keep their bfloat16 form for decoding.
 
-    To be called after each optimizer step. The memory of the former forms is used again; whoever
-    still holds the former result gets forms of the present weights, as from the master itself.
+    To be called after each optimizer step; whoever still holds a former result gets forms of the
+    present weights, as from the master itself.
     """
-    made: dict[str, Array] = {}
-    for name, array in master.items():
-        made[name] = array
-        if array.ndim == 2 and array.dtype == np.float32 and array.flags.c_contiguous:
-            weight = array.view(PackedWeight)
-            key = (address(array), array.shape)
-            former = _latest.get(key)
-            if former is not None:
-                weight.outdated = former.outdated | former.packed
-                former.packed, former.outdated, former.halves = {}, {}, None
-            _latest[key] = weight
-            made[name] = weight
-    return made
-
-
-def right_operand(weight: Array, *, transposed: bool, rows: int = 0) -> Array:
-    """Return a weight, or its transpose, packed as the right operand of a product.
-
-    For a product of many rows it is packed where its other form lay, which is then made again when
-    it is needed: a step has one form of each weight, and the forward and the backward of a single
-    micro-batch pack it once each all the same.
-    """
-    if not isinstance(weight, PackedWeight) or not weight.flags.c_contiguous:
-        return bf16_gemm.pack(contiguous(weight), B, transposed=transposed)
-    if transposed not in weight.packed:
-        memory = weight.outdated.pop(transposed, None)
-        shape = panels(weight.shape[1]), panels(weight.shape[0])
-        shape = shape[::-1] if transposed else shape
-        for forms in (weight.packed, weight.outdated) if rows >= MANY else ():
-            other = forms.pop(not transposed, None)
-            if memory is None and other is not None:
-                memory = other.reshape(*shape, STEP)
-        if memory is None:
-            memory = lasting((*shape, STEP), np.uint32)
-        weight.packed[transposed] = bf16_gemm.pack(weight, B, transposed=transposed, out=memory)
-    return weight.packed[transposed]
+    global _latest
+    _latest += 1
+    return {
+        name: array.view(Weight) if array.ndim == 2 else array for name, array in master.items()
+    }
 
 
 # --- decoding ------------------------------------------------------------------------------------
@@ -166,14 +134,24 @@ def decode_step(
     matrices = {}
     for name, weight in params.items():
         if weight.ndim == 2:
-            kept = weight if isinstance(weight, PackedWeight) else weight.view(PackedWeight)
-            if kept.halves is None:
+            kept = weight if isinstance(weight, Weight) else weight.view(Weight)
+            if kept.made != _latest:
                 halves = to_bf16(weight)
                 if not is_table(name):
                     halves = transpose(halves, lasting(halves.shape[::-1], BF16))
-                kept.halves = halves
+                kept.halves, kept.made = halves, _latest
             matrices[name] = kept.halves
     return decode(params, matrices, config, token, cache, position)
+
+
+def as_kept(weight: Array, rows: int, columns: int) -> Array | None:
+    """Return what decoding keeps of a weight, if a product of few rows can read that instead.
+
+    It has half of the bytes, which are what such a product waits for, as of a prompt.
+    """
+    if isinstance(weight, Weight) and weight.made == _latest and meets_few(rows, columns):
+        return weight.halves
+    return None
 
 
 # --- linear --------------------------------------------------------------------------------------
@@ -194,7 +172,8 @@ def linear_forward(
     rows = as_rows(x)
     out = empty((len(rows), weight.shape[1]), x.dtype)
     also = A if keep_x else None
-    operand = right_operand(weight, transposed=False, rows=len(rows))
+    operand = as_kept(weight, *out.shape)
+    operand = contiguous(weight) if operand is None else operand.T
     packed = multiply_rows(rows, operand, out, bias=bias, plus=plus, also=also)
     out = out.reshape(*x.shape[:-1], weight.shape[1])
     return out, LinearCache(packed, weight, x.shape, bias is not None)
@@ -206,13 +185,12 @@ def linear_backward(
     """Return (dx, dweight, dbias); dbias is None when the forward had no bias."""
     packed, weight, x_shape, has_bias = cache
     if x is not None:
-        packed = bf16_gemm.pack(as_rows(x), A, transposed=True)
+        packed = pack(as_rows(x), A, transposed=True)
     assert packed is not None
     rows = as_rows(dout)
     weight_out, bias_out = out
     dx = empty((len(rows), weight.shape[0]), dout.dtype)
-    operand = right_operand(weight, transposed=True, rows=len(rows))
-    gradient = multiply_rows(rows, operand, dx, also=B)
+    gradient = multiply_rows(rows, contiguous(weight).T, dx, also=B)
     assert gradient is not None
     dweight, elsewhere = receiver(weight_out, weight.shape, dout.dtype)
     multiply(packed, gradient, dweight)
@@ -268,7 +246,9 @@ def logits(x: Array, head: Array, bias: Array | None) -> Array:
     """Return x headᵀ + bias, shape (..., V)."""
     rows = as_rows(x)
     out = empty((len(rows), len(head)), x.dtype)
-    multiply_rows(rows, right_operand(head, transposed=True), out, bias=bias)
+    operand = as_kept(head, *out.shape)
+    operand = contiguous(head) if operand is None else operand
+    multiply_rows(rows, operand.T, out, bias=bias)
     return out.reshape(*x.shape[:-1], len(head))
 
 
@@ -288,34 +268,46 @@ def linear_cross_entropy_forward(
     that is too few tasks for the threads, the gradient is packed when it is complete.
 
     dhead is a sum over the rows of a chunk, so one of its operands is packed for all of them; the
-    logits themselves, and the operand of dx, are at hand for some rows at a time.
+    logits themselves, and the operand of dx, are at hand for some rows at a time. The head is
+    packed once for all of these.
     """
+    head = contiguous(head)
+    packs: dict[bool, Array] = {}
+
+    def right(some: Array, *, turned: bool) -> Array:
+        """Return the head, or its transpose, for a product with some of the rows, or with all."""
+        given = head.T if turned else head
+        if len(some) == targets.size:
+            return given
+        if turned not in packs:
+            packs[turned] = pack_right(given)
+        return packs[turned]
 
     def step(
         rows: Array, z: Array, start: int, arguments: Arguments, gradients: Gradients
     ) -> Callable[[Array], None]:
         down, across = panels(len(rows)), panels(len(head))
-        left = right = np.empty(0, np.uint32)
+        left = turned = np.empty(0, np.uint32)
         if gradients is not None:
-            right = empty((across, down, STEP), np.uint32)
+            turned = empty((across, down, STEP), np.uint32)
             left = empty((panels(len(z)), across, STEP), np.uint32)
         for first in range(0, len(rows), len(z)):
             some = rows[first : first + len(z)]
             logits = z[: len(some)]
-            multiply_rows(some, right_operand(head, transposed=True), logits, bias=bias)
+            multiply_rows(some, right(some, turned=True), logits, bias=bias)
             given, here = arguments(start + first, logits), panels(len(some))
             height, pieces = cut(here, across)
-            packed = address(left), address(right) + first // SIDE * STEP * 4, down
+            packed = address(left), address(turned) + first // SIDE * STEP * 4, down
             _cross_entropy(*(*given, *packed, height))
             if gradients is not None:
                 if pieces:
-                    _pack(*(*given[:2], *given[5:7], *packed, pieces))
+                    pack_pieces(*(*given[:2], *given[5:7], pieces, down, *packed[:2], 0, 0))
                 dx = gradients[0][first : first + len(z)]
-                multiply(left[:here], right_operand(head, transposed=False), dx)
+                multiply(left[:here], right(some, turned=False), dx)
 
         def make(dhead: Array) -> None:
-            x_packed = bf16_gemm.pack(rows, B, transposed=False)
-            multiply(right, x_packed, dhead, accumulate=start > 0)
+            x_packed = pack(rows, B, transposed=False)
+            multiply(turned, x_packed, dhead, accumulate=start > 0)
 
         if gradients is not None and gradients[1] is not None:
             make(gradients[1])
@@ -347,7 +339,7 @@ def _cross_entropy(
     width: int,
     need_backward: bool,
     left: int,
-    right: int,
+    turned: int,
     down: int,
     height: int,
 ) -> None:
@@ -370,19 +362,4 @@ def _cross_entropy(
             )  # fmt: skip
         if need_backward and height == SIDE:
             whole = pointer(logits, one)
-            pack_part(whole, width, task, count, 0, width, down, left, right, 0, spare)
-
-
-@jit(**SUM)
-def _pack(
-    one: Any, logits: int, rows: int, width: int, left: int, right: int, down: int, pieces: int
-) -> None:
-    """Pack the gradient of the logits, 32 rows in so many pieces."""
-    steps = (width + SIDE - 1) // SIDE
-    for task in prange((rows + SIDE - 1) // SIDE * pieces):
-        spare = room(np.float32(0))
-        panel, piece = task // pieces, task % pieces
-        low, high = piece * steps // pieces, (piece + 1) * steps // pieces
-        count, columns = min(SIDE, rows - panel * SIDE), min(width, high * SIDE) - low * SIDE
-        whole = pointer(logits, one)
-        pack_part(whole, width, panel, count, low, columns, down, left, right, 0, spare)
+            pack_part(whole, width, task, count, 0, width, down, left, turned, 0, 0, spare)

@@ -4,7 +4,7 @@ C (M, N) = A (M, K) B (K, N), all float32 in memory; A and B are rounded to bflo
 packed (``bf16_tiles.py``), products are exact in float32 and added in float32. A task owns a group
 of row panels and a group of column panels of C. Within it the order is::
 
-    for the column panels, as many at a time as fill 768 KiB:
+    for the column panels, as many at a time as fill 768 KiB (384, where it packs them):
         for k, up to 1024 at a time:
             for each row panel i, for each column panel j:   C[i, j] (+)= A[i] B[j]
 
@@ -13,10 +13,11 @@ and C is written in long runs. A block of C at K = 1024 is 2.1 million operation
 and B.
 
 With AMX, at 2 TFLOP/s a core, the products of a small model are no longer what a step waits for;
-reading and writing float32 activations is. So a product that converts its left operand does so in
-the same task, into memory that stays in the cache, and writes the transposed form that the weight
-gradient will need while the numbers are at hand: activations are read once, and kept at half the
-size.
+reading and writing float32 operands is. So the larger of the two is packed by the task that
+multiplies it, into memory that stays in the cache: activations of many rows, or the weight that few
+rows meet, which is the whole traffic of such a step. The smaller one is packed beforehand, for all
+tasks. While activations are at hand their transposed form is written as well, which the weight
+gradient will need: they are read once, and kept at half the size.
 """
 
 from typing import Any
@@ -25,6 +26,16 @@ import numpy as np
 import numpy.typing as npt
 from numba import get_thread_id, prange
 
+from accel.cpu.bf16_packing import (
+    HALVES,
+    PLAIN,
+    TURNED,
+    A,
+    pack_group,
+    pack_right,
+    pack_twice,
+    panels,
+)
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import (
     block,
@@ -43,125 +54,55 @@ from accel.threads import most, team
 
 Array = npt.NDArray[Any]
 
-# For pack_rows and pack_columns: the side of the product that the packed panel is for.
-A, B = 0, 1
-
 ROW_PANELS = 8  # of A in a task, at most
 CACHED = 768 << 10  # bytes of B that are used again and again
+OWN = 384 << 10  # the same where the task packs them, from twice as many bytes
 K_STEPS = 32  # steps along k of one pass over C
-RUN = 512  # columns of 32 rows that are asked for, and then packed
 
 
-def panels(n: int) -> int:
-    """Return the panels of 32 that ``n`` rows or columns take."""
-    return -(-n // SIDE)
-
-
-# --- packing whole matrices ----------------------------------------------------------------------
-
-
-def pack(x: Array, side: int, *, transposed: bool, out: Array | None = None) -> Array:
-    """Pack a float32 matrix.
-
-    Parameters
-    ----------
-    x : (R, C) float32, rows contiguous
-    side : int
-        ``A`` or ``B``.
-    transposed : bool
-        The operand is xᵀ.
-    out : optional
-        What an earlier call returned for a matrix of this shape, to be written again.
-
-    Returns
-    -------
-    packed : (panels, steps, 512) uint32
-        Panels are along M for A, along N for B.
-    """
-    rows, columns = x.shape
-    down, across = panels(rows), panels(columns)
-    as_rows = (side == A) != transposed  # 32 rows of x are a panel, else a step of all panels
-    if out is None:
-        out = empty((down, across, STEP) if as_rows else (across, down, STEP), np.uint32)
-    _pack(address(x), x.strides[0] // 4, rows, columns, address(out), side, as_rows)
-    return out
-
-
-@jit(**MAP)
-def _pack(x: int, step: int, rows: int, columns: int, out: int, side: int, as_rows: bool) -> None:
-    down, across = (rows + SIDE - 1) // SIDE, (columns + SIDE - 1) // SIDE
-    for i in prange(down):
-        spare = room(np.float32(0))
-        target = at(pointer(out, np.uint32(0)), i * (across if as_rows else 1) * STEP)
-        left = min(SIDE, rows - i * SIDE)
-        for j in range(0, columns, RUN):
-            source = at(pointer(x, np.float32(0)), i * SIDE * step + j)
-            count = min(RUN, columns - j)
-            for r in range(left):
-                prefetch(at(source, r * step), 0, count, 16)
-            if as_rows:
-                pack_rows(source, step, left, count, at(target, j // SIDE * STEP), side, spare)
-            else:
-                panel = at(target, j // SIDE * down * STEP)
-                pack_columns(source, step, left, count, panel, down * STEP, side, spare)
-
-
-@jit(**SERIAL, apart=True)
-def pack_part(
-    x: Any,
-    width: int,
-    i0: int,
-    count: int,
-    j0: int,
-    columns: int,
-    down: int,
-    left: int,
-    turned: int,
-    right: int,
-    spare: Any,
+def multiply(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    accumulate: bool = False,
+    bias: Array | None = None,
+    plus: Array | None = None,
 ) -> None:
-    """Pack ``count`` rows of x (., width) from panel i0 on, and ``columns`` of it from panel j0 on.
+    """Write A B + bias + plus into ``out`` (M, N) float32, or add A B.
 
-    ``left`` is for x as the left operand of a product, ``turned`` for its transpose as one, and
-    ``right`` for x as the right operand; 0 for one that is not needed. The last two have ``down``
-    panels of rows. ``spare`` is room for 512 elements.
-    """
-    across = (width + SIDE - 1) // SIDE
-    for i in range(0, count, SIDE):
-        strip, high = i0 + i // SIDE, min(SIDE, count - i)
-        source = at(x, strip * SIDE * width + j0 * SIDE)
-        if left:
-            target = at(pointer(left, np.uint32(0)), (strip * across + j0) * STEP)
-            pack_rows(source, width, high, columns, target, A, spare)
-        if turned:
-            target = at(pointer(turned, np.uint32(0)), (j0 * down + strip) * STEP)
-            pack_columns(source, width, high, columns, target, down * STEP, A, spare)
-        if right:
-            target = at(pointer(right, np.uint32(0)), (j0 * down + strip) * STEP)
-            pack_columns(source, width, high, columns, target, down * STEP, B, spare)
-
-
-# --- products ------------------------------------------------------------------------------------
-
-
-def multiply(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
-    """Write A B, both packed, into ``out`` (M, N) float32, or add it.
+    A is packed. B is, too, or is float32 as ``multiply_rows`` takes it: where it meets few rows,
+    tasks have all of these, and each packs the columns that it multiplies.
 
     Raises
     ------
     ValueError
-        When the packed shapes do not fit.
+        When the shapes do not fit.
     """
     rows, columns = out.shape
-    _check(a.shape[0] == panels(rows) and a.shape[1] == b.shape[1], a, b, out)
-    _check(b.shape[0] == panels(columns), a, b, out)
-    if not out.size or not a.shape[1]:  # a sum over nothing
+    steps = a.shape[1]
+    _check(a.shape[0] == panels(rows), a, b, out)
+    _check_right(b, steps, columns, a, out)
+    if not out.size or not steps:  # a sum over nothing
         out[...] = out if accumulate else 0
+        for more in (bias, plus):
+            out += 0 if more is None else more
         return
     enable()
+    if b.dtype == np.float32 and not meets_few(rows, columns):
+        b = pack_right(b)
+    weight, form, own = None, PLAIN, 0
+    parts = cut(a.shape[0], panels(columns))
+    if b.dtype != np.uint32:
+        weight, own = b, OWN // 4
+        b = empty((most(), own), np.uint32)
+        parts = 1, cut_columns(panels(columns))
+        form = form_of(weight)
+    bias = None if bias is None else contiguous(bias)
     _multiply(
-        address(a), address(b), address(out), rows, columns, a.shape[1], out.strides[0] // 4,
-        accumulate, *cut(a.shape[0], b.shape[0]),
+        address(a), address(b), address(out), rows, columns, steps, out.strides[0] // 4, accumulate,
+        address(bias), address(plus), *parts, address(weight), form,
+        steps * SIDE if weight is None else len(weight), own,
     )  # fmt: skip
 
 
@@ -178,8 +119,9 @@ def multiply_rows(
 
     Parameters
     ----------
-    x : (M, K) float32, rows contiguous
-    b : packed (K, N)
+    x : (M, K) float32
+    b : (K, N) float32, contiguous or the transpose of what is; the transpose of what is contiguous
+        in bfloat16 (uint16), for few rows; or packed
     out : (M, N) float32
     bias : (N,) float32, optional
     plus : (M, N) float32, contiguous, optional; it comes last
@@ -192,33 +134,56 @@ def multiply_rows(
     """
     rows, depth = x.shape
     columns = out.shape[1]
-    _check(b.shape[1] == panels(depth) and b.shape[0] == panels(columns), x, b, out)
-    packed = None
+    _check_right(b, panels(depth), columns, x, out)
+    few = b.dtype == np.uint16 or (b.dtype == np.float32 and meets_few(rows, columns))
+    if few or not out.size or depth == 0:
+        a, packed = pack_twice(x, also)
+        multiply(a, b, out, bias=bias, plus=plus)
+        return packed
+    if b.dtype == np.float32:
+        b = pack_right(b)
+    x, packed = contiguous(x), None
     if also is not None:
         packed = empty((panels(depth), panels(rows), STEP), np.uint32)
-    if not out.size:
-        return packed
     bias = None if bias is None else contiguous(bias)
-    if depth == 0:  # a sum over nothing
-        out[...] = 0
-        for more in (bias, plus):
-            out += 0 if more is None else more
-        return packed
     enable()
     row_parts, column_parts = cut(panels(rows), b.shape[0])
     own = -(-panels(rows) // row_parts) * panels(depth) * STEP
     scratch = empty((most(), own), np.uint32)
     _multiply_rows(
-        address(x), x.strides[0] // 4, address(b), address(out), rows, columns, depth,
-        out.strides[0] // 4, address(bias), address(plus), address(packed),
+        address(x), address(b), address(out), rows, columns, depth, out.strides[0] // 4,
+        address(bias), address(plus), address(packed),
         A if also is None else also, row_parts, column_parts, address(scratch), own,
     )  # fmt: skip
     return packed
 
 
+def form_of(weight: Array) -> int:
+    """Return in which form a right operand (K, N) lies that is not packed."""
+    if weight.dtype == np.uint16:
+        return HALVES
+    return PLAIN if weight.flags.c_contiguous else TURNED
+
+
+def meets_few(rows: int, columns: int) -> bool:
+    """Return whether a right operand is larger than the left, and wide enough for all threads."""
+    return panels(rows) < panels(columns) >= 4 * team()
+
+
 def cut(rows: int, columns: int) -> tuple[int, int]:
     """Return into how many parts panels of rows and of columns are cut; a task has one of each."""
     return cut_evenly(rows, columns, team(), -(-rows // ROW_PANELS), rows)
+
+
+def cut_columns(columns: int) -> int:
+    """Return into how many parts panels of columns are cut where tasks have all rows."""
+    return cut_evenly(1, columns, team(), 1, 1)[1]
+
+
+def _check_right(b: Array, steps: int, columns: int, a: Array, out: Array) -> None:
+    packed = b.shape[:2] == (panels(columns), steps)
+    given = b.ndim == 2 and (panels(len(b)), b.shape[1]) == (steps, columns) and b.flags.forc
+    _check(packed if b.dtype == np.uint32 else given, a, b, out)
 
 
 def _check(fits: bool, a: Array, b: Array, out: Array) -> None:
@@ -243,25 +208,37 @@ def _multiply(
     steps: int,
     c_row: int,
     accumulate: bool,
+    bias: int,
+    plus: int,
     row_parts: int,
     column_parts: int,
+    weight: int,
+    form: int,
+    depth: int,
+    own: int,
 ) -> None:
+    size = 2 if form == HALVES else 4
     for task in prange(row_parts * column_parts):
         i0, i1 = part(rows, row_parts, task % row_parts)
         j0, j1 = part(columns, column_parts, task // row_parts)
         configure()
+        start = get_thread_id() * own if weight else j0 * steps * STEP
         multiply_panels(
             at(pointer(a, np.uint32(0)), i0 * steps * STEP),
-            at(pointer(b, np.uint32(0)), j0 * steps * STEP),
+            at(pointer(b, np.uint32(0)), start),
             at(pointer(c, np.float32(0)), i0 * SIDE * c_row + j0 * SIDE),
             min(rows, i1 * SIDE) - i0 * SIDE,
             min(columns, j1 * SIDE) - j0 * SIDE,
             steps,
             c_row,
             accumulate,
-            0,
-            0,
-            0,
+            bias and bias + 4 * j0 * SIDE,
+            plus and plus + 4 * SIDE * (i0 * columns + j0),
+            columns,
+            weight and weight + size * SIDE * j0 * (1 if form == PLAIN else depth),
+            form,
+            columns if form == PLAIN else depth,
+            depth,
             room(np.float32(0)),
         )
         release()
@@ -270,7 +247,6 @@ def _multiply(
 @jit(**MAP)
 def _multiply_rows(
     x: int,
-    x_row: int,
     b: int,
     c: int,
     rows: int,
@@ -295,13 +271,13 @@ def _multiply_rows(
         j0, j1 = part(columns, column_parts, task // row_parts)
         count = min(rows, i1 * SIDE) - i0 * SIDE
         for i in range(0, count, SIDE):
-            source = at(pointer(x, np.float32(0)), (i0 * SIDE + i) * x_row)
+            source = at(pointer(x, np.float32(0)), (i0 * SIDE + i) * depth)
             left = min(SIDE, count - i)
             target = at(packed, i // SIDE * steps * STEP)
-            pack_rows(source, x_row, left, depth, target, 0, spare)
+            pack_rows(source, depth, left, depth, target, 0, spare)
             if also != 0 and j0 == 0:
                 twin = at(pointer(also, np.uint32(0)), (i0 + i // SIDE) * STEP)
-                pack_columns(source, x_row, left, depth, twin, all_panels * STEP, also_side, spare)
+                pack_columns(source, depth, left, depth, twin, all_panels * STEP, also_side, spare)
         configure()
         multiply_panels(
             packed,
@@ -315,6 +291,10 @@ def _multiply_rows(
             bias and bias + 4 * j0 * SIDE,
             plus and plus + 4 * SIDE * (i0 * columns + j0),
             columns,
+            0,
+            PLAIN,
+            0,
+            depth,
             spare,
         )
         release()
@@ -333,22 +313,38 @@ def multiply_panels(
     bias: int,
     plus: int,
     plus_row: int,
+    weight: int,
+    form: int,
+    weight_row: int,
+    depth: int,
     spare: Any,
 ) -> None:
-    """Multiply the panels of one task; see the head of this file for the order."""
+    """Multiply the panels of one task; see the head of this file for the order.
+
+    With ``weight`` those of B (depth, columns) are packed from it (``pack_group``), into ``b``,
+    which has room for those that are used again and again.
+    """
     shift, streams = pointer(bias, np.float32(0)), pointer(plus, np.float32(0))
     passes = (steps + K_STEPS - 1) // K_STEPS
     per_pass = (steps + passes - 1) // passes
-    together = max(1, CACHED // (per_pass * STEP * 4)) * SIDE
+    together = max(1, (OWN if weight else CACHED) // (per_pass * STEP * 4)) * SIDE
     for first in range(0, columns, together):
+        end = min(columns, first + together)
         for k in range(0, steps, per_pass):
-            depth = min(per_pass, steps - k)
+            span = min(per_pass, steps - k)
+            ys, panel = at(b, (first // SIDE * steps + k) * STEP), steps * STEP
+            if weight:
+                ys, panel = at(b, 0), span * STEP
+                high = min(depth - k * SIDE, span * SIDE)
+                pack_group(
+                    weight, form, weight_row, k * SIDE, high, first, end - first, b, panel, spare
+                )
             add = accumulate or k > 0
-            last = k + depth == steps
+            last = k + span == steps
             for i in range(0, rows, SIDE):
                 x = at(a, (i // SIDE * steps + k) * STEP)
-                for j in range(first, min(columns, first + together), SIDE):
-                    y = at(b, (j // SIDE * steps + k) * STEP)
+                for j in range(first, end, SIDE):
+                    y = at(ys, (j - first) // SIDE * panel)
                     z = at(c, i * c_row + j)
                     height, width = min(SIDE, rows - i), min(SIDE, columns - j)
                     stream = at(streams, i * plus_row + j)
@@ -356,9 +352,9 @@ def multiply_panels(
                         for r in range(height):
                             prefetch(at(stream, r * plus_row), 0, width, 16)
                     if height == SIDE and width == SIDE:
-                        block(x, y, z, c_row, depth, add)
+                        block(x, y, z, c_row, span, add)
                     else:
-                        block(x, y, spare, SIDE, depth, False)
+                        block(x, y, spare, SIDE, span, False)
                         _finish(z, c_row, height, width, add, spare)
                     if last and bias:
                         add_tile(z, c_row, at(shift, j), 0, height, width)

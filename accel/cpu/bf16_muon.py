@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from accel.cpu.bf16_gemm import cut, multiply_panels, pack_part, panels, part
+from accel.cpu.bf16_gemm import cut, multiply_panels, part
+from accel.cpu.bf16_packing import pack_part, panels
 from accel.cpu.bf16_portable import SIDE, STEP
 from accel.cpu.bf16_tiles import configure, enable, release
 from accel.cpu.kernels import MAP, SERIAL, address
@@ -61,7 +62,9 @@ def _product(
             y = at(pointer(b, np.uint32(0)), j0 * steps * STEP)
             made = at(whole, first)
             configure()
-            multiply_panels(x, y, made, count, columns, steps, width, False, 0, 0, 0, spare)
+            multiply_panels(
+                x, y, made, count, columns, steps, width, False, 0, 0, 0, 0, 0, 0, depth, spare
+            )  # fmt: skip
             release()
         if other:
             for i in range(count):
@@ -69,7 +72,7 @@ def _product(
                 more = at(pointer(other, factor), first + i * width)
                 for j in range(columns):
                     made[j] = factor * made[j] + of_other * more[j]
-        pack_part(whole, width, i0, count, j0, columns, down, left, turned, right, spare)
+        pack_part(whole, width, i0, count, j0, columns, down, left, turned, right, 0, spare)
 
 
 @jit(**SERIAL)

@@ -38,7 +38,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -400,6 +399,25 @@ _pack_b_transposed = _packer(False, True)  # 16 columns of B, given as rows
 
 
 @intrinsic
+def _pack_halves(typingctx: Context, source: Any, row: Any, target: Any) -> Any:
+    """Pack 16 columns of B, given as rows of 32 bfloat16."""
+
+    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
+        source, row, target = args
+        rows = []
+        for _ in range(16):
+            p = builder.bitcast(source, ir.PointerType(PAIRS))
+            rows.append(builder.load(p, align=2))
+            source = builder.gep(source, [row])
+        for i, value in enumerate(_transpose(builder, rows)):
+            p = builder.bitcast(builder.gep(target, [constant(16 * i)]), ir.PointerType(PAIRS))
+            builder.store(value, p, align=4)
+        return context.get_dummy_value()
+
+    return types.none(source, types.int64, target), codegen
+
+
+@intrinsic
 def transpose_16(typingctx: Context, source: Any, row: Any, target: Any, target_row: Any) -> Any:
     """Copy 16 × 16 float32 so that rows become columns."""
 
@@ -424,7 +442,7 @@ def _padded_copy(
     """Copy rows × columns into a tile-sized corner of zeros."""
     for r in range(height):
         for c in range(width):
-            target[r * width + c] = np.float32(0)
+            target[r * width + c] = 0
     for r in range(rows):
         for c in range(columns):
             target[r * width + c] = source[r * step + c]
@@ -467,6 +485,23 @@ def pack_rows(
                 _padded_copy(x, step, max(height, 0), width, spare, 16, 32)
                 x, tile_step = spare, 32
             _pack_b_transposed(x, tile_step, at(target, k // 32 * STEP + half * TILE))
+
+
+@jit(apart=True)
+def pack_halves(source: Any, step: int, rows: int, columns: int, target: Any, spare: Any) -> None:
+    """Pack 32 rows of bfloat16, or fewer, along their columns as the transpose of B.
+
+    As ``pack_rows`` does of float32; ``spare`` is room for 512 of the source's elements.
+    """
+    for k in range(0, columns, 32):
+        width = min(32, columns - k)
+        for half in range(2):
+            height = min(16, rows - 16 * half)
+            x, tile_step = at(source, 16 * half * step + k), step
+            if height < 16 or width < 32:
+                _padded_copy(x, step, max(height, 0), width, spare, 16, 32)
+                x, tile_step = spare, 32
+            _pack_halves(x, tile_step, at(target, k // 32 * STEP + half * TILE))
 
 
 @jit(apart=True)

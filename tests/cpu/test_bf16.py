@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accel
-from accel.cpu import bf16, bf16_gemm, bf16_tiles, memory
+from accel.cpu import bf16_gemm, bf16_packing, bf16_tiles, memory
 from accel.cpu.halves import to_bf16
 from accel.cpu.simd import start
 from accel.tolerance import round_bf16
@@ -65,8 +65,8 @@ def test_a_block_is_the_product_of_its_tiles(way, steps, c_row):
     kernel = block_kernel(getattr(bf16_tiles, way))
     rng = np.random.default_rng(steps)
     a, b = (rng.standard_normal((32, 32 * steps)).astype(np.float32) for _ in range(2))
-    left = bf16_gemm.pack(a, bf16_gemm.A, transposed=False)
-    right = bf16_gemm.pack(b, bf16_gemm.B, transposed=True)
+    left = bf16_packing.pack(a, bf16_packing.A, transposed=False)
+    right = bf16_packing.pack(b, bf16_packing.B, transposed=True)
     exact, size = rounded(a) @ rounded(b).T, np.abs(rounded(a)) @ np.abs(rounded(b)).T
     for add in (False, True):
         c = rng.standard_normal((32, c_row)).astype(np.float32)
@@ -105,14 +105,14 @@ def unpack(packed, side, rows, columns):
 def test_packing_rounds_and_pads_either_side_either_way(rows, columns, transposed, side):
     x = np.random.default_rng(rows).standard_normal((rows, columns + 3)).astype(np.float32)
     x = x[:, :columns]  # rows that are not neighbours
-    packed = bf16_gemm.pack(x, getattr(bf16_gemm, side), transposed=transposed)
+    packed = bf16_packing.pack(x, getattr(bf16_packing, side), transposed=transposed)
     want = rounded(x.T if transposed else x)
     np.testing.assert_array_equal(unpack(packed, side, *want.shape), want)
 
 
 def test_packing_keeps_nan_and_infinities():
     x = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-3]], np.float32)
-    packed = bf16_gemm.pack(x, bf16_gemm.A, transposed=False)
+    packed = bf16_packing.pack(x, bf16_packing.A, transposed=False)
     np.testing.assert_array_equal(unpack(packed, "A", 1, 6), rounded(x))
 
 
@@ -169,47 +169,79 @@ def test_linear_writes_weight_gradients_where_told(ops):
 # --- weights -------------------------------------------------------------------------------------
 
 
-def test_weights_are_packed_once_a_step_and_anew_after_it(ops):
+def test_products_read_the_weights_as_they_are(ops):
     rng = np.random.default_rng(0)
     master = {"w": rng.standard_normal((40, 50), dtype=np.float32), "gain": np.ones(40, np.float32)}
     x = rng.standard_normal((3, 40), dtype=np.float32)
-    first = ops.parameters(master)
-    before, cache = ops.linear_forward(x, first["w"])
-    ops.linear_backward(before, cache)
-    assert set(first["w"].packed) == {False, True}
-    pack = first["w"].packed[False]
-    ops.linear_forward(x, first["w"])
-    assert first["w"].packed[False] is pack
+    params = ops.parameters(master)
+    before, cache = ops.linear_forward(x, params["w"])
+    dx = ops.linear_backward(before, cache)[0]
     master["w"] *= 2
-    np.testing.assert_array_equal(ops.linear_forward(x, first["w"])[0], before)
-    second = ops.parameters(master)
-    assert not second["w"].packed
-    np.testing.assert_array_equal(ops.linear_forward(x, second["w"])[0], 2 * before)
-    assert second["w"].packed[False] is pack, "the memory of the former pack is used again"
-    # whoever kept the former result sees the present weights, as with the master itself
-    np.testing.assert_array_equal(ops.linear_forward(x, first["w"])[0], 2 * before)
-    np.testing.assert_array_equal(ops.linear_forward(x, second["w"])[0], 2 * before)
+    np.testing.assert_array_equal(ops.linear_forward(x, params["w"])[0], 2 * before)
+    np.testing.assert_array_equal(ops.linear_backward(before, cache)[0], 2 * dx)
 
 
-def test_a_product_of_many_rows_leaves_one_form_of_its_weight(ops):
-    rng = np.random.default_rng(0)
-    master = {"w": rng.standard_normal((40, 70), dtype=np.float32)}
-    x = rng.standard_normal((bf16.MANY, 40), dtype=np.float32)
-    places, results = set(), []
-    for step in range(3):
-        w = ops.parameters(master)["w"]
-        few = step == 1  # which makes both forms
-        for rows in (x[:50], x[50:]) if few else (x,):
-            out, cache = ops.linear_forward(rows, w)
-            dx = ops.linear_backward(out, cache)[0]
-            if not few:
-                assert set(w.packed) == {True}
-                places.add(w.packed[True].ctypes.data)
-            results.append((out, dx))
-    assert len(places) <= 2
-    for (out, dx), parts in ((results[0], results[1:3]), (results[3], results[1:3])):
-        for whole, some in ((out, [p[0] for p in parts]), (dx, [p[1] for p in parts])):
-            np.testing.assert_array_equal(whole, np.concatenate(some))
+@pytest.mark.parametrize("turned", [False, True])
+@given(rows=sizes, depth=sizes, columns=st.integers(1, 700), seed=st.integers(0, 99))
+@example(rows=1, depth=1, columns=600, seed=0)
+@example(rows=33, depth=2100, columns=290, seed=0)  # three passes along k, more than one group
+@example(rows=70, depth=333, columns=2001, seed=1)
+@example(rows=300, depth=40, columns=70, seed=2)  # packed beforehand
+def test_an_operand_that_tasks_pack_gives_the_bits_of_a_packed_one(
+    turned, rows, depth, columns, seed
+):
+    rng = np.random.default_rng(seed)
+    x, w = (
+        rng.standard_normal(shape, np.float32)
+        for shape in ((rows, depth), (columns, depth) if turned else (depth, columns))
+    )
+    bias, plus = rng.standard_normal(columns, np.float32), rng.standard_normal((rows, columns))
+    more = {"bias": bias, "plus": plus.astype(np.float32)}
+    weight = w.T if turned else w
+    operands = [
+        bf16_packing.pack(w, bf16_packing.B, transposed=turned),
+        weight,
+        to_bf16(np.ascontiguousarray(weight.T)).T,
+    ]
+    for options in ({}, more, more | {"also": bf16_packing.A}, {"also": bf16_packing.B}):
+        outs = np.full((3, rows, columns), np.nan, np.float32)
+        twins = [
+            bf16_gemm.multiply_rows(x, operand, out, **options)
+            for operand, out in zip(operands, outs, strict=True)
+        ]
+        for out, twin in zip(outs[1:], twins[1:], strict=True):
+            np.testing.assert_array_equal(out, outs[0])
+            np.testing.assert_array_equal(twin, twins[0])
+    left = bf16_packing.pack(x, bf16_packing.A, transposed=False)
+    for operand, out in zip(operands, outs, strict=True):
+        bf16_gemm.multiply(left, operand, out, accumulate=True)
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
+@pytest.mark.parametrize("rows", [1, 45, 700])
+def test_a_prompt_meets_the_weights_that_decoding_keeps(ops, rows, monkeypatch):
+    """What few rows read then is what training reads, in fewer bytes: the same bits."""
+    layout = decoder_layout(CONFIG)
+    params = ops.parameters(layout.views(layout.init(0)))
+    x = np.random.default_rng(0).standard_normal((rows, CONFIG.d_model), np.float32)
+    monkeypatch.setattr(bf16_gemm, "team", lambda: 1)  # so few share a weight this narrow
+
+    def results():
+        """Return by weight the product that reads it."""
+        name = "layers.0.ffn.w_gate_up"
+        return {
+            name: ops.linear_forward(x, params[name])[0],
+            "embedding.weight": ops.logits(x, params["embedding.weight"]),
+        }
+
+    before = results()
+    ops.decode_step(params, CONFIG, np.array([1], np.int32), ops.kv_cache(params, CONFIG, 1, 4), 0)
+    for name, now in results().items():
+        np.testing.assert_array_equal(now, before[name])
+        params[name].halves[...] = 0
+    for name, now in results().items():
+        assert now.any() == (rows > 100), name
 
 
 @pytest.mark.parametrize("name", ["swiglu", "gelu", "gelu_tanh", "relu"])

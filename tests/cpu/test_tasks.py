@@ -9,7 +9,7 @@ import pytest
 
 from accel.bench.cpu import LARGE
 from accel.bench.training import SMALL
-from accel.cpu import attention, bf16, bf16_gemm, bf16_muon, gemm, loss
+from accel.cpu import attention, bf16, bf16_gemm, bf16_muon, bf16_packing, gemm, loss
 from accel.cpu.attention_layout import (
     BLOCK,
     Sizes,
@@ -49,9 +49,14 @@ def parts(n: int, count: int) -> Any:
     return np.diff(n * np.arange(count + 1) // count)
 
 
-def blocks(rows: int, columns: int) -> Any:
-    """Return the blocks of each task of a product in bf16, of so many panels either way."""
+def blocks(rows: int, columns: int, *, alone: bool = False) -> Any:
+    """Return the blocks of each task of a product in bf16, of so many panels either way.
+
+    ``alone``: where each packs what only it multiplies.
+    """
     row_parts, column_parts = bf16_gemm.cut(rows, columns)
+    if alone:
+        row_parts, column_parts = 1, bf16_gemm.cut_columns(columns)
     return np.multiply.outer(parts(columns, column_parts), parts(rows, row_parts)).ravel()
 
 
@@ -84,7 +89,7 @@ def as_many_threads_as_before() -> Iterator[None]:
 
 def cut_for(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     set_threads(min(n, threads()))  # no more of them than scratch is made for
-    for module in (gemm, bf16, bf16_gemm, attention):
+    for module in (gemm, bf16, bf16_gemm, bf16_packing, attention):
         monkeypatch.setattr(module, "team", lambda: n)
 
 
@@ -122,8 +127,9 @@ def test_products_in_bf16_keep_threads_at_work(
     cut_for(monkeypatch, count)
     config, batch, length = MODELS[name]
     for m, n, k, _, _ in products(config, batch * length, bf16.CHUNK_ROWS):
-        rows, columns = bf16_gemm.panels(m), bf16_gemm.panels(n)
-        assert share(blocks(rows, columns), count) >= least, (m, n, k)
+        rows, columns = bf16_packing.panels(m), bf16_packing.panels(n)
+        for alone in (False, True)[: 1 + bf16_gemm.meets_few(m, n)]:  # operands given in float32
+            assert share(blocks(rows, columns, alone=alone), count) >= least, (m, n, k, alone)
 
 
 @pytest.mark.parametrize("count, least", [(2, 0.9), (THREADS, 0.75)])
@@ -136,7 +142,7 @@ def test_muon_in_bf16_keeps_threads_at_work(
     done = needed = 0.0
     for _, spec in decoder_layout(MODELS[name][0]).offsets.values():
         for width in spec.parts:
-            side, long = sorted(map(bf16_gemm.panels, (spec.shape[0], width)))
+            side, long = sorted(map(bf16_packing.panels, (spec.shape[0], width)))
             for rows, columns, depth in (
                 (side, side, long),
                 (side, side, side),
@@ -148,9 +154,15 @@ def test_muon_in_bf16_keeps_threads_at_work(
     assert done / needed >= least
 
 
-def test_two_threads_pack_few_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_for(monkeypatch, 2)  # each task packs its rows: one part of the columns is once
+def test_what_a_task_packs_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = (768, 2304, 3072, 50257)
+    cut_for(monkeypatch, 2)
+    assert all(bf16_gemm.meets_few(256, n) for n in widths)
+    assert not any(bf16_gemm.meets_few(m, n) for m, n in ((1024, 768), (32, 64)))
+    # each task packs its rows, where these are many: one part of the columns is once
     assert [bf16_gemm.cut(8, columns) for columns in (24, 72, 96, 1571)] == [(2, 1)] * 4
+    cut_for(monkeypatch, THREADS)
+    assert [bf16_gemm.meets_few(256, n) for n in widths] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("m, n, k", [(900, 300, 70), (70, 900, 600), (2100, 64, 33)])
@@ -162,11 +174,13 @@ def test_a_product_s_bits_are_those_of_few_threads(
     results: dict[int, list[Any]] = {}
     for count in (2, 11, THREADS):
         cut_for(monkeypatch, count)
-        plain, rounded, packed = (np.full((m, n), np.nan, np.float32) for _ in range(3))
+        plain, rounded, packed, given = (np.full((m, n), np.nan, np.float32) for _ in range(4))
         gemm.gemm(a, b, plain)
-        right = bf16_gemm.pack(b, bf16_gemm.B, transposed=False)
+        right = bf16_packing.pack(b, bf16_packing.B, transposed=False)
         bf16_gemm.multiply_rows(a, right, rounded)
-        bf16_gemm.multiply(bf16_gemm.pack(a, bf16_gemm.A, transposed=False), right, packed)
+        bf16_gemm.multiply(bf16_packing.pack(a, bf16_packing.A, transposed=False), right, packed)
+        bf16_gemm.multiply_rows(a, b, given)
+        assert np.array_equal(given, rounded)
         results[count] = [plain, rounded, packed]
     for count in (11, THREADS):
         for ours, few in zip(results[count], results[2], strict=True):
@@ -192,7 +206,7 @@ def test_the_loss_in_bf16_keeps_64_threads_at_work(
 ) -> None:
     vocabulary = MODELS[name][0].vocab_size
     rows = loss.chunk_of(vocabulary, bf16.CHUNK_ROWS)
-    down, across = bf16_gemm.panels(rows), bf16_gemm.panels(vocabulary)
+    down, across = bf16_packing.panels(rows), bf16_packing.panels(vocabulary)
     cut_for(monkeypatch, THREADS)
     height, pieces = bf16.cut(down, across)
     assert share(groups(rows, height)) >= 0.75
