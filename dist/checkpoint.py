@@ -59,6 +59,8 @@ class State(manifest.Record, kw_only=True, frozen=True):
         None  # whether it learned from any, from its first weights on; None: unknown
     )
     config: dict[str, dict[str, Any]]  # the resolved run file
+    # the checksums of the manifests of the packed sets that it learns from and is measured on
+    data: dict[str, str] = msgspec.field(default_factory=dict)
     monitor: Memory
 
     @property
@@ -171,10 +173,9 @@ def find(path: str | Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     for folder in (path, path / "checkpoints") if path.is_dir() else ():
-        for pointer in ("best", "latest"):
-            found = pointed(folder, pointer)
-            if found is not None:
-                return found
+        found = pointed(folder, "best") or to_resume(folder)
+        if found is not None:
+            return found
     name = f"{path}" if f"{path}".isprintable() else repr(f"{path}")
     files = (".gguf", ".bin", ".safetensors")
     theirs = path.suffix in files or (path / "config.json").is_file()

@@ -116,6 +116,10 @@ def main(argv: Sequence[str]) -> int:
                 "go on with it, or name another folder by --out"
             )
         given.compute = begun
+        say(
+            f"{paths.run_file} is there: going on with its run, for which --minutes was asked "
+            "when it began; --out names a folder for another"
+        )
     if given.compute != AUTO:
         load_backend("cpu", compute=given.compute)  # which says so if it is not to be had
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)

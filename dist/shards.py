@@ -296,6 +296,11 @@ class Dataset:
         return self.manifest.tokenizer_sha256 if self.manifest else None
 
     @property
+    def checksum(self) -> str:
+        """Of all that was packed, by its manifest; empty: not known."""
+        return self.manifest.checksum if self.manifest else ""
+
+    @property
     def unchecked(self) -> str:
         """What of it cannot be checked when it is read, in a sentence; empty: nothing."""
         if self.manifest is None or self.manifest.sealed:

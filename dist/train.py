@@ -19,12 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from threadpoolctl import threadpool_limits
 
 from accel import AUTO
 from accel import load as load_backend
 from accel.system import HANDED_ON
-from dist import checkpoint, mode, monitor, saving
+from dist import checkpoint, manifest, mode, monitor, saving
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import Run, RunFile, from_tables
@@ -148,6 +149,8 @@ class Trainer:
                 raise ValueError(
                     f"{windows.dataset.path} was not packed with the tokenizer of the training data"
                 )
+        sets = [windows.dataset for windows in (*self.data.sources, *self.heldout)]
+        self.checksums = {str(each.path): each.checksum for each in sets if each.checksum}
         # any source's: they were all packed with the same
         self.tokenizer_path = self.data.sources[0].dataset.tokenizer
         self.tokenizer = None
@@ -177,6 +180,12 @@ class Trainer:
         differences = same_learning(state.config, self.config)
         if state.tokenizer_sha256 != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
+        others = sorted(
+            path
+            for path, checksum in self.checksums.items()
+            if state.data.get(path, checksum) != checksum
+        )
+        differences += [f"{path} was packed anew, and differs" for path in others]
         if differences and not changed:
             raise AllRanksError(
                 f"{newest} belongs to a run with other settings ({'; '.join(differences)}): pass "
@@ -195,6 +204,10 @@ class Trainer:
                 f"{newest} was learned by the backend {before}: from here on the last bits are "
                 f"those of {now}"
             )
+        measured = {str(windows.dataset.path) for windows in self.heldout}
+        former = from_tables(state.config).data.heldout_sets
+        if former != self.config.data.heldout_sets or measured & {*others}:
+            return msgspec.structs.replace(state.monitor, best=None)  # it was of another text
         return state.monitor
 
     def _prepare_folder(self) -> None:
@@ -458,6 +471,8 @@ class Trainer:
             tokenizer_sha256=self.data.tokenizer_sha256,
             chats=self.chats,
             config=self.config.to_dict(),
+            data=self.checksums,
+            format_version=manifest.NEWEST if self.checksums else manifest.SEALED_SINCE,
             monitor=self.guards.remember(self.best),
         )
         for sink in self.sinks:

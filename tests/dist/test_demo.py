@@ -130,4 +130,5 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     assert (tmp_path / "demo" / "run.toml").read_bytes() == chosen_run
     again = capfd.readouterr().out
     assert "== corpus:" not in again and "== speed:" not in again
+    assert "== demo/run.toml is there: going on with its run, for which --minutes was" in again
     assert "demo/run has taken all of its 6 steps" in again and again.count("---- ") == 3

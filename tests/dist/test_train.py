@@ -140,6 +140,51 @@ def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
     assert same_learning(manifest["config"], wider) == ["model.window: 0 -> 3"]
 
 
+@pytest.mark.parametrize("name", ["train", "heldout"])
+def test_texts_that_were_packed_anew_are_not_those_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = prepare(tmp_path, run__eval_every=3)
+    assert train(config) == 0
+    saved = checkpoint.read_resumable(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert saved.monitor.best is not None and set(saved.data) == {
+        str(tmp_path / "train"),
+        str(tmp_path / "heldout"),
+    }
+    shutil.rmtree(tmp_path / name)
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=7))
+    write_dataset(tmp_path / name, random_walk(1900, seed=9))
+    assert train(longer) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / name} was packed anew, and differs" in said and "--changed" in said
+    trainer = Trainer(longer, Solo(), changed=True)
+    # a loss on other texts is not to be compared with
+    assert trainer.best == (saved.monitor.best if name == "train" else None)
+    assert trainer.run(StopRequest()) is None
+    after = checkpoint.read_resumable(tmp_path / "run" / "checkpoints" / "step-00000007")
+    assert after.data[str(tmp_path / name)] != saved.data[str(tmp_path / name)]
+
+
+def test_a_run_that_lost_its_pointers_has_its_newest_checkpoint(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    for name in ("best", "latest"):
+        (folder / name).unlink(missing_ok=True)
+    assert checkpoint.find(tmp_path / "run") == folder / "step-00000006"
+    assert checkpoint.find(folder) == folder / "step-00000006"
+
+
+def test_texts_that_were_packed_again_alike_are_those_of_the_run(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    assert Trainer(config, Solo()).run(stop) == signal.SIGTERM
+    shutil.rmtree(tmp_path / "heldout")
+    write_dataset(tmp_path / "heldout", random_walk(200, seed=5))
+    assert train(config) == 0 and len(losses(config)) == 6
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_run_that_keeps_less_learns_the_same_bits(tmp_path: Path, backend: str) -> None:
     config = prepare(tmp_path, model__dropout_residual=0.2, model__n_layers=2, run__backend=backend)
