@@ -152,6 +152,7 @@ def pack(argv: Sequence[str]) -> int:
     from dist import pack as packing
     from dist.duplicates import SHARED, SHINGLE
     from dist.evaluate import load_tokenizer
+    from dist.heldout import far_share
     from dist.shards import TOKENIZER, check_crcs, read_manifest
 
     args = parser(
@@ -172,7 +173,11 @@ def pack(argv: Sequence[str]) -> int:
     args.add_argument(
         "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"
     )
-    args.add_argument("--field", default="text", help="field or column of rows (default text)")
+    args.add_argument(
+        "--field",
+        help="field or column of rows that holds the text, whatever else they have (default: "
+        "messages, or prompt and completion, or text)",
+    )
     args.add_argument(
         "--max-chars",
         type=float,
@@ -197,7 +202,8 @@ def pack(argv: Sequence[str]) -> int:
         "--heldout",
         type=float,
         default=defaults["heldout"],
-        help="fraction of the documents held out for evaluation (default %(default)s)",
+        help="fraction of the documents held out for evaluation, or of the text where that would "
+        "be none of few documents (default %(default)s)",
     )
     args.add_argument(
         "--drop-near-duplicates",
@@ -259,4 +265,6 @@ def pack(argv: Sequence[str]) -> int:
     print(
         f"{bytes_text(summary.n_bytes)} of text in {duration(time.monotonic() - started)}{left_out}"
     )
+    if far := far_share(summary.tokens["heldout"], sum(summary.tokens.values()), given.heldout):
+        report(far)
     return 0

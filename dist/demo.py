@@ -8,7 +8,6 @@ interrupted anywhere and goes on when it is given again. What it does is what th
 import dataclasses
 import json
 import math
-import textwrap
 import time
 import zlib
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from dist.data import Batch, Windows, on_backend
 from dist.duplicates import SHARED, near_duplicates
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
+from dist.heldout import is_held_out
 from dist.launch import find_mpirun, launch
 from dist.model import Model, load_model
 from dist.sizing import Size
@@ -152,17 +152,7 @@ def main(argv: Sequence[str]) -> int:
 
 def say(text: str) -> None:
     """Print what the demo itself has to say."""
-    print(f"\n{filled(f'== {text}')}", flush=True)
-
-
-def filled(text: str) -> str:
-    """Return a text as wide as a terminal; lines that begin with a space are commands, say."""
-    return "\n".join(
-        line
-        if line.startswith(" ")
-        else textwrap.fill(line, monitor.COLUMNS, break_long_words=False, break_on_hyphens=False)
-        for line in text.splitlines()
-    )
+    print(f"\n{monitor.filled(f'== {text}')}", flush=True)
 
 
 # ---- the stages ----------------------------------------------------------------------------------
@@ -173,8 +163,8 @@ def prepare_corpus(paths: Paths) -> None:
     if paths.corpus.exists():
         return
     texts = standard_library()
-    held = [t for t in texts if pack.is_held_out(t.text.encode(), HELDOUT)]
-    rest = [t for t in texts if not pack.is_held_out(t.text.encode(), HELDOUT)]
+    held = [t for t in texts if is_held_out(t.text.encode(), HELDOUT)]
+    rest = [t for t in texts if not is_held_out(t.text.encode(), HELDOUT)]
     doubles = near_duplicates([t.text for t in held], [t.text for t in rest])
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
@@ -199,8 +189,8 @@ def read_corpus(paths: Paths) -> tuple[list[Text], list[Text]]:
     """Return the training documents and the held-out ones."""
     with paths.corpus.open(encoding="utf-8") as file:
         texts = [Text(r["name"], r["text"]) for r in map(json.loads, file)]
-    held = [t for t in texts if pack.is_held_out(t.text.encode(), HELDOUT)]
-    return [t for t in texts if not pack.is_held_out(t.text.encode(), HELDOUT)], held
+    held = [t for t in texts if is_held_out(t.text.encode(), HELDOUT)]
+    return [t for t in texts if not is_held_out(t.text.encode(), HELDOUT)], held
 
 
 def prepare_tokenizer(paths: Paths) -> None:
@@ -242,7 +232,7 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
     say("speed: a few steps, to see which model and how many steps there is time for")
     speed = sizing.measured_speed(compute)
     choice = sizing.choice_for(deadline - time.monotonic() - TAIL_SECONDS, speed)
-    print(filled(str(choice)), flush=True)
+    print(monitor.filled(str(choice)), flush=True)
     with TemporaryDirectory(prefix="probe-", dir=paths.out) as folder:
         run = settings_of(paths, ranks, choice.size, PROBE_STEPS, Path(folder) / "run", compute)
         run = dataclasses.replace(

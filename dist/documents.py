@@ -3,7 +3,7 @@
 Files, folders, globs and ``-`` as ``tokenizer.read`` knows them: a plain file is one document, or
 several where it is long (``pieces``); a file of rows has one a row: a text field, or ``prompt`` and
 ``completion``, which may become a chat, or chat ``messages``. A ``prompt`` with a text, not a
-completion, is left out.
+completion, is left out. Where people name a field, it is read and nothing else.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizer.read import Source, is_stream, opened
-from tokenizer.records import is_rows, rows
+from tokenizer.records import fields, is_rows, rows
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
 ENDS = [re.compile(end) for end in (rb"\n\s*\n", rb"\n", rb"\s")]  # of pieces, best first
@@ -59,7 +59,7 @@ class Document(NamedTuple):
 
 def read_documents(
     files: list[str],
-    field: str,
+    field: str | None,
     report_bad: Callable[[str], None] | None,
     as_chat: bool = False,
     advance: Callable[[int], None] = lambda done: None,
@@ -70,8 +70,8 @@ def read_documents(
     ----------
     files : list of str
         From ``tokenizer.read.expand``.
-    field : str
-        Of rows: where their text is.
+    field : str, optional
+        Of rows: where their text is, whatever else they have.
     report_bad : callable, optional
         Takes a sentence on each line that is no document, which is left out. Without it the first
         is an error.
@@ -110,7 +110,7 @@ def read_documents(
                 if size and raw.tell() < size:
                     advance(before + raw.tell())
                 if where == name:  # a JSON file that is one text
-                    for piece in pieces(row[field].encode()):
+                    for piece in pieces(row[fields(field)[0]].encode()):
                         yield Document(name, (Part(piece),))
                     continue
                 try:
@@ -140,35 +140,35 @@ def pieces(text: bytes) -> Iterator[bytes]:
 
 
 def document_of(
-    record: Mapping[str, Any], where: str, field: str, as_chat: bool = False
+    record: Mapping[str, Any], where: str, field: str | None = None, as_chat: bool = False
 ) -> Document:
-    """Return the document in a row.
+    """Return the document in a row: of the field that is named, or of those that are known.
 
     Raises
     ------
     ValueError
         When there is none in it.
     """
-    if "messages" in record:
+    text, *aside = fields(field)
+    if "messages" in record and "messages" in (text, *aside):
         return Document(where, tuple(chat(record["messages"])), end=False)
-    if "completion" in record or ("prompt" in record and field not in record):
+    if aside and ("completion" in record or ("prompt" in record and text not in record)):
         prompt, completion = record.get("prompt"), record.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise ValueError('"prompt" and "completion" must both be strings')
         if as_chat:
             turns = zip(("user", "assistant"), (prompt, completion), strict=True)
-            messages = [{"role": role, "content": text} for role, text in turns]
+            messages = [{"role": role, "content": said} for role, said in turns]
             return Document(where, tuple(chat(messages)), end=False)
         return Document(where, (Part(prompt, predict=False), Part(completion)))
-    if field in record and not isinstance(record[field], str):
-        what = "null" if record[field] is None else type(record[field]).__name__
-        raise ValueError(f"field {field!r} holds no text but {what}")
-    if field not in record:
+    if text in record and not isinstance(record[text], str):
+        what = "null" if record[text] is None else type(record[text]).__name__
+        raise ValueError(f"field {text!r} holds no text but {what}")
+    if text not in record:
         known = ", ".join(map(repr, record)) or "none"
-        raise ValueError(
-            f"there is no text field {field!r}, no prompt and no messages; it has {known}"
-        )
-    return Document(where, (Part(record[field]),))
+        others = ", no prompt and no messages" if aside else ""
+        raise ValueError(f"there is no text field {text!r}{others}; it has {known}")
+    return Document(where, (Part(record[text]),))
 
 
 def chat(messages: Any) -> Iterator[Part]:

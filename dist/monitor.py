@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,16 @@ def _product_seconds(ops: Ops, comm: Comm, width: int, seconds: float) -> float:
             ops.to_numpy(y[:, :1, :1])  # waits for it, where work is asynchronous
             best = min(best, time.perf_counter() - started)
     return best
+
+
+def filled(text: str) -> str:
+    """Return a text as wide as a terminal; lines that begin with a space are commands, say."""
+    return "\n".join(
+        line
+        if line.startswith(" ")
+        else textwrap.fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 # ---- the console ---------------------------------------------------------------------------------

@@ -106,12 +106,12 @@ def lines(
     machines = ranks // per_node
 
     def line(name: str, size: float, seconds: float, note: str) -> str:
-        return f"  {name:<18}{size:>22,.0f} bytes = {1e3 * seconds:,.1f} ms  ({note})"
+        return f"  {name:<18}{size:>15,.0f} bytes = {1e3 * seconds:,.1f} ms  ({note})"
 
     out = [
         "",
-        f"exchange of a step, {counted(machines, 'machine')} of {counted(per_node, 'rank')}: by "
-        "arithmetic, without latency and waiting",
+        f"exchange, {counted(machines, 'machine')} of {counted(per_node, 'rank')}: by arithmetic, "
+        "without latency and waiting",
         line("between machines", sent.between, took.between, f"leave each, at {network}"),
         line(
             "within a machine", sent.within, took.within, f"a rank, {WITHIN / 1e9:.0f} GB/s taken"
@@ -122,16 +122,17 @@ def lines(
         efficiency = computing / (computing + took.total)
         batch = efficient_batch(run, ranks, speed, took.total)
         out += [
-            f"  computing         {1e3 * computing:>22,.1f} ms a step at {speed:,.0f} tokens/s "
-            f"without exchange: {efficiency:.1%} efficient",
-            f"  {EFFICIENT:.0%} and more     {batch:>22,} windows a step and above "
-            f"(train.global_batch; micro_batch {run.train.micro_batch}, accumulation "
-            f"{batch // ranks // run.train.micro_batch})",
+            f"  computing alone   {1e3 * computing:>15,.1f} ms a step at {speed:,.0f} tokens/s",
+            f"  with exchange     {efficiency:>15.1%} efficient",
+            f"  {EFFICIENT:.0%} from          {batch:>15,} windows a step on (train.global_batch)",
+            f"    with micro_batch {run.train.micro_batch} and accumulation "
+            f"{batch // ranks // run.train.micro_batch}",
         ]
     if machines > 1 and per_node > 1:
         alone = exchange(traffic(parameters, ranks, per_node, 1), rate(network), WITHIN)
         out.append(
-            f"  a machine's ranks are added up first, with the same bits: {1e3 * took.total:,.1f} "
-            f"ms in all, where one level would take {1e3 * alone.total:,.1f} ms"
+            "  a machine's ranks are added up first, with the same bits:\n"
+            f"    {1e3 * took.total:,.1f} ms in all, where one level would take "
+            f"{1e3 * alone.total:,.1f} ms"
         )
     return out

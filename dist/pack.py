@@ -3,12 +3,13 @@
 Documents are read in one process, encoded in several and written in one, in the order in which they
 were read: so the packed bytes do not depend on the number of processes. Which documents are held
 out for evaluation is decided by a hash of their text, so equal texts fall on the same side. Where
-that leaves none, as it may of few, they are packed again: as many are held out, in the order of
-their hashes, as have the share of the text that was asked for.
+that leaves none, as it may of few, they are packed again, and their sizes decide as well: those are
+held out whose text comes near the share that was asked for (``heldout.py``). A share that is far
+from it nevertheless, as by one long document, is told at the end.
 
 From the start and every so often the writers' state is put into a journal, beside the number of
-documents done. A packing that was interrupted goes on from there. The journal goes last, so a
-folder that has one is unfinished and ours.
+documents done. A packing that was interrupted goes on from there, also where it packs again. The
+journal goes last, so a folder that has one is unfinished and ours.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ from accel.ahead import batches, in_order
 from accel.system import unheard
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
-from dist.duplicates import near_duplicates
+from dist.heldout import holds_out, nearly_trained_on, place
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -61,7 +62,7 @@ class Settings(NamedTuple):
     """What decides the packed bytes, beside the texts."""
 
     tokenizer: str
-    field: str = "text"
+    field: str | None = None  # of rows: where their text is, whatever else they have
     window: int = 0  # layout "truncate": tokens of the one window of a document; 0: one stream
     bos: bool = False
     heldout: float = 0.01  # fraction of the documents
@@ -69,6 +70,12 @@ class Settings(NamedTuple):
     chat: bool = False  # prompt and completion become turns of a chat
     max_chars: float | None = None  # of all texts, the held-out ones among them
     distinct: bool = False  # held-out documents that training text nearly has are dropped
+    chosen: frozenset[float] = frozenset()  # places held out where the fraction leaves none
+
+    def is_held_out(self, content: bytes) -> bool:
+        """Tell whether a document is kept from training."""
+        at = place(content)
+        return at < self.heldout or at in self.chosen
 
 
 class Encoded(NamedTuple):
@@ -99,6 +106,7 @@ class Journal(manifest.Record, kw_only=True, frozen=True):
     mark: str  # of what it packs, from ``fingerprint``
     counts: Counts
     writers: dict[Split, WriterState]
+    chosen: tuple[float, ...] = ()  # of its settings
 
     def __post_init__(self) -> None:
         told = (self.counts.packed, self.counts.chats, self.writers)
@@ -134,34 +142,8 @@ def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
     return tokenizer.encode_ordinary(part.text)
 
 
-class NoneHeldOut(ValueError):
-    """No document was held out, though some were to be."""
-
-    def __init__(self, said: str, fraction: float) -> None:
-        super().__init__(said)
-        self.fraction = fraction  # of the documents that holds out enough
-
-
-def place(content: bytes) -> float:
-    """Return where the hash of a text lies between 0 and 1."""
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
-
-
-def is_held_out(content: bytes, fraction: float) -> bool:
-    """Tell whether a document is kept from training, by a hash of its text."""
-    return place(content) < fraction
-
-
-def holds_out(documents: Iterable[Document], share: float) -> float:
-    """Return the fraction of the documents that holds out a share of their text, but not all."""
-    sizes = sorted((place(content), len(content)) for content in (d.content for d in documents))
-    wanted = share * sum(size for _, size in sizes)
-    for last, size in sizes[:-1]:  # noqa: B007 - the last one is wanted
-        wanted -= size
-        if wanted <= 0:
-            break
-    return math.nextafter(last, 1.0)
+class NoneHeldOut(Exception):
+    """No document was held out, though some were to be: the journal has others, to pack again."""
 
 
 class Encoder:
@@ -197,7 +179,7 @@ class Encoder:
             predict = predict[: self.settings.window] + [False] * missing
         content = document.content
         return Encoded(
-            is_held_out(content, self.settings.heldout),
+            self.settings.is_held_out(content),
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
             len(content),
@@ -271,7 +253,8 @@ def encode_all(
 def fingerprint(files: list[str], settings: Settings, tokenizer_sha256: str) -> str:
     """Return a hash of what a packing is made from, to know it again."""
     stats = [(name, os.stat(name)) for name in files if not is_stream(name)]
-    parts: list[Any] = [settings._asdict(), tokenizer_sha256, PIECE_BYTES]
+    told = settings._asdict() | {"chosen": sorted(settings.chosen)}
+    parts: list[Any] = [told, tokenizer_sha256, PIECE_BYTES]
     parts += [[name, s.st_size, s.st_mtime_ns] for name, s in stats]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -338,19 +321,30 @@ def pack(
             "--window must not be negative nor exceed --shard-tokens, and --processes must be at "
             "least 1"
         )
+    if settings.chat and settings.field is not None:
+        raise ValueError(
+            f"--chat is for rows of prompt and completion, but --field {settings.field} reads "
+            "another field alone: leave one of them out"
+        )
     check_folder(out)
     for path in inputs:
         if shards.is_packed(Path(path)):
             raise ValueError(f"{path} is packed already: name the texts that it was packed from")
         if Path(path).is_dir() and out.resolve() == Path(path).resolve():
             raise ValueError(f"{out} is the folder of the texts: name another by -o")
+    said: set[str] = set()
+
+    def report_once(sentence: str) -> None:
+        if sentence not in said:
+            said.add(sentence)
+            report(sentence)
+
     with locked(out, "packing"):
         try:
-            return _pack(inputs, out, settings, processes, skip_bad_lines, report, progress)
+            return _pack(inputs, out, settings, processes, skip_bad_lines, report_once, progress)
         except NoneHeldOut as none:
             report(f"{none}: packing again, to hold out {settings.heldout:g} of the text")
-            again = settings._replace(heldout=none.fraction)
-        return _pack(inputs, out, again, processes, skip_bad_lines, report, progress)
+        return _pack(inputs, out, settings, processes, skip_bad_lines, report_once, progress)
 
 
 def _pack(
@@ -377,6 +371,7 @@ def _pack(
     if tokenizer.loss:
         report(tokenizer.loss)
     journal = _begin(out, fingerprint(files, settings, tokenizer.sha256), report)
+    settings = settings._replace(chosen=frozenset(journal.chosen))
     counts = journal.counts
     writers = {
         split: ShardWriter(out / split, tokenizer.n_vocab, settings.shard_tokens, state)
@@ -408,7 +403,7 @@ def _pack(
     near: set[int] = set()
     if settings.distinct:
         report("looking for held-out documents that training text nearly has")
-        near = nearly_trained_on(lambda: texts(lambda said: None), settings.heldout)
+        near = nearly_trained_on(lambda: texts(lambda said: None), settings.is_held_out)
     documents = itertools.islice(texts(bad_line), counts.read, None)
     saved = time.monotonic()
     with ExitStack() as stack:
@@ -453,8 +448,11 @@ def _pack(
             )
         if settings.heldout and not counts.packed["heldout"]:
             said = f"none of the {counts.packed['train']} documents was held out for evaluation"
-            if counts.packed["train"] > 1 and not given.streams:
-                raise NoneHeldOut(said, holds_out(texts(lambda said: None), settings.heldout))
+            if not settings.chosen and not given.streams:
+                chosen = holds_out(texts(lambda said: None), settings.heldout)
+                if chosen:
+                    manifest.write(out / JOURNAL, _fresh(journal.mark, chosen))
+                    raise NoneHeldOut(said)
             raise ValueError(
                 f"{said}: give more documents, a larger --heldout than {settings.heldout}, or "
                 "--heldout 0 to train on all"
@@ -484,21 +482,6 @@ def _pack(
     )
 
 
-def nearly_trained_on(documents: Callable[[], Iterator[Document]], fraction: float) -> set[int]:
-    """Return the numbers of the held-out documents that training text nearly has.
-
-    The texts are read twice: what is remembered grows with the held-out part alone.
-    """
-    held = {
-        number: " ".join(document.texts)
-        for number, document in enumerate(documents())
-        if is_held_out(document.content, fraction)
-    }
-    others = (" ".join(d.texts) for d in documents() if not is_held_out(d.content, fraction))
-    doubles = near_duplicates(list(held.values()), others)
-    return {number for number, double in zip(held, doubles, strict=True) if double}
-
-
 def kept(out: Path) -> int:
     """Return the documents that a packing which was interrupted has in its journal."""
     try:
@@ -507,15 +490,21 @@ def kept(out: Path) -> int:
         return 0
 
 
-def _begin(out: Path, mark: str, report: Callable[[str], None]) -> Journal:
-    """Return the journal to go on from, which is on disk, in a folder that is ours to fill."""
-    path = out / JOURNAL
-    fresh = Journal(
+def _fresh(mark: str, chosen: Iterable[float] = ()) -> Journal:
+    """Return the journal of a packing that has done nothing yet."""
+    return Journal(
         format=JOURNAL_FORMAT,
         mark=mark,
         counts=Counts(),
         writers={split: WriterState() for split in SPLITS},
+        chosen=tuple(sorted(chosen)),
     )
+
+
+def _begin(out: Path, mark: str, report: Callable[[str], None]) -> Journal:
+    """Return the journal to go on from, which is on disk, in a folder that is ours to fill."""
+    path = out / JOURNAL
+    fresh = _fresh(mark)
     if not path.exists():
         for split in SPLITS:
             if (out / split / shards.MANIFEST).exists():

@@ -1,6 +1,7 @@
 """``myllm plan``: what a run will need, by arithmetic alone; nothing is allocated or opened.
 
-With ``--minutes`` it first writes the run file (``sizing.py``), which takes some steps to measure.
+With ``--minutes`` it first writes the run file (``sizing.py``): some steps are measured for that,
+and short texts are read.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from dist import config as run_file
 from dist import gpu, network
 from dist.commands import add_set, parser
 from dist.config import RunFile
-from dist.monitor import bytes_text, duration
+from dist.monitor import bytes_text, duration, filled
 from dist.shards import dtype_for
 from dist.slices import ARRAYS, Cutting
 from reference.config import DEEPEST, Config
@@ -254,8 +255,9 @@ def others(run: RunFile, ranks: int) -> list[str]:
     """Return the model with a layer less and one more, and with shorter windows, side by side."""
     model, item = run.model, 2 if run.run.compute == "bf16" else 4
 
-    def line(what: str, values: Iterable[float], show: Callable[[float], str]) -> str:
-        return f"  {what:<18}" + "".join(f"{show(value):>15}" for value in values)
+    def line(what: str, values: Sequence[float], show: Callable[[float], str]) -> str:
+        width = min(15, 60 // len(values))
+        return f"  {what:<18}" + "".join(f"{show(value):>{width}}" for value in values)
 
     def memory(models: Iterable[Config]) -> list[str]:
         runs = [dataclasses.replace(run, model=m) for m in models]
@@ -275,10 +277,10 @@ def others(run: RunFile, ranks: int) -> list[str]:
         kept = [p.activations[p.recompute] for p in plans]
         out += [
             line("layers", layers, str),
-            line("parameters", (p.parameters for p in plans), lambda n: f"{n:,}"),
+            line("parameters", [p.parameters for p in plans], lambda n: f"{n:,}"),
             line("state of a rank", states, bytes_text),
             line("activations", kept, bytes_text),
-            line("operations/token", (p.flops[0] for p in plans), lambda n: f"{n:.4g}"),
+            line("operations/token", [p.flops[0] for p in plans], lambda n: f"{n:.4g}"),
             *memory(models),
         ]
     T = model.context_length
@@ -292,10 +294,10 @@ def others(run: RunFile, ranks: int) -> list[str]:
         *out,
         line("context", lengths, lambda n: f"{n:,}"),
         line("activations", kept, bytes_text),
-        line("KV cache", (kv_cache_bytes(c, item) for c in contexts), bytes_text),
+        line("KV cache", [kv_cache_bytes(c, item) for c in contexts], bytes_text),
         line(
             "operations/token",
-            (training_flops(c, c.context_length, causal=False) for c in contexts),
+            [training_flops(c, c.context_length, causal=False) for c in contexts],
             lambda n: f"{n:.4g}",
         ),
         *memory(contexts),
@@ -305,26 +307,26 @@ def others(run: RunFile, ranks: int) -> list[str]:
 def machine_lines(run: RunFile, ranks: int) -> list[str]:
     """Return what all ranks hold on this machine, and whether it has as much."""
     p, here = make_plan(run, ranks), bytes_text(psutil.virtual_memory().total)
-    out = ["", "memory in all, of all ranks, by run.recompute: by arithmetic"]
+    out = ["", f"memory of all ranks, by run.recompute, beside the {here} here: by arithmetic"]
     for level in p.activations:
         needed = rank_memory(run, ranks, level)
-        fitting = "fits" if fits(run, ranks, needed) == "yes" else "more than"
+        fitting = "fits" if fits(run, ranks, needed) == "yes" else "no room"
         set_so = "  (as set)" if level == p.recompute else ""
         all_ranks = f"{ranks * needed:>22,} bytes = {bytes_text(ranks * needed)}"
-        out.append(f"  {level:<18}{all_ranks}  {fitting} the {here} here{set_so}")
+        out.append(f"  {level:<18}{all_ranks}  {fitting}{set_so}")
     return out
 
 
 def gpu_lines(run: RunFile, ranks: int) -> list[str]:
     """Return what a GPU has to hold, and what fits one."""
-    out = ["", "a rank's GPU, by run.recompute: by arithmetic"]
+    out = ["", "bytes of a rank's GPU, by run.recompute: by arithmetic"]
     p = make_plan(run, ranks)
     for level in p.activations:
         m = gpu_memory(run, ranks, level)
-        fits = [f"{size} GB" for size in gpu.SIZES if m.total <= size * 1e9]
+        fits = [str(size) for size in gpu.SIZES if m.total <= size * 1e9]
         set_so = "  (as set)" if level == p.recompute else ""
-        fitting = f"fits {' and '.join(fits)}" if fits else f"more than {gpu.SIZES[-1]} GB"
-        out.append(f"  {level:<18}{m.total:>22,} bytes = {m.total / 1e9:.1f} GB  {fitting}{set_so}")
+        fitting = f"fits {', '.join(fits)} GB" if fits else f"over {gpu.SIZES[-1]} GB"
+        out.append(f"  {level:<18}{m.total:>22,} = {m.total / 1e9:.1f} GB  {fitting}{set_so}")
     m = gpu_memory(run, ranks, p.recompute)
     out += [
         f"    as set: the above {m.states / 1e9:.1f}, activations {m.activations / 1e9:.1f}, what "
@@ -368,7 +370,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         f"  gradients         {size(p.gradients)}",
         f"  weights, {item:<9}{size(p.weights)}",
         f"  together          {size(per_rank)}",
-        f"  sent in a step    {size(p.sent)}  (2N(W-1)/W float32)",
+        f"  sent in a step    {size(p.sent)}  (8N(W-1)/W)",
         "",
         f"activations of a micro-batch, {item}, by run.recompute",
         *(
@@ -404,7 +406,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         f"  and probabilities {size(2 * p.scores)}  (never stored)",
         "",
         "the run",
-        f"  tokens a step     {run.tokens_per_step:>22,}  = {ranks} ranks × "
+        f"  tokens a step     {run.tokens_per_step:>22,}  = {ranks} × "
         f"{run.accumulation(ranks)} × {run.train.micro_batch} windows of {run.window:,}",
         f"  steps             {p.steps:>22,}",
     ]
@@ -421,7 +423,8 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         "",
         "disk",
         f"  a checkpoint      {size(p.checkpoint)}  (master, m, v)",
-        f"  checkpoints       {size(p.disk)}  ({run.run.keep} newest, best, one being written)",
+        f"  checkpoints       {size(p.disk)}  (at most {run.run.keep + 2})",
+        f"    the {run.run.keep} newest, the best and the one being written",
         f"  tokens, read once {size(p.data)}",
     ]
     return out
@@ -474,6 +477,7 @@ def main(argv: Sequence[str]) -> int:
         from dist import sizing  # which loads a backend
 
         run, said = sizing.write_run_file(given.minutes, given.config, given.out, given.ranks)
+        said = [filled(line) for line in said]
     elif given.out is not None:
         args.error("-o belongs with --minutes")
     else:

@@ -11,6 +11,7 @@ import json
 import shlex
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +24,9 @@ from dist import config, mode, warm
 from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
-from dist.documents import PIECE_BYTES
-from dist.pack import JOURNAL, SPLITS
+from dist.documents import PIECE_BYTES, Document, read_documents
+from dist.heldout import holds_out, place
+from dist.pack import JOURNAL, SPLITS, Settings, plain_bytes
 from dist.places import new_place
 from dist.shards import Manifest, is_packed, read_manifest
 from dist.step import Stepper, initial_weights
@@ -39,6 +41,9 @@ SECONDS = 0.5  # of steps to measure by
 EVALUATIONS = 10  # of a run
 LEAST_STEPS = 20
 FEW_PIECES = 1000  # of text: a share of 0.01 may be a handful of documents
+SHARES = (0.1, 0.2)  # of few pieces: the first that holds out enough
+BYTES_A_TOKEN = 4  # of Python's library 4.0 with 4,096 ids; of 3 kB of it 3.7, of 60 kB 4.4
+LEAST_HELD, LEAST_READ = 4, 2  # windows, by that estimate: some texts take twice as many bytes
 
 
 class Size(NamedTuple):
@@ -153,7 +158,8 @@ class Texts(NamedTuple):
     train: Path
     heldout: Path | None
     manifest: Manifest | None  # of the training set; None: nothing is packed yet
-    size: int = 0  # bytes on disk of what is to be packed; 0: not known
+    size: int = 0  # bytes of text to be packed and trained on; 0: not known
+    share: float | None = None  # of it to be held out; None: what `myllm pack` takes by itself
 
 
 def texts_of(path: str | None, out: Path) -> Texts:
@@ -167,8 +173,50 @@ def texts_of(path: str | None, out: Path) -> Texts:
     if LOCK in here and here <= {LOCK, JOURNAL, *SPLITS}:
         raise ValueError(f"no packing in {path} has finished: give its `myllm pack` again")
     packed = out.with_name(f"{out.stem}-data")
-    size = expand([path]).bytes_on_disk if path else 0
-    return Texts(packed / "train", packed / "heldout", None, size)
+    if path:
+        expand([path])  # which refuses what holds no text
+    return Texts(packed / "train", packed / "heldout", None)
+
+
+def split_bytes(files: list[str], share: float) -> tuple[int, int]:
+    """Return the bytes of text that ``myllm pack --heldout`` will train on and hold out."""
+
+    def documents() -> Iterator[Document]:
+        return read_documents(files, Settings("").field, None)
+
+    sizes = [(place(document.content), len(document.content)) for document in documents()]
+    by_hash = sum(size for where, size in sizes if where < share)
+    chosen = frozenset() if by_hash else holds_out(documents(), share)
+    held = by_hash + sum(size for where, size in sizes if where in chosen)
+    return sum(size for _, size in sizes) - held, held
+
+
+def to_be_packed(texts: Texts, path: str, window: int) -> Texts:
+    """Return texts with their size and a share to hold out: none where that is too little.
+
+    Where there are few they are read, since it depends on each how many bytes are held out.
+
+    Raises
+    ------
+    ValueError, OSError
+        When there is too little to train on, or they cannot be read.
+    """
+    found, least = expand([path]), BYTES_A_TOKEN * window
+    if found.streams or found.bytes_on_disk >= FEW_PIECES * PIECE_BYTES:
+        return texts._replace(size=plain_bytes([path]))
+    try:
+        for share in SHARES:
+            train, held = split_bytes(found.files, share)
+            if min(train, held) >= LEAST_HELD * least:
+                return texts._replace(size=train, share=share)
+    except (ValueError, ImportError):  # rows with another field, say: `myllm pack` will tell
+        return texts._replace(share=SHARES[0])
+    if train + held < LEAST_READ * least:
+        raise ValueError(
+            f"{path} holds {train + held:,} bytes of text, but a run needs some "
+            f"{LEAST_READ * least:,} or more: its model reads {window} tokens at a time"
+        )
+    return texts._replace(heldout=None, size=train + held, share=0.0)
 
 
 def write_run_file(
@@ -191,6 +239,8 @@ def write_run_file(
     compute = typical.run.compute
     warm.compile_kernels(typical)
     choice = choice_for(60 * minutes, measured_speed(compute))
+    if path and texts.manifest is None:
+        texts = to_be_packed(texts, path, choice.size.context_length)
     seconds = step_seconds(run_of(choice.size, texts, out, 1, compute, ranks))
     steps = max(LEAST_STEPS, int(SHARE * 60 * minutes / seconds))
     run = run_of(choice.size, texts, out, steps, compute, ranks)
@@ -234,24 +284,29 @@ def advice(
     run: RunFile, texts: Texts, path: str | None, out: Path, size: Size, ranks: int
 ) -> list[str]:
     """Return what to do next with a run file."""
-    tokens, said = run.steps * run.tokens_per_step, []
+    tokens, said, named = run.steps * run.tokens_per_step, [], path or "TEXTS"
     if texts.manifest is None:
-        tok, named = out.with_suffix(".tok"), path or "TEXTS"
+        tok, have = out.with_suffix(".tok"), texts.size // BYTES_A_TOKEN
+        what = f"{named}, by an estimate of {BYTES_A_TOKEN} bytes a token"
         text, packed, name = (shlex.quote(str(p)) for p in (named, texts.train.parent, tok))
-        share = " --heldout 0.1" if 0 < texts.size < FEW_PIECES * PIECE_BYTES else ""
+        share = "" if texts.share is None else f" --heldout {texts.share:g}"
         said += [
             f"{named} is to be packed first:",
             f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",
             f"  myllm pack {text} --tokenizer {name}{share} -o {packed}",
         ]
     else:
-        times = tokens / texts.manifest.tokens
+        have, what = texts.manifest.tokens, str(texts.train)
+    if have:
+        times = tokens / have
         much = " (more than four times teaches less and less: Muennighoff et al. 2023)"
         said.append(
-            f"It reads {tokens:,} tokens, {times:.2g} times the {texts.manifest.tokens:,} of "
-            f"{texts.train}{much if times > 4 else ''}."
+            f"It reads {tokens:,} tokens, {f'{times:.2g}' if times < 10 else f'{times:,.0f}'} "
+            f"times the {have:,} of {what}{much if times > 4 else ''}."
         )
     if texts.heldout is None:
-        said.append("No held-out text was packed, so nothing tells how good the model is.")
+        none = f"Too little of {named} can be held out"
+        none = none if texts.manifest is None else "No held-out text was packed"
+        said.append(f"{none}, so nothing tells how good the model is.")
     shared = f" --ranks {ranks}" if ranks > 1 else ""
-    return [*said, f"written: {out}; then: myllm train {shlex.quote(str(out))}{shared}"]
+    return [*said, f"written: {out}; then:", f"  myllm train {shlex.quote(str(out))}{shared}"]

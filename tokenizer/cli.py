@@ -393,8 +393,8 @@ def _add_inputs(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     )
     parser.add_argument(
         "--field",
-        default="text",
-        help="field or column of rows that holds the text (text); a conversation needs none",
+        help="field or column of rows that holds the text, whatever else they have (default: "
+        "messages, or prompt and completion, or text)",
     )
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="report lines that cannot be read and go on"

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 import regex
 
 from tokenizer.files import LOCK
-from tokenizer.records import contents, is_packed, is_rows, rows
+from tokenizer.records import contents, fields, is_packed, is_rows, rows
 
 SHOWN_BAD_LINES = 20  # of those that are left out; more are counted
 BLOCK_BYTES = 1 << 23
@@ -49,8 +49,9 @@ class Source:
     paths : sequence of str
         Files, folders (all files below, by name, but hidden ones and those of folders that are
         MyLLM's own), globs, or ``-``, standard input.
-    field : str
-        The field of a row that holds the text.
+    field : str, optional
+        The field of a row that holds the text, whatever else the row has; without it "text", where
+        the row has no messages, and no prompt and completion.
     report_bad : callable, optional
         Takes a sentence on each bad line, which is then left out. Without it the first is an error.
     advance : callable, optional
@@ -58,7 +59,7 @@ class Source:
     """
 
     paths: Sequence[str]
-    field: str = "text"
+    field: str | None = None
     report_bad: Report | None = None
     advance: Callable[[int], None] | None = None
 
@@ -144,11 +145,11 @@ class Source:
         values = contents(row, self.field)
         if values and all(isinstance(value, str) for value in values):
             yield from (value.encode("utf-8", "surrogatepass") for value in values)
-        elif self.field in row:
-            self._bad(f"{where}: field {self.field!r} is no text")
+        elif (field := fields(self.field)[0]) in row:
+            self._bad(f"{where}: field {field!r} is no text")
         else:
             have = ", ".join(map(repr, row)) or "none"
-            self._bad(f"{where}: no field {self.field!r}; its fields: {have}")
+            self._bad(f"{where}: no field {field!r}; its fields: {have}")
 
     def _bad(self, sentence: str) -> None:
         if self.report_bad is None:

@@ -11,9 +11,11 @@ from typing import IO, Any
 
 Bad = Callable[[str], None]  # takes a sentence on a row that cannot be read; raises, or goes on
 Row = tuple[str, dict[str, Any]]  # where it stands, and its fields
+Fields = tuple[str, ...]  # that are read, that of the text first
 
 PACKED = (".gz", ".zst")
-# what a row of Parquet may have beside its text: a conversation, or a task and what is wanted
+TEXT = "text"  # the field of a row's text, where people name none
+# what a row may have beside its text: a conversation, or a task and what is wanted
 ASIDE = ("messages", "prompt", "completion")
 _BEGINS_A_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # of objects
 _NO_UTF8 = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of such a byte
@@ -24,7 +26,7 @@ def is_rows(name: str) -> bool:
     return _ending(name) in READERS
 
 
-def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+def rows(name: str, file: IO[bytes], field: str | None, bad: Bad) -> Iterator[Row]:
     """Yield the rows of a file, in order.
 
     Parameters
@@ -33,9 +35,10 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         The file; what it holds is told by how its name ends.
     file : binary file
         Its content, unpacked; Parquet is read by name.
-    field : str
-        Where the text of a row is. What is a JSON file but no list of objects is one text, as is:
-        a row whose place is the file's name alone. What begins as such a list must be one.
+    field : str, optional
+        Where the text of a row is; without it ``TEXT``, or what stands ``ASIDE``. What is a JSON
+        file but no list of objects is one text, as is: a row whose place is the file's name alone.
+        What begins as such a list must be one.
     bad : callable
         Is given a sentence on each row that cannot be read.
 
@@ -44,23 +47,28 @@ def rows(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
     ValueError, OSError, ImportError
         When the file as a whole cannot be read, or has no column for the text.
     """
-    return READERS[_ending(name)](name, file, field, bad)
+    return READERS[_ending(name)](name, file, fields(field), bad)
 
 
-def contents(row: dict[str, Any], field: str) -> list[Any]:
+def fields(named: str | None) -> Fields:
+    """Return the fields of a row that are read: where people name one, it alone."""
+    return (TEXT, *ASIDE) if named is None else (named,)
+
+
+def contents(row: dict[str, Any], field: str | None) -> list[Any]:
     """Return what people wrote in a row: in its messages, its prompt and completion, or its text.
 
-    What is no string is not as it should be.
+    Where a field is named it is only that one. What is no string is not as it should be.
     """
-    messages = row.get("messages")
+    messages = row.get("messages") if "messages" in fields(field) else None
     if isinstance(messages, list):
         return [m.get("content") if isinstance(m, dict) else None for m in messages]
-    if "completion" in row:
+    if field is None and "completion" in row:
         return [row.get("prompt"), row["completion"]]
-    return [row.get(field)]
+    return [row.get(fields(field)[0])]
 
 
-def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+def _json_lines(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
     for number, line in enumerate(file, 1):
         where = f"{name}, line {number}"
         if not line.strip():
@@ -76,7 +84,7 @@ def _json_lines(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Ro
             bad(f"{where}: no JSON object but {type(row).__name__}")
 
 
-def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
     text = file.read()
     try:
         content = json.loads(text)
@@ -94,12 +102,12 @@ def _json_list(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row
                 bad(f"{where}: no JSON object but {type(row).__name__}")
         return
     try:
-        yield name, {field: text.decode()}
+        yield name, {wanted[0]: text.decode()}
     except UnicodeDecodeError as error:
         bad(f"{name}: byte 0x{text[error.start]:02x} at {error.start} is no UTF-8")
 
 
-def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+def _csv(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     # strict: else a quote that never closes takes in all rows behind it
@@ -109,7 +117,7 @@ def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         columns = next(table, None)
         if columns is None:  # an empty file, which has no rows
             return
-        _check_columns(name, columns, field)
+        _check_columns(name, columns, wanted)
         began = table.line_num + 1
         for values in table:
             where = f"{name}, line {table.line_num}"
@@ -129,7 +137,7 @@ def _csv(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
         lines.detach()
 
 
-def _parquet(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
+def _parquet(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -141,26 +149,28 @@ def _parquet(name: str, file: IO[bytes], field: str, bad: Bad) -> Iterator[Row]:
             return
         table = parquet.ParquetFile(name)
         columns = list(table.schema_arrow.names)
-        _check_columns(name, columns, field)
+        _check_columns(name, columns, wanted)
         number = 0
-        for batch in table.iter_batches(columns=[c for c in columns if c in (field, *ASIDE)]):
+        for batch in table.iter_batches(columns=[c for c in columns if c in wanted]):
             for row in batch.to_pylist():
                 number += 1
-                row = {k: v for k, v in row.items() if v is not None or k == field}
+                row = {k: v for k, v in row.items() if v is not None or k == wanted[0]}
                 yield f"{name}, row {number}", row
     except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
         said = " ".join(str(error).split())  # of several lines
         raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None
 
 
-def _check_columns(name: str, columns: list[str], field: str) -> None:
-    if not {field, *ASIDE} & set(columns):
+def _check_columns(name: str, columns: list[str], wanted: Fields) -> None:
+    if not set(wanted) & set(columns):
         have = ", ".join(map(repr, columns)) or "none"
-        raise ValueError(f"{name}: no column {field!r}; its columns: {have} (--field names one)")
-    for wanted in (field, *ASIDE):
-        if columns.count(wanted) > 1:
+        raise ValueError(
+            f"{name}: no column {wanted[0]!r}; its columns: {have} (--field names one)"
+        )
+    for field in wanted:
+        if columns.count(field) > 1:
             raise ValueError(
-                f"{name}: {columns.count(wanted)} columns are called {wanted!r}: rename all but one"
+                f"{name}: {columns.count(field)} columns are called {field!r}: rename all but one"
             )
 
 
@@ -177,7 +187,7 @@ def _ending(name: str) -> str:
     return os.path.splitext(name)[1]
 
 
-READERS: dict[str, Callable[[str, IO[bytes], str, Bad], Iterator[Row]]] = {
+READERS: dict[str, Callable[[str, IO[bytes], Fields, Bad], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json_list,

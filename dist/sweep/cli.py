@@ -21,7 +21,7 @@ from dist.lock import locked
 from dist.stopping import StopRequest
 from dist.sweep import results
 from dist.sweep.pool import RUN, finished, last_words, progress, train_all
-from dist.sweep.trials import Budget, Trial, parse_axis, trials_of
+from dist.sweep.trials import Budget, Trial, parse_axis, trials_of, varied
 from dist.use import figure_class
 from tokenizer.files import check_folder, replace_durably
 
@@ -121,6 +121,7 @@ class Sweep:
     def __init__(self, trials: list[Trial], jobs: int, limit: Budget, out: Path) -> None:
         self.trials, self.jobs, self.limit, self.out = trials, jobs, limit, out
         self.labels = {trial.run.run.out: trial.label for trial in trials}
+        self.earlier, self.others = results.earlier(out, trials, limit)
         self.left_out: dict[str, str] = {}  # folder -> why the run is not begun
         self.ended = 0
         self.columns = monitor.terminal_columns(monitor.Output(sys.stdout))
@@ -138,6 +139,7 @@ class Sweep:
             f"{len(self.trials)} runs in {self.out}, {before} of them finished before; "
             f"{self.jobs} at once, each on {max(1, cores() // self.jobs)} of {cores()} cores"
         )
+        self._write()  # so that no run is forgotten if this process is killed
         if stop.signal is None:
             train_all(left, self.jobs, stop, self._tell)
         return self._report(stop)
@@ -182,11 +184,12 @@ class Sweep:
     def _begun(self) -> dict[str, dict[str, Any]]:
         """Return how long the runs of each setting are of which one was begun."""
         found = {}
-        for trial in self.trials:
-            path = Path(trial.run.run.out) / RUN
+        runs = [(run["settings"], run["folder"]) for run in self.earlier]
+        for settings, folder in [*runs, *((t.settings, t.run.run.out) for t in self.trials)]:
+            path = Path(folder) / RUN
             if path.exists():
                 told = run_file.load(path).train
-                found[json.dumps(trial.settings)] = {key: getattr(told, key) for key in LENGTHS}
+                found[json.dumps(settings)] = {key: getattr(told, key) for key in LENGTHS}
         return found
 
     def _tell(self, ended: RunFile | None, under_way: list[RunFile]) -> None:
@@ -205,29 +208,43 @@ class Sweep:
         if self.columns:
             print(f"\r\x1b[K{line[: self.columns - 1]}", end="", flush=True)
 
-    def _report(self, stop: StopRequest) -> int:
-        outcomes = [results.outcome(trial) for trial in self.trials]
+    def _write(self) -> tuple[list[dict[str, Any]], str, list[results.Cell]]:
+        """Write results.json, and return the outcomes of the trials, the score and all settings."""
+        outcomes = [results.outcome(t.settings, t.seed, t.run) for t in self.trials]
         for outcome in outcomes:
             if outcome["folder"] in self.left_out:
                 outcome["said"] = self.left_out[outcome["folder"]]
-        score, found = results.cells(outcomes)
+        score, found = results.cells([*outcomes, *self.earlier])
         report = {
             "score": score,
             "budget": self.limit._asdict(),
             "jobs": self.jobs,
             "machine": machine(),
             "settings": [{**cell._asdict(), "runs": len(cell.runs)} for cell in found],
-            "runs": outcomes,
+            "runs": [*outcomes, *self.earlier],
+            "others": self.others,
         }
-        replace_durably(self.out / "results.json", (json.dumps(report, indent=1) + "\n").encode())
+        path = self.out / results.RESULTS
+        replace_durably(path, (json.dumps(report, indent=1) + "\n").encode())
+        return outcomes, score, found
+
+    def _report(self, stop: StopRequest) -> int:
+        outcomes, score, found = self._write()
         done = sum(r["status"] == "finished" for r in outcomes)
-        written = [self.out / "results.json"]
+        written = [self.out / results.RESULTS]
         if found:
-            keys = self.trials[0].shown
+            keys = varied([cell.settings for cell in found])
             results.print_table(score, found, keys)
             results.draw(score, found, keys, self.out / "sweep.png")
             written.append(self.out / "sweep.png")
-        print(f"{done} of {len(outcomes)} runs finished: {', '.join(map(str, written))}")
+            if self.others:
+                results.say(
+                    f"not in the table: {len(self.others)} of the earlier runs, with other keys, "
+                    'budget, run file or --set (in results.json under "others")'
+                )
+        earlier = sum(r["status"] == "finished" for r in self.earlier)
+        beside = f", beside {earlier} earlier ones" if earlier else ""
+        print(f"{done} of {len(outcomes)} runs finished{beside}: {', '.join(map(str, written))}")
         if stop.signal is not None:
             print("stopped; the same command goes on from there")
             return 128 + stop.signal

@@ -5,20 +5,24 @@ import math
 import statistics
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from dist import config as run_file
 from dist.config import RunFile
 from dist.monitor import COLUMNS, duration, read_metrics
-from dist.sweep.pool import LOG, finished, last_words
-from dist.sweep.trials import Trial
+from dist.sweep.pool import LOG, RUN, finished, last_words
+from dist.sweep.trials import Budget, Trial, belongs, varied
 from dist.use import figure_class, save_figure
 from reference.flops import training_flops
 from reference.params import decoder_layout
 
+RESULTS = "results.json"
+HELDOUT = "data.heldout"  # what a score was measured on
 TAIL = 0.1  # of the steps, over which the training loss is averaged
 SCORES = {  # the first that all finished runs have is what runs are compared by
     "bits_per_byte": "bits per byte, held out",
@@ -37,17 +41,61 @@ class Cell(NamedTuple):
     spread: float | None  # standard deviation over seeds; of one seed, none is known
 
 
-def outcome(trial: Trial) -> dict[str, Any]:
+def earlier(
+    out: Path, trials: Sequence[Trial], budget: Budget
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return outcomes of runs of earlier starts, which are none of the trials.
+
+    Those that can be compared with the trials come first; the others are of other keys, another
+    budget or another run file.
+    """
+    path = out / RESULTS
+    if not path.exists():
+        return [], []
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        known = [
+            (Path(run["folder"]).name, dict(run["settings"]), int(run["seed"]), run)
+            for run in [*report["runs"], *report.get("others", [])]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what a sweep writes: move it away") from error
+    alike, others = [], []
+    hashes = {trial.name.rpartition("-")[2] for trial in trials}
+    for name, settings, seed, run in known:
+        folder = out / "runs" / name
+        if name.rpartition("-")[2] in hashes or not folder.exists():
+            continue
+        if belongs(name, settings, seed, trials[0], budget):
+            settings = {key: settings[key] for key in trials[0].settings}
+            alike.append(_anew(folder, settings, seed, run))
+        else:
+            others.append(_anew(folder, settings, seed, run))
+    return alike, others
+
+
+def _anew(
+    folder: Path, settings: dict[str, Any], seed: int, before: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what is known of an earlier run now, or what was, if its run file is of no use."""
+    try:
+        run = run_file.load(folder / RUN)
+    except (ValueError, OSError):
+        return {**before, "settings": settings, "folder": str(folder)}
+    return outcome(settings, seed, replace(run, run=replace(run.run, out=str(folder))))
+
+
+def outcome(settings: dict[str, Any], seed: int, run: RunFile) -> dict[str, Any]:
     """Return what is known of a run, for results.json."""
-    run, records = trial.run, read_metrics(Path(trial.run.run.out))
+    records = read_metrics(Path(run.run.out))
     steps = [r for r in records if "lr" in r]
     evals = [r for r in records if "heldout_loss" in r]
     status = "begun" if steps else "not begun"
     if finished(run):
         status = "diverged" if diverged(records) else "finished"
     found: dict[str, Any] = {
-        "settings": trial.settings,
-        "seed": trial.seed,
+        "settings": settings,
+        "seed": seed,
         "compute": run.run.compute,
         "folder": run.run.out,
         "status": status,
@@ -153,19 +201,28 @@ def table(
 def print_table(score: str, found: Sequence[Cell], keys: Sequence[str]) -> None:
     """Print the table, as wide as the terminal at most, or ``COLUMNS`` where there is none.
 
-    What is the same in all rows is said once, below. Where there is no room, the last columns are
-    left out before a setting is broken.
+    What is the same in all rows, settings beside ``keys`` too, is said once, below. Where there is
+    no room, the last columns are left out, and then keys without which the rows still differ,
+    before a setting is broken.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=COLUMNS)
     told = columns(found)
-    same = {n: texts[0] for n, texts in told.items() if n != "score" and len({*texts}) == 1}
+    settings = found[0].settings
+    same = {key.partition(".")[2]: f"{settings[key]}" for key in settings if key not in keys}
+    same |= {n: texts[0] for n, texts in told.items() if n != "score" and len({*texts}) == 1}
     rest = {name: texts for name, texts in told.items() if name not in same}
     shown, left_out = table(score, found, keys, rest), []
     unbounded = console.options.update(width=1 << 20)
-    while len(rest) > 1 and console.measure(shown, options=unbounded).maximum > console.width:
-        left_out.append(rest.popitem()[0])
+    while console.measure(shown, options=unbounded).maximum > console.width:
+        if len(rest) > 1:
+            left_out.append(rest.popitem()[0])
+        elif spare := _spare(found, keys):
+            left_out.append(spare.partition(".")[2])
+            keys = [key for key in keys if key != spare]
+        else:
+            break
         shown = table(score, found, keys, rest)
     console.print(shown)
     said = ", ".join(f"{name} {text}" for name, text in same.items() if text)
@@ -173,20 +230,39 @@ def print_table(score: str, found: Sequence[Cell], keys: Sequence[str]) -> None:
         say(f"in all rows: {said}")
     if left_out:
         say(f"no room for: {', '.join(left_out)}")
+    if HELDOUT in varied([cell.settings for cell in found]) and score != "loss":
+        say(f"{HELDOUT} differs: only what was measured on the same text can be compared")
+
+
+def _spare(found: Sequence[Cell], keys: Sequence[str]) -> str | None:
+    """Return the last key without which the settings still differ, if there is one."""
+    for spare in reversed(keys):
+        others = [key for key in keys if key != spare]
+        if len({str([cell.settings[key] for key in others]) for cell in found}) == len(found):
+            return spare
+    return None
 
 
 def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> None:
     """Draw the score over the first of ``keys``, a line for each combination of the others.
 
-    Points are runs, lines go through the means, bars are standard deviations over seeds.
+    The values of keys that go together with the first stand beside its own. Points are runs, lines
+    go through the means, bars are standard deviations over seeds.
     """
     found = [cell for cell in found if cell.mean is not None]
-    first, others = (keys[0], keys[1:]) if keys else ("", ())
+    first = keys[0] if keys else ""
+    pairs = {key: {f"{[c.settings[first], c.settings[key]]}" for c in found} for key in keys}
+    beside = [key for key in keys[1:] if len(pairs[key]) == len(pairs[first])]
+    others = [key for key in keys[1:] if key not in beside]
     values = [cell.settings.get(first, "all") for cell in found]
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
     ticks: list[Any] = sorted(set(values)) if numeric else list(dict.fromkeys(map(str, values)))
     figure = figure_class()(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    names = {}
+    for value, cell in zip(values, found, strict=True):
+        texts = [f"{value}", *(f"{cell.settings[key]}" for key in beside)]
+        names[value if numeric else str(value)] = ", ".join(texts)
     lines: dict[str, list[tuple[float, Cell]]] = {}
     for value, cell in zip(values, found, strict=True):
         name = ", ".join(f"{key.partition('.')[2]} {cell.settings[key]}" for key in others)
@@ -206,9 +282,9 @@ def draw(score: str, found: Sequence[Cell], keys: Sequence[str], out: Path) -> N
             axes.plot([x] * len(cell.runs), [r[score] for r in cell.runs], ".", color=color)
     if numeric and ticks and ticks[0] > 0 and ticks[-1] >= 4 * ticks[0]:
         axes.set_xscale("log")
-    axes.set_xticks(ticks if numeric else range(len(ticks)), [f"{tick}" for tick in ticks])
+    axes.set_xticks(ticks if numeric else range(len(ticks)), [names[tick] for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(first)
+    axes.set_xlabel(", ".join([first, *beside]))
     axes.set_ylabel(SCORES[score])
     axes.grid(alpha=0.3)
     if others:

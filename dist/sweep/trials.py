@@ -33,14 +33,6 @@ class Axis(NamedTuple):
     keys: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]  # of each setting, a value for each key, as written
 
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """The first keys, as many as tell the settings apart."""
-        for n in range(1, len(self.keys)):
-            if len({row[:n] for row in self.values}) == len(self.values):
-                return self.keys[:n]
-        return self.keys
-
 
 class Budget(NamedTuple):
     """How long each run is: ``steps``, ``tokens``, ``flops`` or ``minutes``; "": as its file."""
@@ -80,15 +72,23 @@ class Trial(NamedTuple):
     """One run of a sweep."""
 
     settings: dict[str, Any]  # key -> value, of the grid
-    shown: tuple[str, ...]  # the keys that tell its settings from the others
+    shown: tuple[str, ...]  # the keys that differ between its settings and the others
     seed: int
     name: str  # of its folder: what it is, and a hash of all that decides its figures
+    told: dict[str, dict[str, Any]]  # the tables of its run file, before the budget
     run: RunFile
 
     @property
     def label(self) -> str:
         """What people call it."""
         return label_of(self.settings, self.shown, self.seed)
+
+
+def varied(settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the keys whose values differ between settings; where none does, the first."""
+    keys = tuple(settings[0]) if settings else ()
+    differ = tuple(key for key in keys if any(s[key] != settings[0][key] for s in settings))
+    return differ or keys[:1]
 
 
 def label_of(settings: dict[str, Any], shown: Sequence[str], seed: int) -> str:
@@ -141,8 +141,7 @@ def trials_of(
     """
     keys = [key for axis in axes for key in axis.keys]
     _check_keys(keys, seeds, budget)
-    shown = tuple(key for axis in axes for key in axis.shown)
-    found: dict[str, Trial] = {}
+    resolved: list[tuple[dict[str, Any], RunFile]] = []
     for values in itertools.product(*(axis.values for axis in axes)):
         chosen = [text for row in values for text in row]
         words = [f"{key}={text}" for key, text in zip(keys, chosen, strict=True)]
@@ -158,10 +157,15 @@ def trials_of(
             )
         tables = run.to_dict()
         settings = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in keys}
+        resolved.append((settings, run))
+    shown = varied([settings for settings, _ in resolved])
+    found: dict[str, Trial] = {}
+    for settings, run in resolved:
         for seed in range(run.train.seed, run.train.seed + seeds):
             train = dataclasses.replace(run.train, seed=seed)
             one = dataclasses.replace(run, train=train)
-            name = _name(one, settings, shown, budget)
+            told = one.to_dict()
+            name = _name(told, settings, shown, budget, out)
             if name in found:
                 raise ValueError(
                     f"--grid asks for the same run twice: {label_of(settings, shown, seed)}"
@@ -171,7 +175,7 @@ def trials_of(
             one.accumulation(1)
             if budget.kind != "minutes":
                 one = budget.apply(one)
-            found[name] = Trial(settings, shown, seed, name, one)
+            found[name] = Trial(settings, shown, seed, name, told, one)
         TrainingData(one)
         held_out(one)
     return list(found.values())
@@ -189,10 +193,35 @@ def _check_keys(keys: list[str], seeds: int, budget: Budget) -> None:
             raise ValueError("--grid train.seed and --seeds both say which seeds: leave one out")
 
 
-def _name(run: RunFile, settings: dict[str, Any], shown: tuple[str, ...], budget: Budget) -> str:
-    tables, usual = run.to_dict(), dataclasses.asdict(Run(out=""))
+def _name(
+    tables: dict[str, dict[str, Any]],
+    settings: dict[str, Any],
+    shown: tuple[str, ...],
+    budget: Budget,
+    out: Path,
+) -> str:
+    """Return the name of a run's folder, which it keeps when other keys are shown."""
+    digest = _digest(tables, settings, budget)
+    kept = [path.name for path in (out / "runs").glob(f"*-{digest}")]
+    seed = tables["train"]["seed"]
+    readable = re.sub(r"[^\w.+-]+", "_", label_of(settings, shown, seed))
+    return min(kept, default=f"{readable[:80]}-{digest}")
+
+
+def _digest(tables: dict[str, dict[str, Any]], settings: dict[str, Any], budget: Budget) -> str:
+    usual = dataclasses.asdict(Run(out=""))
     decides = [{t: tables[t] for t in LEARNING}, settings, budget.kind, float(budget.amount)]
     decides += [[key, tables["run"][key]] for key in FIGURES if tables["run"][key] != usual[key]]
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
-    readable = re.sub(r"[^\w.+-]+", "_", label_of(settings, shown, run.train.seed))
-    return f"{readable[:80]}-{digest}"
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def belongs(name: str, settings: dict[str, Any], seed: int, trial: Trial, budget: Budget) -> bool:
+    """Whether a folder's run differs from a sweep's trial in its values and seed alone."""
+    if settings.keys() != trial.settings.keys():
+        return False
+    tables = {name: dict(table) for name, table in trial.told.items()}
+    for key, value in settings.items():
+        table, _, inner = key.partition(".")
+        tables[table][inner] = value
+    tables["train"]["seed"] = seed
+    return name.endswith("-" + _digest(tables, settings, budget))

@@ -9,6 +9,7 @@ from dist import cli
 from dist.documents import Part, chat, document_of
 from dist.shards import read_manifest
 from tests.helpers.packing import contents, eos_behind, run, tokens_of
+from tests.helpers.tokenizer_texts import rows_with_more_than_a_text
 
 
 def test_prompts_and_completions_may_be_turns_of_a_chat(
@@ -30,15 +31,37 @@ def test_prompts_and_completions_may_be_turns_of_a_chat(
 
 
 def test_a_record_says_what_it_is() -> None:
-    assert document_of({"prompt": "a", "completion": "b"}, "x", "text").content == b"a\0b"
+    assert document_of({"prompt": "a", "completion": "b"}, "x").content == b"a\0b"
     # as in Cosmopedia: what a text was asked for with, and the text
-    assert document_of({"prompt": "a", "text": "b"}, "x", "text").parts == (Part("b"),)
+    assert document_of({"prompt": "a", "text": "b"}, "x").parts == (Part("b"),)
     for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
         with pytest.raises(ValueError, match="must both be strings"):
-            document_of(record, "x", "text")
+            document_of(record, "x")
     parts = list(chat([{"role": "system", "content": "s"}]))
     assert [p.control for p in parts] == [True, False, True]
     assert not any(p.predict for p in parts)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_the_field_that_is_named_is_read_whatever_else_a_row_has(
+    name: str, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rows_with_more_than_a_text(tmp_path / name)
+    for field, text in (("body", "the body"), ("text", "the text"), ("completion", "the end")):
+        out = tmp_path / field
+        assert run(path, out, tokenizer_file, "--heldout", "0", "--field", field) == 0
+        assert tokens_of(out / "train").tolist() == eos_behind(tokenizer_file, [text])
+        assert read_manifest(out / "train").chats == 0
+    for out, *words in (("none",), ("chat", "--field", "messages")):
+        if name == "a.csv":  # has no lists
+            continue
+        assert run(path, tmp_path / out, tokenizer_file, "--heldout", "0", *words) == 0
+        assert read_manifest(tmp_path / out / "train").chats == 1
+    assert run(path, tmp_path / "no", tokenizer_file, "--field", "bdy") == 1
+    said = capsys.readouterr().err
+    assert "'bdy'" in said and "'body'" in said and said.count("\n") == 1
+    assert run(path, tmp_path / "no", tokenizer_file, "--field", "body", "--chat") == 1
+    assert "--chat is for rows of prompt and completion" in capsys.readouterr().err
 
 
 def test_of_many_bad_lines_the_first_are_named(

@@ -10,7 +10,7 @@ import pytest
 import accel
 from accel.cpu.loss import CHUNK_ELEMENTS, LEAST_ROWS
 from dist import cli, config
-from dist.monitor import bytes_text
+from dist.monitor import COLUMNS, bytes_text
 from dist.plan import (
     CPU_LOGITS,
     CPU_ROWS,
@@ -121,6 +121,23 @@ def test_a_layer_less_and_one_more_and_shorter_windows_stand_side_by_side(
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "context" in said and "\n  layers" not in said
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in config.PRESETS.glob("*.toml")))
+def test_no_line_is_wider_than_a_terminal(
+    preset: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not it fits; eight ranks do not share the demo's batch."""
+    ranks = ["--ranks", "2" if preset == "demo" else "8"]
+    cluster = [*ranks, "--network", "50GB/s", "--per-node", ranks[1], "--speed", "100000"]
+    for total in (1 << 29, 1 << 40):
+        monkeypatch.setattr(
+            "psutil.virtual_memory", lambda total=total: SimpleNamespace(total=total)
+        )
+        for words in ([], ranks, cluster, ["--set", "run.recompute=block"]):
+            assert cli.main(["plan", preset, *words]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert not [line for line in lines if len(line) > COLUMNS]
 
 
 def rows(said: str, name: str) -> list[list[str]]:

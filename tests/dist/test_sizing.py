@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist import cli, config, monitor, sizing
+from dist import cli, config, monitor, pack, sizing
+from dist.heldout import place
+from dist.shards import Dataset
 from dist.sizing import SIZES, Size, choice_for, choose
 from reference.params import decoder_layout
 from tests.helpers.runs import VOCAB, prepare_texts, random_walk, text, write_dataset
+from tokenizer import Tokenizer
 
 TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 12, 4, 1e-2, 300)
 
@@ -81,7 +84,7 @@ def test_plan_writes_a_run_file_that_trains(
     assert cli.main(["plan", "--minutes", "0.01", str(quick), "-o", "mine.toml"]) == 0
     said = capsys.readouterr().out
     assert "model: 16 wide, 1 layers, for" in said and "25 steps in 0.01 minutes" in said
-    assert "then: myllm train mine.toml" in said and "times the" in said
+    assert "then:\n  myllm train mine.toml\n" in said and "times the" in said
     run = config.load("mine.toml")
     assert run.model.vocab_size == 320 and run.data.heldout == str(quick / "heldout")
     assert (run.steps, run.train.warmup_steps, run.run.eval_every) == (25, 2, 2)
@@ -108,10 +111,8 @@ def test_plan_says_what_to_do_with_text_that_is_not_packed(
     assert cli.main(["plan", "--minutes", "0.01", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("  myllm ")]
-    assert [words[0] for words in commands] == ["tokenizer", "pack"]
-    for words in commands:
-        assert cli.main([*words, "--heldout", "0.1"] if words[0] == "pack" else words) == 0
-    assert cli.main(["train", "run.toml"]) == 0
+    assert [words[0] for words in commands] == ["tokenizer", "pack", "train"]
+    assert all(cli.main(words) == 0 for words in commands)
     assert monitor.read_metrics(quick / "runs" / "run")
 
 
@@ -138,9 +139,7 @@ def test_what_plan_says_of_texts_that_are_not_packed_works(
         (quick / "texts" / f"{i}.txt").write_text(text(i) * 3)
     (quick / "texts" / "more.txt.gz").write_bytes(gzip.compress(text(60).encode()))
     assert cli.main(["plan", "--minutes", "0.01", "texts/*.*"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    commands = [shlex.split(" ".join(line[1:])) for line in lines if line[:1] == ["myllm"]]
-    assert [words[0] for words in commands] == ["tokenizer", "pack"]
+    commands = printed_commands(capsys.readouterr().out)
     assert commands[1][3:7] == ["run.tok", "--heldout", "0.1", "-o"]
     assert all(cli.main(words) == 0 for words in commands)
     assert "heldout" in config.load("run.toml").data.heldout
@@ -155,6 +154,118 @@ def test_what_plan_says_of_texts_that_are_not_packed_works(
         (quick / "texts" / name).write_text(text(1))
     assert cli.main(["plan", "--minutes", "0.01", "texts", "-o", "d.toml"]) == 0
     assert "texts is to be packed first" in capsys.readouterr().out
+
+
+def printed_commands(said: str) -> list[list[str]]:
+    """Return the commands in what was printed, whose other lines fit a terminal."""
+    lines = said.splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("  myllm ")]
+    assert [words[0] for words in commands] == ["tokenizer", "pack", "train"]
+    others = [line for line in lines if not line.startswith("  myllm ")]
+    assert all(len(line) <= monitor.COLUMNS for line in others)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("size", "heldout"), [(150, False), (60_000, False), (70_000, True), (300_000, True)]
+)
+def test_the_recipe_for_a_single_text_works_as_it_is_printed(
+    quick: Path, size: int, heldout: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has 64 KiB or less is one document, of which nothing can be held out."""
+    words = "".join(map(text, range(3000)))
+    Path("one.txt").write_text(words[:size])
+    assert cli.main(["plan", "--minutes", "0.01", "one.txt", "-o", "t.toml"]) == 0
+    said = capsys.readouterr().out
+    tokens, have = 25 * 4 * 12, size // 4  # at four bytes a token
+    if not heldout:
+        assert f"{tokens:,} tokens" in said and f"the {have:,} of one.txt" in " ".join(said.split())
+    assert "by an estimate of 4 bytes a token" in " ".join(said.split())
+    assert ("more than four times" in " ".join(said.split())) == (size < 1000)
+    assert ("Too little of one.txt can be held out, so" in said) != heldout
+    commands = printed_commands(said)
+    assert commands[1][3:6] == ["t.tok", "--heldout", "0.1" if heldout else "0"]
+    assert config.load("t.toml").data.heldout == ("t-data/heldout" if heldout else "")
+    assert all(cli.main(words) == 0 for words in commands)
+    scored = [r for r in monitor.read_metrics(Path("runs/t")) if "heldout_loss" in r]
+    assert bool(scored) == heldout
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"Hello world\n"])
+def test_plan_of_next_to_no_text_is_refused(
+    quick: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("few.txt").write_bytes(content)
+    assert cli.main(["plan", "--minutes", "30", "few.txt"]) == 1
+    said = capsys.readouterr().err
+    least = 2 * sizing.BYTES_A_TOKEN * TINY.context_length
+    size = len(content) if content[:1] == b"H" else 0
+    assert f"few.txt holds {size} bytes of text, but a run needs some {least}" in said
+    assert said.count("\n") == 1 and not Path("run.toml").exists()
+
+
+def test_what_is_said_to_be_held_out_is_what_pack_holds_out(quick: Path) -> None:
+    """Few long texts and many short ones, an empty one among them, by their hashes or by size."""
+    prepare_texts(quick)
+    tokenizer = Tokenizer.load("t.tok")
+    for number, lengths in enumerate([[70_000, 20, 0, 9], [500] * 40, [50], [50, 60], [5, 0]]):
+        folder = Path(f"texts{number}")
+        folder.mkdir()
+        for i, length in enumerate(lengths):
+            (folder / f"{i}.txt").write_text((text(i) * 1000)[:length])
+        files = [str(path) for path in sorted(folder.iterdir())]
+        for share in (0.1, 0.5):
+            settings = pack.Settings("t.tok", heldout=share)
+            trained, held = sizing.split_bytes(files, share)
+            assert trained + held == sum(lengths)
+            out = Path(f"packed{number}-{share}")
+            if not trained or not held:
+                with pytest.raises(ValueError, match="held out"):
+                    pack.pack([str(folder)], out, settings)
+                continue
+            pack.pack([str(folder)], out, settings)
+            for name, size in (("train", trained), ("heldout", held)):
+                found = Dataset(out / name, 1)
+                ids = [int(found.read(i)[0][0]) for i in range(found.n_windows)]
+                ids = [i for i in ids if i != found.eos]
+                assert len(tokenizer.decode_bytes(ids)) == size
+
+
+@pytest.mark.parametrize("share", ["0", "0.2"])
+def test_a_share_that_holds_out_too_little_is_not_taken(
+    quick: Path, share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few bytes, less than a window, are held out by a tenth, and by a fifth some more or not."""
+
+    def one(length: int, low: float, high: float) -> str:
+        """Return a text whose place lies between."""
+        texts = (f"{i} {text(i) * 100}"[:length] for i in range(1000))
+        return next(found for found in texts if low <= place(found.encode()) < high)
+
+    (quick / "texts").mkdir()
+    more = 0.1 if share == "0.2" else 0.2
+    kept = [one(3, 0.0, 0.1), one(300, more, more + 0.1), one(2000, 0.3, 1.0)]
+    for i, content in enumerate(kept):
+        (quick / "texts" / f"{i}.txt").write_text(content)
+    assert cli.main(["plan", "--minutes", "0.01", "texts"]) == 0
+    commands = printed_commands(capsys.readouterr().out)
+    assert commands[1][4:6] == ["--heldout", share]
+    assert all(cli.main(words) == 0 for words in commands)
+
+
+def test_plan_takes_rows_whose_texts_it_cannot_find(
+    quick: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their field is for `myllm pack` to be told."""
+    rows = "".join(json.dumps({"content": text(i)}) + "\n" for i in range(60))
+    Path("rows.jsonl").write_text(rows)
+    assert cli.main(["plan", "--minutes", "0.01", "rows.jsonl"]) == 0
+    said = capsys.readouterr().out
+    assert "It reads" not in said and "--heldout 0.1" in said
+    Path("large.txt").write_text("word " * 7_000_000)  # and no large text is read
+    assert cli.main(["plan", "--minutes", "0.01", "large.txt", "-o", "l.toml"]) == 0
+    said = capsys.readouterr().out
+    assert "the 8,750,000 of large.txt" in " ".join(said.split()) and "--heldout" not in said
 
 
 def test_plan_of_a_folder_without_texts_writes_no_file(
@@ -176,7 +287,7 @@ def test_plan_writes_no_file_that_its_ranks_cannot_share(
         # which sixteen could share
         monkeypatch.setattr(sizing, "TYPICAL", TINY._replace(global_batch=16))
     assert cli.main([*words, "4"]) == 0
-    assert "then: myllm train run.toml --ranks 4" in capsys.readouterr().out
+    assert "then:\n  myllm train run.toml --ranks 4\n" in capsys.readouterr().out
     assert config.load("run.toml").accumulation(4) == 1
 
 

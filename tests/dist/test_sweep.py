@@ -19,7 +19,7 @@ from dist.config import RunFile
 from dist.sweep import results
 from dist.sweep.cli import PROBE_STEPS
 from dist.sweep.pool import finished
-from dist.sweep.trials import MARGIN, Axis, Budget, parse_axis, trials_of
+from dist.sweep.trials import MARGIN, Budget, parse_axis, trials_of, varied
 from reference.flops import training_flops
 from tests.helpers.processes import wait_for
 from tests.helpers.runs import losses, prepare, save_run_file, tables, train, with_run
@@ -51,8 +51,8 @@ def test_an_axis_has_keys_that_go_together_and_values_may_be_lists() -> None:
     axis = parse_axis(["model.window=[4, 0],[0,4],0", "train.schedule=cosine, wsd,linear"])
     assert axis.keys == ("model.window", "train.schedule")
     assert axis.values == (("[4, 0]", "cosine"), ("[0,4]", "wsd"), ("0", "linear"))
-    assert axis.shown == ("model.window",)
-    assert Axis(("a.b", "a.c", "a.d"), (("1", "x", "p"), ("1", "y", "q"))).shown == ("a.b", "a.c")
+    assert varied([{"a.b": 1, "a.c": "x"}, {"a.b": 1, "a.c": "y"}]) == ("a.c",)
+    assert varied([{"a.b": 1, "a.c": "x"}]) == ("a.b",) and varied([{}]) == varied([]) == ()
 
 
 def test_axes_multiply_and_every_setting_gets_every_seed(folder: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_axes_multiply_and_every_setting_gets_every_seed(folder: Path, tmp_path:
     assert found == [(lr, *s, seed) for lr in (1e-3, 3e-3, 9e-3) for s in shapes for seed in (0, 1)]
     assert all(t.run.train.seed == t.seed and t.run.train.steps == 8 for t in trials)
     assert len({t.run.run.out for t in trials}) == 12
-    assert trials[0].label == "lr 0.001, d_model 8, seed 0"
+    assert trials[0].label == "lr 0.001, d_model 8, d_ff 24, seed 0"
     assert trials[0].settings == {"train.lr": 1e-3, "model.d_model": 8, "model.d_ff": 24}
 
 
@@ -181,8 +181,9 @@ def test_runs_are_those_of_train_and_are_not_repeated(
     status, report = sweep(folder, out, "--grid", "train.lr=1e-2", "--steps", "12", "--seeds", "2")
     assert status == 0 and (run_of(good) / "metrics.jsonl").stat().st_mtime_ns == before
     (cell,) = report["settings"]
-    values = [r["heldout_loss"] for r in report["runs"]]
-    assert values[0] == held != values[1] and [r["seed"] for r in report["runs"]] == [0, 1]
+    assert report["runs"][2]["status"] == "begun"  # the other setting's, of the first start
+    values = [r["heldout_loss"] for r in report["runs"][:2]]
+    assert values[0] == held != values[1] and [r["seed"] for r in report["runs"][:2]] == [0, 1]
     assert cell["mean"] == statistics.fmean(values) and cell["spread"] == statistics.stdev(values)
     said = " ".join(capsys.readouterr().out.split())
     assert "1 of them finished before" in said and f"{cell['mean']:.4f}" in said
@@ -248,6 +249,133 @@ def test_runs_keep_their_steps_when_the_probes_are_gone(folder: Path, tmp_path: 
     steps = {json.dumps(run["settings"]): run["steps"] for run in runs}
     assert status == 0 and len(report["runs"]) == 4
     assert all(run["steps"] == steps[json.dumps(run["settings"])] for run in report["runs"])
+
+
+def test_more_values_add_to_what_is_there(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["--steps", "2", "--seeds", "2"]
+    sweep(folder, tmp_path, *two, "--grid", "train.lr=1e-3,3e-3")
+    for grid in ("train.lr=2e-3", "train.lr=3e-3"):  # a new value, and again a part of the old ones
+        capsys.readouterr()
+        status, report = sweep(folder, tmp_path, *two, "--grid", grid)
+        assert status == 0 and len({r["folder"] for r in report["runs"]}) == 6
+        found = {cell["settings"]["train.lr"]: cell["runs"] for cell in report["settings"]}
+        assert found == {1e-3: 2, 2e-3: 2, 3e-3: 2} and report["others"] == []
+        said = capsys.readouterr().out
+        assert re.findall(r"│ +(0\.00\d) │", said) == [
+            str(cell["settings"]["train.lr"]) for cell in report["settings"]
+        ]
+        assert "2 of 2 runs finished, beside 4 earlier ones: " in said and "not in the" not in said
+    assert len([*(tmp_path / "runs").iterdir()]) == 6
+
+
+def test_keys_may_be_given_in_another_order(folder: Path, tmp_path: Path) -> None:
+    words = ["--steps", "2", "--grid", "train.lr=1e-3,3e-3", "--grid", "optim.clip=1.0", "--seeds"]
+    sweep(folder, tmp_path, *words, "2")
+    words[3], words[5] = words[5], "train.lr=1e-3"
+    report = sweep(folder, tmp_path, *words, "1")[1]
+    assert [cell["runs"] for cell in report["settings"]] == [2, 2]
+    assert {tuple(r["settings"]) for r in report["runs"]} == {("optim.clip", "train.lr")}
+
+
+def test_what_differs_from_earlier_runs_alone_is_shown(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pair in (["train.lr=1e-3", "optim.clip=1.0"], ["train.lr=2e-3", "optim.clip=2.0"]):
+        capsys.readouterr()
+        sweep(folder, tmp_path, "--steps", "2", "--grid", *pair)
+    said = capsys.readouterr().out
+    assert all(re.search(rf"│ +0.00{n} │ +{n}.0 │", said) for n in (1, 2))
+
+
+def test_minutes_of_a_setting_begun_earlier_are_those_of_new_seeds(
+    folder: Path, tmp_path: Path
+) -> None:
+    words = ["--minutes", "0.002", "--grid"]
+    (first,) = sweep(folder, tmp_path, *words, "train.lr=1e-3")[1]["runs"]
+    shutil.rmtree(tmp_path / "probes")
+    other_seed = [*words, "train.lr=1e-3", "--set", "train.seed=5"]
+    second, same = sweep(folder, tmp_path, *other_seed)[1]["runs"]
+    assert same == first and (second["seed"], second["steps"]) == (5, first["steps"])
+    assert not (tmp_path / "probes").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--steps", "3", "--grid", "train.lr=1e-3,2e-3"],
+        ["--steps", "2", "--grid", "train.lr=1e-3,2e-3", "--set", "optim.clip=2.0"],
+        ["--steps", "2", "--grid", "train.lr=1e-3,2e-3", "--set", "run.eval_windows=3"],
+        ["--steps", "2", "--grid", "train.lr=1e-3,2e-3", "--grid", "optim.beta2=0.9,0.99"],
+        ["--steps", "2", "--grid", "optim.beta2=0.9,0.99"],
+    ],
+)
+def test_runs_that_cannot_be_compared_are_kept_apart(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    before = ["--steps", "2", "--grid", "train.lr=1e-3,3e-3"]
+    first = sweep(folder, tmp_path, *before)[1]["runs"]
+    capsys.readouterr()
+    status, report = sweep(folder, tmp_path, *words)
+    new = report["runs"]
+    assert status == 0 and report["others"] == first and len(report["settings"]) == len(new)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not in the table: 2 of the earlier runs, with other keys, budget, run file or" in said
+    assert sweep(folder, tmp_path, *words)[1] == report
+    report = sweep(folder, tmp_path, *before)[1]  # it goes both ways
+    assert report["runs"] == first and report["others"] == new
+
+
+def test_a_folder_may_be_moved_and_a_run_taken_from_it(folder: Path, tmp_path: Path) -> None:
+    words, out = ["--steps", "2", "--grid"], tmp_path / "moved"
+    sweep(folder, tmp_path / "out", *words, "train.lr=1e-3,3e-3")
+    shutil.move(tmp_path / "out", out)
+    (gone,) = (out / "runs").glob("lr_0.001*")
+    shutil.rmtree(gone)
+    report = sweep(folder, out, *words, "train.lr=2e-3")[1]
+    assert [r["settings"]["train.lr"] for r in report["runs"]] == [2e-3, 3e-3]
+    assert all(run_of(r).parent == out / "runs" and run_of(r).exists() for r in report["runs"])
+
+
+def test_runs_of_a_sweep_that_was_killed_are_not_forgotten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--steps", "2", "--jobs", "1", "--grid"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "figures", lambda run: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sweep(folder, tmp_path, *words, "train.lr=1e-3,3e-3")
+    report = sweep(folder, tmp_path, *words, "train.lr=2e-3")[1]
+    assert [(r["settings"]["train.lr"], r["status"]) for r in report["runs"]] == [
+        (2e-3, "finished"),
+        (1e-3, "finished"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": [{"seed": 1}]}', '{"runs": 3}'])
+def test_results_that_cannot_be_read_are_not_written_over(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    kept = tmp_path / "results.json"
+    kept.write_text(text)
+    assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert err == f"myllm sweep: {kept} is not what a sweep writes: move it away\n"
+    assert kept.read_text() == text and not (tmp_path / "runs").exists()
+
+
+def test_a_run_keeps_its_folder_whatever_it_is_compared_with(folder: Path, tmp_path: Path) -> None:
+    """The readable part of a folder's name is of the keys that differ among those of a start."""
+
+    def name(*words: str) -> str:
+        axes = [parse_axis(words)]
+        return trials_of(str(folder / "run.toml"), [], axes, 1, Budget(), tmp_path)[0].name
+
+    first = name("train.lr=1e-3,2e-3", "optim.clip=1.0,1.0")
+    (tmp_path / "runs" / first).mkdir(parents=True)
+    assert name("train.lr=1e-3,1e-3", "optim.clip=1.0,2.0") == first
+    assert name("train.lr=1e-3,1e-3", "optim.clip=3.0,2.0") != first
 
 
 def test_the_mode_of_the_first_start_is_that_of_all(
@@ -378,6 +506,72 @@ def test_the_table_leaves_columns_out_before_it_breaks_a_setting(
     assert sum("│ 0.001 │       12 │ adamw │ 2.5000 │" in line for line in lines) == 2
     said = ["in all rows: seeds 2, steps 20", *["no room for: time, tokens"] * (not wide)]
     assert lines[-len(said) :] == said and lines[-len(said) - 1].startswith("└")
+
+
+PAIRS = [
+    {"model.d_model": d_model, "model.position": position, "model.d_ff": 64, "train.lr": lr}
+    for d_model, position in ((64, "rope"), (96, "alibi"))
+    for lr in (0.001, 0.003)
+]
+
+
+def cells_of(settings: list[dict[str, Any]]) -> list[results.Cell]:
+    found = []
+    for n, chosen in enumerate(settings, 1):
+        run = {"parameters": 10**9 + n, "steps": 20, "tokens": 10**12 + n, "seconds": 4e3 * n}
+        run |= {"loss": n / 2, "heldout_loss": n / 2}
+        found.append(results.Cell(chosen, [run, run], n / 2, n / 100))
+    return found
+
+
+@pytest.mark.parametrize("terminal", [30, 80, 120])
+def test_the_table_shows_every_key_that_varies_or_says_which_it_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: int
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": f"{terminal}"}.items():
+        monkeypatch.setenv(name, value)
+    results.print_table("loss", cells_of(PAIRS), varied(PAIRS))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    said = " ".join(lines)
+    assert max(map(len, lines[:9])) <= terminal and "in all rows: d_ff 64, seeds 2, step" in said
+    names = re.findall(r"[^┃ ]+(?: [^┃ ]+)*", next(line for line in lines if "┃" in line))
+    if terminal == 30:  # d_model tells the settings apart, with lr
+        assert names == ["d_model", "lr", "score"]
+        assert "no room for: time, tokens, parameters, ± std, position" in said
+    else:
+        assert names[:4] == ["d_model", "position", "lr", "score"]
+        assert (
+            sum(row in said for row in ("│      64 │     rope │ 0.003 │", "96 │    alibi │")) == 2
+        )
+        assert "position" not in said.partition("no room")[2]
+
+
+def test_the_plot_says_what_goes_with_its_first_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(results, "save_figure", lambda figure, out: drawn.append(figure.axes[0]))
+    results.draw("loss", cells_of(PAIRS), varied(PAIRS), tmp_path / "sweep.png")
+    (axes,) = drawn
+    assert axes.get_xlabel() == "model.d_model, model.position"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["64, rope", "96, alibi"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr 0.001", "lr 0.003"]
+
+
+def test_settings_with_other_held_out_texts_are_told_apart(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(folder / "heldout", tmp_path / "other")
+    both = [f"data.train={','.join([str(folder / 'train')] * 2)}"]
+    both += [f"data.heldout={folder / 'heldout'},{other}"]
+    sentence = "data.heldout differs: only what was measured on the same text can be compared"
+    status, _ = sweep(folder, tmp_path / "out", "--grid", *both, "--steps", "2")
+    said = capsys.readouterr().out
+    (header,) = (line for line in said.splitlines() if "┃" in line)
+    assert status == 0 and header.split("┃")[1].strip() == "heldout" and sentence in said
+    assert "in all rows: train " in said
+    sweep(folder, tmp_path / "out", "--grid", "train.lr=1e-3,2e-3", "--steps", "2")
+    assert sentence not in capsys.readouterr().out
 
 
 def test_a_setting_whose_first_steps_fail_is_left_out(

@@ -1,10 +1,12 @@
 """What the tokenizer's tests are fed: strategies, a corpus every machine has, a vocabulary."""
 
+import csv
 import gzip
 import json
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -80,3 +82,24 @@ def rows_of(texts: list[str], folder: Path) -> list[Path]:
     (folder / "t.jsonl.zst").write_bytes(b"".join(frames))
     parquet.write_table(pyarrow.table({"text": texts, "n": [1] * len(texts)}), folder / "t.parquet")
     return [folder / name for name in ("t.jsonl", "t.jsonl.gz", "t.jsonl.zst", "t.parquet")]
+
+
+def rows_with_more_than_a_text(path: Path) -> Path:
+    """Write a row with texts, a prompt, its completion and, but in CSV, a conversation."""
+    row: dict[str, Any] = {"text": "the text", "prompt": "the start", "completion": "the end"}
+    row |= {"body": "the body", "messages": [{"role": "user", "content": "hi"}]}
+    match path.suffix:
+        case ".jsonl":
+            path.write_text(json.dumps(row))
+        case ".json":
+            path.write_text(json.dumps([row]))
+        case ".csv":
+            del row["messages"]
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerows([row.keys(), row.values()])
+        case ".parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    return path

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dist import cli
-from tests.helpers.tokenizer_texts import corpus, rows_of, small
+from tests.helpers.tokenizer_texts import corpus, rows_of, rows_with_more_than_a_text, small
 from tokenizer import Tokenizer, read, train_from_iterator
 from tokenizer.cli import _sample
 from tokenizer.read import Source
@@ -295,6 +295,25 @@ def test_parquet_without_the_column_is_named(
     assert f"{path} is no Parquet file" in failing(monkeypatch, "info", tok, path)
     path.write_bytes(b"PAR1 not")
     assert "is no Parquet file" in failing(monkeypatch, "info", tok, path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_the_field_that_is_named_is_read_whatever_else_a_row_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows_with_more_than_a_text(tmp_path / name)
+    for field, text in (("body", "the body"), ("text", "the text"), ("prompt", "the start")):
+        assert [*Source([str(path)], field).texts()] == [text.encode()]
+    said = [b"the start", b"the end"] if name == "a.csv" else [b"hi"]
+    assert [*Source([str(path)]).texts()] == said
+    if name != "a.csv":
+        assert [*Source([str(path)], "messages").texts()] == said
+    trained = ["train", path, "--vocab-size", 300, "-o", tmp_path / "t.tok"]
+    error = failing(monkeypatch, *trained, "--field", "bdy")
+    assert "'bdy'" in error and "'body'" in error
+    assert run(monkeypatch, *trained, "--field", "body")[0] == 0
+    expected = train_from_iterator(["the body"], 300)
+    assert Tokenizer.load(tmp_path / "t.tok").sha256 == expected.sha256
 
 
 @pytest.mark.parametrize("name", ["t.gz", "t.zst"])
