@@ -44,6 +44,17 @@ def test_the_headline_figures() -> None:
     assert plan.exposures == 105_058 * 262_144
 
 
+def test_the_cpu_keeps_no_form_of_a_weight_in_bf16_and_packs_the_head_for_many_rows() -> None:
+    few = ["train.micro_batch=1", "model.context_length=256", "run.compute=bf16"]
+    for words, packed in ((["run.compute=bf16"], 1), (few, 0)):
+        run = config.load("laptop", words)
+        full = replace(run, run=replace(run.run, compute="float32"))
+        assert make_plan(run, 1).weights == make_plan(full, 1).weights == 0
+        kept = [make_plan(each, 1).activations["none"] for each in (run, full)]
+        more = rank_memory(run, 1, "none") - rank_memory(full, 1, "none") - (kept[0] - kept[1])
+        assert more == packed * 4 * run.model.vocab_size * run.model.d_model
+
+
 def test_a_layer_with_a_window_keeps_no_more_of_the_cache() -> None:
     """Of 8 MiB a layer of 8,192 tokens; ALiBi keeps them all."""
     few = replace(MYLLM_1B, window=(*[1_024] * 27, 0))
