@@ -342,8 +342,9 @@ def gpu_lines(run: RunFile, ranks: int) -> list[str]:
         most = {
             level: largest_micro_batch(run, ranks, level, size * 1e9) for level in p.activations
         }
-        said = ", ".join(f"{n or 'none'} ({level})" for level, n in most.items())
-        out.append(f"  {f'{size} GB holds':<18}train.micro_batch up to {said}")
+        said = ", ".join(f"{n} ({level})" for level, n in most.items() if n)
+        holds = f"train.micro_batch up to {said}" if said else "no micro-batch"
+        out.append(f"  {f'{size} GB holds':<18}{holds}")
     return out
 
 

@@ -57,6 +57,12 @@ def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
     ]
 
 
+def measured_on(run: RunFile, checksums: Mapping[str, str]) -> tuple[set[str], int]:
+    """Return what a held-out loss is of: texts, by their checksums where these are known."""
+    paths = [str(Path(path)) for path in run.data.heldout_sets]
+    return {checksums.get(path, path) for path in paths}, run.run.eval_windows
+
+
 def computes_by(run: Run) -> str:
     """Say what decides the last bits of what a run learns."""
     path = "" if run.attention == AUTO else f", attention by {run.attention}"
@@ -204,9 +210,9 @@ class Trainer:
                 f"{newest} was learned by the backend {before}: from here on the last bits are "
                 f"those of {now}"
             )
-        measured = {str(windows.dataset.path) for windows in self.heldout}
-        former = from_tables(state.config).data.heldout_sets
-        if former != self.config.data.heldout_sets or measured & {*others}:
+        former = from_tables(state.config)
+        measured = measured_on(former, state.data)
+        if measured != measured_on(self.config, self.checksums if state.data else {}):
             return msgspec.structs.replace(state.monitor, best=None)  # it was of another text
         return state.monitor
 

@@ -79,9 +79,14 @@ def _json_lines(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterato
             bad(f"{where}: no JSON: {error}")
             continue
         if isinstance(row, dict):
-            yield where, row
+            yield where, _told(row, wanted)
         else:
             bad(f"{where}: no JSON object but {type(row).__name__}")
+
+
+def _told(row: dict[str, Any], wanted: Fields) -> dict[str, Any]:
+    """Return a row without what is null in it beside its text, as other rows have it."""
+    return {key: value for key, value in row.items() if value is not None or key == wanted[0]}
 
 
 def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
@@ -97,7 +102,7 @@ def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator
         for number, row in enumerate(content, 1):
             where = f"{name}, item {number}"
             if isinstance(row, dict):
-                yield where, row
+                yield where, _told(row, wanted)
             else:
                 bad(f"{where}: no JSON object but {type(row).__name__}")
         return
@@ -154,8 +159,7 @@ def _parquet(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[R
         for batch in table.iter_batches(columns=[c for c in columns if c in wanted]):
             for row in batch.to_pylist():
                 number += 1
-                row = {k: v for k, v in row.items() if v is not None or k == wanted[0]}
-                yield f"{name}, row {number}", row
+                yield f"{name}, row {number}", _told(row, wanted)
     except (pyarrow.ArrowException, OSError) as error:  # OSError: also of damaged columns
         said = " ".join(str(error).split())  # of several lines
         raise ValueError(f"{name} is no Parquet file that can be read: {said}") from None

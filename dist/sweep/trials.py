@@ -8,11 +8,12 @@ All runs are resolved and checked before any of them starts.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from accel import AUTO
 from dist import config as run_file
 from dist.config import Run, RunFile
 from dist.data import TrainingData, held_out
+from dist.shards import MANIFEST, is_packed, read_manifest
 from reference.flops import training_flops
 
 LEARNING = ("model", "data", "train", "optim")  # the tables that decide what is learned
@@ -212,7 +214,25 @@ def _digest(tables: dict[str, dict[str, Any]], settings: dict[str, Any], budget:
     usual = dataclasses.asdict(Run(out=""))
     decides = [{t: tables[t] for t in LEARNING}, settings, budget.kind, float(budget.amount)]
     decides += [[key, tables["run"][key]] for key in FIGURES if tables["run"][key] != usual[key]]
+    decides += texts(tables["data"])
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def texts(told: Any) -> list[str]:
+    """Return the checksums of the packed texts that are named anywhere in a table."""
+    if isinstance(told, str):
+        manifest = Path(told) / MANIFEST
+        packed = bool(told) and is_packed(Path(told))
+        return [_checksum(manifest, manifest.stat().st_mtime_ns)] if packed else []
+    within = told.values() if isinstance(told, dict) else told
+    return (
+        [found for each in within for found in texts(each)] if isinstance(within, Iterable) else []
+    )
+
+
+@functools.lru_cache(1024)
+def _checksum(path: Path, changed: int) -> str:
+    return read_manifest(path.parent).checksum
 
 
 def belongs(name: str, settings: dict[str, Any], seed: int, trial: Trial, budget: Budget) -> bool:

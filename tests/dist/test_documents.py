@@ -99,6 +99,15 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
     (tmp_path / "f.jsonl").write_text(json.dumps({"messages": chat_of}))
     assert run(tmp_path / "f.jsonl", out / "g", tokenizer_file, "--heldout", "0") == 0
     assert contents(out / "f" / "train") == contents(out / "g" / "train")
+    # what is null beside a text is not there, as in a column of Parquet
+    rows = [{"text": "six", "messages": None, "prompt": None}, {"text": None, "messages": chat_of}]
+    for name, written in (
+        ("g.jsonl", "\n".join(map(json.dumps, rows))),
+        ("g.json", json.dumps(rows)),
+    ):
+        (tmp_path / name).write_text(written)
+        assert run(tmp_path / name, out / name, tokenizer_file, "--heldout", "0") == 0
+        assert read_manifest(out / name / "train").chats == 1
 
 
 def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(

@@ -134,6 +134,9 @@ def test_a_layer_less_and_one_more_and_shorter_windows_stand_side_by_side(
     assert "context" in said and "\n  layers" not in said
 
 
+LARGE = ("n_layers=48", "d_model=8192", "n_heads=64", "n_kv_heads=64", "d_ff=28672")
+
+
 @pytest.mark.parametrize("preset", sorted(path.stem for path in config.PRESETS.glob("*.toml")))
 def test_no_line_is_wider_than_a_terminal(
     preset: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -145,7 +148,8 @@ def test_no_line_is_wider_than_a_terminal(
         monkeypatch.setattr(
             "psutil.virtual_memory", lambda total=total: SimpleNamespace(total=total)
         )
-        for words in ([], ranks, cluster, ["--set", "run.recompute=block"]):
+        large = [w for key in LARGE for w in ("--set", f"model.{key}")]  # for any GPU
+        for words in ([], ranks, cluster, large, ["--set", "run.recompute=block"]):
             assert cli.main(["plan", preset, *words]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert not [line for line in lines if len(line) > COLUMNS]

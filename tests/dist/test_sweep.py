@@ -22,7 +22,16 @@ from dist.sweep.pool import finished
 from dist.sweep.trials import MARGIN, Budget, parse_axis, trials_of, varied
 from reference.flops import training_flops
 from tests.helpers.processes import wait_for
-from tests.helpers.runs import losses, prepare, save_run_file, tables, train, with_run
+from tests.helpers.runs import (
+    losses,
+    prepare,
+    random_walk,
+    save_run_file,
+    tables,
+    train,
+    with_run,
+    write_dataset,
+)
 
 
 @pytest.fixture(scope="module")
@@ -321,10 +330,24 @@ def test_runs_that_cannot_be_compared_are_kept_apart(
     new = report["runs"]
     assert status == 0 and report["others"] == first and len(report["settings"]) == len(new)
     said = " ".join(capsys.readouterr().out.split())
-    assert "not in the table: 2 of the earlier runs, with other keys, budget, run file or" in said
+    assert "not in the table: 2 of the earlier runs, with other keys, budget, texts, run" in said
     assert sweep(folder, tmp_path, *words)[1] == report
     report = sweep(folder, tmp_path, *before)[1]  # it goes both ways
     assert report["runs"] == first and report["others"] == new
+
+
+def test_runs_on_texts_that_were_packed_anew_are_others(tmp_path: Path) -> None:
+    folder, words = tmp_path / "f", ["--steps", "2", "--grid", "train.lr=1e-3"]
+    folder.mkdir()
+    save_run_file(prepare(folder, train__warmup_steps=1), folder / "run.toml")
+    first = sweep(folder, tmp_path / "out", *words)[1]["runs"]
+    for name in ("train", "heldout"):
+        shutil.rmtree(folder / name)
+        write_dataset(folder / name, random_walk(900, seed=8))
+        status, report = sweep(folder, tmp_path / "out", *words)
+        assert status == 0 and len(report["runs"]) == 1
+        assert report["others"] == first, name
+        first = [*report["runs"], *first]
 
 
 def test_a_folder_may_be_moved_and_a_run_taken_from_it(folder: Path, tmp_path: Path) -> None:

@@ -165,6 +165,27 @@ def test_texts_that_were_packed_anew_are_not_those_of_the_run(
     assert after.data[str(tmp_path / name)] != saved.data[str(tmp_path / name)]
 
 
+def test_best_is_kept_while_the_same_text_is_measured(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__eval_every=3)
+    assert train(config) == 0
+    best = checkpoint.read_resumable(
+        tmp_path / "run" / "checkpoints" / "step-00000006"
+    ).monitor.best
+    spelt = dataclasses.replace(config.data, heldout=f"{tmp_path}/heldout/")
+    assert spelt != config.data and best is not None
+    shutil.copytree(tmp_path / "heldout", tmp_path / "moved")
+    moved = dataclasses.replace(config.data, heldout=str(tmp_path / "moved"))
+    few = with_run(config, eval_windows=config.run.eval_windows - 1)
+    for other, expected in (
+        (dataclasses.replace(config, data=spelt), best),
+        (dataclasses.replace(config, data=moved), best),
+        (few, None),
+    ):
+        trainer = Trainer(other, Solo(), changed=True)
+        assert trainer.best == expected
+        trainer._held.close()
+
+
 def test_a_run_that_lost_its_pointers_has_its_newest_checkpoint(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
     assert train(config) == 0
