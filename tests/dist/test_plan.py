@@ -153,6 +153,8 @@ def test_no_line_is_wider_than_a_terminal(
             assert cli.main(["plan", preset, *words]) == 0
             lines = capsys.readouterr().out.splitlines()
             assert not [line for line in lines if len(line) > COLUMNS]
+            if words is large:
+                assert all("no micro-batch" in line for line in lines if " GB holds " in line)
 
 
 def rows(said: str, name: str) -> list[list[str]]:
