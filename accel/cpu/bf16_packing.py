@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.bf16_portable import SIDE, STEP
-from accel.cpu.bf16_tiles import pack_columns, pack_halves, pack_rows
+from accel.cpu.bf16_tiles import pack_columns, pack_rows
 from accel.cpu.kernels import MAP, SERIAL, address, contiguous
 from accel.cpu.memory import empty
 from accel.cpu.packing import prefetch, room
@@ -181,4 +181,4 @@ def pack_group(
             pack_rows(source, row, count, depth, target, B, spare)
         else:
             halves = at(pointer(weight, np.uint16(0)), first)
-            pack_halves(halves, row, count, depth, target, room(np.uint16(0)))
+            pack_rows(halves, row, count, depth, target, B, room(np.uint16(0)))

@@ -342,8 +342,10 @@ def _transpose(builder: Builder, rows: list[Value]) -> list[Value]:
     return rows
 
 
-def _rounded_line(builder: Builder, source: Value) -> Value:
-    """Return 32 elements of a row as 16 pairs."""
+def _rounded_line(builder: Builder, source: Value, element: Any) -> Value:
+    """Return 32 elements of a row as 16 pairs; as uint16 they are rounded already."""
+    if element == types.uint16:
+        return builder.load(builder.bitcast(source, ir.PointerType(PAIRS)), align=2)
     low, high = (load_floats(builder, offset(builder, source, n)) for n in (0, 16))
     return builder.bitcast(round_pair(builder, low, high), PAIRS)
 
@@ -354,7 +356,8 @@ def _pack_line(typingctx: Context, source: Any, target: Any) -> Any:
 
     def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
         p = builder.bitcast(args[1], ir.PointerType(PAIRS))
-        builder.store(_rounded_line(builder, args[0]), p, align=4)
+        line = _rounded_line(builder, args[0], signature.args[0].dtype)
+        builder.store(line, p, align=4)
         return context.get_dummy_value()
 
     return types.none(source, target), codegen
@@ -379,7 +382,7 @@ def _packer(interleave: bool, transpose: bool) -> Any:
                     odd = load_floats(builder, source)
                     rows.append(pairs_of(builder, even, odd))
                 else:
-                    rows.append(_rounded_line(builder, source))
+                    rows.append(_rounded_line(builder, source, signature.args[0].dtype))
                 source = builder.gep(source, [row])
             if transpose:
                 rows = _transpose(builder, rows)
@@ -396,25 +399,6 @@ def _packer(interleave: bool, transpose: bool) -> Any:
 _pack_b = _packer(True, False)  # 16 columns of B
 _pack_a_transposed = _packer(True, True)  # 16 rows of A, given as columns
 _pack_b_transposed = _packer(False, True)  # 16 columns of B, given as rows
-
-
-@intrinsic
-def _pack_halves(typingctx: Context, source: Any, row: Any, target: Any) -> Any:
-    """Pack 16 columns of B, given as rows of 32 bfloat16."""
-
-    def codegen(context: Context, builder: Builder, signature: Any, args: Any) -> Value:
-        source, row, target = args
-        rows = []
-        for _ in range(16):
-            p = builder.bitcast(source, ir.PointerType(PAIRS))
-            rows.append(builder.load(p, align=2))
-            source = builder.gep(source, [row])
-        for i, value in enumerate(_transpose(builder, rows)):
-            p = builder.bitcast(builder.gep(target, [constant(16 * i)]), ir.PointerType(PAIRS))
-            builder.store(value, p, align=4)
-        return context.get_dummy_value()
-
-    return types.none(source, types.int64, target), codegen
 
 
 @intrinsic
@@ -456,7 +440,7 @@ def pack_rows(
 
     Parameters
     ----------
-    source : pointer to float32
+    source : pointer to float32, or to bfloat16 as uint16
         Element (0, 0); rows are ``step`` elements apart.
     rows, columns : int
         What there is; up to 32 rows.
@@ -464,7 +448,7 @@ def pack_rows(
         The panel as A; ``columns / 32`` steps, rounded up.
     panel : int
         0 for A, 1 for B.
-    spare : pointer to float32
+    spare : pointer to the same
         Room for 512 elements; for A, 32.
     """
     if panel == 0:
@@ -485,23 +469,6 @@ def pack_rows(
                 _padded_copy(x, step, max(height, 0), width, spare, 16, 32)
                 x, tile_step = spare, 32
             _pack_b_transposed(x, tile_step, at(target, k // 32 * STEP + half * TILE))
-
-
-@jit(apart=True)
-def pack_halves(source: Any, step: int, rows: int, columns: int, target: Any, spare: Any) -> None:
-    """Pack 32 rows of bfloat16, or fewer, along their columns as the transpose of B.
-
-    As ``pack_rows`` does of float32; ``spare`` is room for 512 of the source's elements.
-    """
-    for k in range(0, columns, 32):
-        width = min(32, columns - k)
-        for half in range(2):
-            height = min(16, rows - 16 * half)
-            x, tile_step = at(source, 16 * half * step + k), step
-            if height < 16 or width < 32:
-                _padded_copy(x, step, max(height, 0), width, spare, 16, 32)
-                x, tile_step = spare, 32
-            _pack_halves(x, tile_step, at(target, k // 32 * STEP + half * TILE))
 
 
 @jit(apart=True)
