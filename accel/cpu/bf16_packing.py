@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]
 A, B = 0, 1
 
 RUN = 512  # columns of 32 rows that are asked for, and then packed
+_ONE = np.float32(1)
 
 
 def panels(n: int) -> int:
@@ -36,21 +37,26 @@ def pack(x: Array, side: int, *, transposed: bool) -> Array:
     packed : (panels, steps, 512) uint32
         Panels are along M for A, along N for B.
     """
-    down, across = map(panels, x.shape)
+    x, (rows, columns) = contiguous(x), x.shape
+    down, across = panels(rows), panels(columns)
     as_rows = (side == A) != transposed  # 32 rows of x are a panel, else a step of all panels
     packed = empty((down, across, STEP) if as_rows else (across, down, STEP), np.uint32)
-    forms = [(A, False), (A, True), (B, False), (B, True)]
-    _pack_forms(x, *(packed if form == (side, transposed) else None for form in forms))
+    forms = [0, 0, 0, 0]  # as pack_part has them
+    forms[2 * side + transposed] = address(packed)
+    pack_pieces(_ONE, address(x), rows, columns, _pieces(down, across), down, *forms)
     return packed
 
 
 def pack_twice(x: Array, also: int | None) -> tuple[Array, Array | None]:
     """Return x packed as A and, on the way, xᵀ as A or x as B, as ``multiply_rows`` says."""
-    down, across = map(panels, x.shape)
+    x, (rows, columns) = contiguous(x), x.shape
+    down, across = panels(rows), panels(columns)
     packed, twin = empty((down, across, STEP), np.uint32), None
+    forms = [address(packed), 0, 0, 0]
     if also is not None:
         twin = empty((across, down, STEP), np.uint32)
-    _pack_forms(x, packed, twin if also == A else None, twin if also == B else None, None)
+        forms[1 if also == A else 2] = address(twin)
+    pack_pieces(_ONE, address(x), rows, columns, _pieces(down, across), down, *forms)
     return packed, twin
 
 
@@ -61,12 +67,10 @@ def pack_right(b: Array) -> Array:
     return pack(b.T, B, transposed=True)
 
 
-def _pack_forms(x: Array, *forms: Array | None) -> None:
-    """Write those forms of x that ``pack_part`` writes."""
-    x = contiguous(x)
-    down, across = map(panels, x.shape)
-    pieces = 1 if down >= team() else max(1, min(across, -(-2 * team() // max(down, 1))))
-    pack_pieces(*(np.float32(1), address(x), *x.shape, pieces, down, *map(address, forms)))
+def _pieces(down: int, across: int) -> int:
+    """Return into how many pieces panels of rows are cut so that all threads have some."""
+    threads = team()
+    return 1 if down >= threads else max(1, min(across, -(-2 * threads // max(down, 1))))
 
 
 @jit(**MAP)
