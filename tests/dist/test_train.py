@@ -4,27 +4,24 @@ import dataclasses
 import json
 import mmap
 import os
-import pty
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from accel import launcher
-from dist import checkpoint, cli, launch, monitor, saving
+from dist import checkpoint, cli, monitor, saving
 from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
-from dist.stopping import NOHUP, StopRequest
+from dist.stopping import StopRequest
 from dist.train import Trainer, same_learning
 from dist.weights import load_master
 from reference.params import decoder_layout
@@ -521,87 +518,6 @@ def test_durations_and_sizes_read_well() -> None:
     said = [monitor.duration(s) for s in (0.4, 59, 61, 3_720, 190_000)]
     assert said == ["0s", "59s", "1m01s", "1h02m", "2d04h"]
     assert [monitor.bytes_text(n) for n in (12, 2_048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
-
-
-def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    words = launch.command("mpirun", "openmpi", 8, ["train", "x"])
-    assert words[:3] == ["mpirun", "-n", "8"] and words[-2:] == ["train", "x"]
-    for flag in ("--bind-to", ":OVERSUBSCRIBE", "--allow-run-as-root"):
-        assert flag in words
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert "--allow-run-as-root" not in launch.command("mpirun", "openmpi", 8, [])
-    assert "-bind-to" in launch.command("mpirun", "mpich", 2, [])
-    monkeypatch.delenv("MYLLM_THREADS", raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert launch.environment(2)["MYLLM_THREADS"] == "4"
-    assert launch.environment(16)["MYLLM_THREADS"] == "1"
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("kind", ["mpich", "openmpi"])
-def test_the_launcher_leaves_ignored_what_its_caller_ignores(
-    monkeypatch: pytest.MonkeyPatch, kind: str, terminal: bool
-) -> None:
-    """It hears the others before it starts anything, and tells ranks of the terminal."""
-    handlers: list[object] = []
-    environments: list[Any] = []
-
-    class Process:
-        pid = os.getpid()
-
-        def __init__(self, *words: object, **options: object) -> None:
-            self.stdout, self.stderr = open(os.devnull, "rb"), open(os.devnull, "rb")
-            handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
-            environments.append(options["env"])
-
-        def wait(self, timeout: float) -> int:
-            return 0
-
-    monkeypatch.delenv("MYLLM_TERMINAL", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", kind))
-    monkeypatch.setattr("subprocess.Popen", Process)
-    monkeypatch.setattr(launch, "_kill_all", lambda others: None)  # of the tests' own process
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
-    reads, screen = pty.openpty()
-    with open(reads, "rb"), open(screen, "w", encoding="utf-8") as stdout:
-        name = os.ttyname(screen)
-        if terminal:
-            monkeypatch.setattr("sys.stdout", stdout)
-        try:
-            assert launch.launch(2, []) == 0
-        finally:
-            signal.signal(signal.SIGHUP, before)
-    assert handlers[0] == signal.SIG_IGN and callable(handlers[1])
-    assert environments[0].get("MYLLM_TERMINAL") == (f"80:{name}" if terminal else None)
-    # Open MPI's ranks do not inherit it
-    assert (NOHUP in environments[0]) == (kind == "openmpi")
-    assert NOHUP not in os.environ
-
-
-def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own helpers, say; but not what mpirun leaves behind."""
-    before = subprocess.Popen(["sleep", "60"])
-    words = ["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!"]
-    said: list[bytes] = []
-
-    def pass_on(file: IO[bytes], target: int) -> None:
-        with file:
-            said.append(file.read())
-
-    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
-    monkeypatch.setattr(launch, "command", lambda *given: words)
-    monkeypatch.setattr(launch, "_pass_on", pass_on)
-    try:
-        assert launch.launch(2, []) == 0
-        with pytest.raises(subprocess.TimeoutExpired):
-            before.wait(0.2)
-    finally:
-        before.kill()
-        before.wait()
-    left = psutil.Process().children()
-    assert int(b"".join(said)) not in {p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE}
 
 
 def test_one_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

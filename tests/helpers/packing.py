@@ -1,8 +1,11 @@
 """Packing small texts, and what it wrote."""
 
 from pathlib import Path
+from typing import Any
 
-from dist import cli
+import pytest
+
+from dist import cli, pack
 from dist.shards import Dataset, read_manifest
 from reference.types import Array
 from tokenizer import Tokenizer
@@ -26,3 +29,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 def eos_behind(tokenizer_file: Path, texts: list[str]) -> list[int]:
     t = Tokenizer.load(tokenizer_file)
     return [i for text in texts for i in [*t.encode_ordinary(text), t.special_tokens["<|eos|>"]]]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, *, batch: int, document: int) -> list[Any]:
+    """Have Ctrl-C come at a document that is encoded; return those that were, as they come.
+
+    All before its batch are in the journal then.
+    """
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", batch)
+    monkeypatch.setattr(pack, "JOURNAL_SECONDS", 0.0)
+    original, encoded = pack.Encoder.encode, []
+
+    def encode(self: pack.Encoder, given: Any) -> Any:
+        encoded.append(given)
+        if len(encoded) == document:
+            raise KeyboardInterrupt
+        return original(self, given)
+
+    monkeypatch.setattr(pack.Encoder, "encode", encode)
+    return encoded

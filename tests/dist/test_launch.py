@@ -1,0 +1,94 @@
+"""Starting ranks on this machine: what mpirun is told, and what it may end."""
+
+import os
+import pty
+import signal
+import subprocess
+from typing import IO, Any
+
+import psutil
+import pytest
+
+from dist import launch
+from dist.stopping import NOHUP
+
+
+def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    words = launch.command("mpirun", "openmpi", 8, ["train", "x"])
+    assert words[:3] == ["mpirun", "-n", "8"] and words[-2:] == ["train", "x"]
+    for flag in ("--bind-to", ":OVERSUBSCRIBE", "--allow-run-as-root"):
+        assert flag in words
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "--allow-run-as-root" not in launch.command("mpirun", "openmpi", 8, [])
+    assert "-bind-to" in launch.command("mpirun", "mpich", 2, [])
+    monkeypatch.delenv("MYLLM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert launch.environment(2)["MYLLM_THREADS"] == "4"
+    assert launch.environment(16)["MYLLM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("kind", ["mpich", "openmpi"])
+def test_the_launcher_leaves_ignored_what_its_caller_ignores(
+    monkeypatch: pytest.MonkeyPatch, kind: str, terminal: bool
+) -> None:
+    """It hears the others before it starts anything, and tells ranks of the terminal."""
+    handlers: list[object] = []
+    environments: list[Any] = []
+
+    class Process:
+        pid = os.getpid()
+
+        def __init__(self, *words: object, **options: object) -> None:
+            self.stdout, self.stderr = open(os.devnull, "rb"), open(os.devnull, "rb")
+            handlers.extend(signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM))
+            environments.append(options["env"])
+
+        def wait(self, timeout: float) -> int:
+            return 0
+
+    monkeypatch.delenv("MYLLM_TERMINAL", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", kind))
+    monkeypatch.setattr("subprocess.Popen", Process)
+    monkeypatch.setattr(launch, "_kill_all", lambda others: None)  # of the tests' own process
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    reads, screen = pty.openpty()
+    with open(reads, "rb"), open(screen, "w", encoding="utf-8") as stdout:
+        name = os.ttyname(screen)
+        if terminal:
+            monkeypatch.setattr("sys.stdout", stdout)
+        try:
+            assert launch.launch(2, []) == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
+    assert handlers[0] == signal.SIG_IGN and callable(handlers[1])
+    assert environments[0].get("MYLLM_TERMINAL") == (f"80:{name}" if terminal else None)
+    # Open MPI's ranks do not inherit it
+    assert (NOHUP in environments[0]) == (kind == "openmpi")
+    assert NOHUP not in os.environ
+
+
+def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own helpers, say; but not what mpirun leaves behind."""
+    before = subprocess.Popen(["sleep", "60"])
+    words = ["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!"]
+    said: list[bytes] = []
+
+    def pass_on(file: IO[bytes], target: int) -> None:
+        with file:
+            said.append(file.read())
+
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
+    monkeypatch.setattr(launch, "command", lambda *given: words)
+    monkeypatch.setattr(launch, "_pass_on", pass_on)
+    try:
+        assert launch.launch(2, []) == 0
+        with pytest.raises(subprocess.TimeoutExpired):
+            before.wait(0.2)
+    finally:
+        before.kill()
+        before.wait()
+    left = psutil.Process().children()
+    assert int(b"".join(said)) not in {p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE}
