@@ -5,7 +5,7 @@ from typing import Final, Literal, cast, get_args
 
 from reference.ops import Ops
 
-__all__ = ["load"]
+__all__ = ["load", "offered"]
 
 BACKENDS = ("reference", "cpu", "cuda")
 COMPUTE = ("float32", "bf16")
@@ -95,3 +95,21 @@ def load(
         return cast(Ops, importlib.import_module("accel.cpu.ops_bf16"))
     name = "accel.cpu.ops_q8" if compute == READING else "accel.cpu.ops"
     return cast(Ops, importlib.import_module(name))
+
+
+def offered(backend: str) -> dict[str, Ops]:
+    """Return the modes in which this machine can train with a backend, float32 first.
+
+    Raises
+    ------
+    ValueError, ImportError
+        When it cannot even in float32, as ``load`` says.
+    """
+    found = {}
+    for mode in COMPUTE:
+        try:
+            found[mode] = load(backend, compute=mode)
+        except (ImportError, ValueError):  # a processor without bf16, say
+            if mode == COMPUTE[0]:
+                raise
+    return found

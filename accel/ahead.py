@@ -5,14 +5,12 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.system import fresh_memory
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 T = TypeVar("T")
 R = TypeVar("R")

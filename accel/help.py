@@ -3,6 +3,16 @@
 import argparse
 
 
+def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand of ``myllm``, with an example at the end of its help."""
+    return argparse.ArgumentParser(
+        prog=f"myllm {name}",
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=Wrapped,
+    )
+
+
 class Wrapped(argparse.HelpFormatter):
     """Fills paragraphs, but those with lines further in, as examples are."""
 

@@ -3,11 +3,9 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.jit import jit
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 BLOCK = 32  # numbers that share a scale
 PAIRS = BLOCK // 2

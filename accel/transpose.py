@@ -1,13 +1,9 @@
 """The transpose of a matrix in memory of its own."""
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from accel.jit import jit
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 BAND = 16  # rows that are read together: of float32 they become whole cache lines
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dist.commands import parser
+from accel.help import parser
 from dist.documents import ASSISTANT, END
 from dist.generate import (
     Interrupts,

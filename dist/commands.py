@@ -9,21 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accel import launcher
-from accel.help import Wrapped
+from accel.help import parser
 from dist import config as run_file
 from dist.comm import AllRanksError, Comm, sentence, start, together
 from dist.interrupt import Ended
 from dist.monitor import bytes_text, duration
-
-
-def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
-    """Return the parser of a subcommand, with an example at the end of its help."""
-    return argparse.ArgumentParser(
-        prog=f"myllm {name}",
-        description=about,
-        epilog=f"example:\n  {example}",
-        formatter_class=Wrapped,
-    )
 
 
 def add_set(args: argparse.ArgumentParser) -> None:

@@ -22,6 +22,8 @@ from reference.schedule import Schedule, learning_rate
 T = TypeVar("T")
 Carrier = Literal["auto", "mpi", "nccl"]
 OptimKind = Literal["adamw", "muon"]
+# what decides the bits that a run learns: a resumed run must not differ in it unnoticed
+LEARNING_TABLES = ("model", "data", "train", "optim")
 Whole = Annotated[int, Range(0, 2**63 - 1, "a whole number >= 0")]
 Count = Annotated[int, Range(1, 2**63 - 1, "a whole number >= 1")]
 Seed = Annotated[int, Range(0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")]

@@ -19,10 +19,10 @@ import numpy as np
 
 from accel import AUTO
 from accel import load as load_backend
+from accel.help import parser
 from accel.system import cores
 from dist import cli, config, mode, monitor, pack, sizing, warm
 from dist.comm import Solo
-from dist.commands import parser
 from dist.corpus import Text, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.duplicates import SHARED, near_duplicates
@@ -31,7 +31,7 @@ from dist.generate import Writer
 from dist.heldout import is_held_out
 from dist.launch import find_mpirun, launch
 from dist.model import Model, load_model
-from dist.sizing import Size
+from dist.sizing import LEAST_STEPS, Size
 from dist.use import draw
 from dist.weights import load_master
 from reference import ops as reference_ops
@@ -49,7 +49,7 @@ PROSE_COPIES = 4  # of each English document to train on, which are a twentieth 
 PROBE_STEPS = 20  # of which the second half tells how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
 EVALUATIONS = 5  # while it trains
-LEAST_STEPS = 20
+
 PROMPT_SEED = 2026
 PROMPT_TOKENS = 48
 NEW_TOKENS = 120

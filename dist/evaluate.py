@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 
+def perplexity(loss: float) -> float:
+    """Return e^loss: among how many equally likely tokens a model is undecided."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 class Evaluation(NamedTuple):
     """Of the held-out windows that were looked at."""
 
@@ -28,8 +33,8 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """e^loss: among how many equally likely tokens the model is undecided."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """Of the mean loss of a token."""
+        return perplexity(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:

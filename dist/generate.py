@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist.commands import parser
+from accel.help import parser
 from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
 from dist.model import Model
 from dist.pack import part_ids, special_id

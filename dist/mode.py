@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from accel import AUTO, COMPUTE, DEFAULT, Products
+from accel import AUTO, DEFAULT, Products, offered
 from accel import load as load_backend
 from dist import checkpoint
 from dist.config import RunFile, from_tables
@@ -126,18 +126,6 @@ def multiplying(run: RunFile, newest: Path | None) -> tuple[RunFile, str]:
         load_backend(run.run.backend, compute=run.run.compute)
         kept, said, _ = products.choose(*made)
     return dataclasses.replace(run, run=dataclasses.replace(run.run, products=kept)), said
-
-
-def offered(backend: str) -> dict[str, Ops]:
-    """Return the modes of a backend that this machine offers."""
-    found = {}
-    for mode in COMPUTE:
-        try:
-            found[mode] = load_backend(backend, compute=mode)
-        except (ImportError, ValueError):  # a processor without bf16, say
-            if mode == COMPUTE[0]:
-                raise
-    return found
 
 
 def measure(run: RunFile, compile_products: Callable[[], None] | None = None) -> dict[str, float]:

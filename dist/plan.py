@@ -13,9 +13,10 @@ from typing import NamedTuple
 import psutil
 
 from accel.cpu.keeping import recompute
+from accel.help import parser
 from dist import config as run_file
 from dist import gpu, network
-from dist.commands import add_set, parser
+from dist.commands import add_set
 from dist.config import RunFile
 from dist.monitor import bytes_text, duration, filled
 from dist.shards import dtype_for
@@ -54,6 +55,11 @@ class Plan(NamedTuple):
     checkpoint: int
     disk: int  # checkpoints kept, the best, and the one being written
     data: int  # as many tokens on disk
+
+    @property
+    def states(self) -> int:
+        """All that lies in memory beside what a step makes."""
+        return self.master + self.moments + self.gradients + self.weights
 
 
 def parameters_by_part(model: Config) -> dict[str, int]:
@@ -200,7 +206,7 @@ def make_plan(run: RunFile, ranks: int) -> Plan:
 def gpu_memory(run: RunFile, ranks: int, level: str) -> gpu.GpuMemory:
     """Return what a rank takes of its GPU at a level of ``run.recompute``."""
     p, item = make_plan(run, ranks), 2 if run.run.compute == "bf16" else 4
-    states = p.master + p.moments + p.gradients + p.weights
+    states = p.states
     tokens = run.train.micro_batch * run.window
     return gpu.gpu_memory(states, run.model, p.activations[level], tokens, item)
 
@@ -218,7 +224,7 @@ def rank_memory(run: RunFile, ranks: int, level: str | None = None) -> int:
         return gpu_memory(run, ranks, level).total
     tokens = run.train.micro_batch * run.window
     scratch = gpu.scratch_bytes(run.model, tokens, 4, _cpu_loss_bytes(run, tokens))
-    states = p.master + p.moments + p.gradients + p.weights
+    states = p.states
     return states + p.activations[level] + scratch + p.checkpoint // ranks + PROCESS
 
 
@@ -277,7 +283,7 @@ def others(run: RunFile, ranks: int) -> list[str]:
         layers = [n for n in range(model.n_layers - 1, model.n_layers + 2) if 0 < n <= DEEPEST]
         models = [dataclasses.replace(model, n_layers=n) for n in layers]
         plans = [make_plan(dataclasses.replace(run, model=m), ranks) for m in models]
-        states = [p.master + p.moments + p.gradients + p.weights for p in plans]
+        states = [p.states for p in plans]
         kept = [p.activations[p.recompute] for p in plans]
         out += [
             line("layers", layers, str),
@@ -358,7 +364,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
     item = "bf16" if run.run.compute == "bf16" else "float32"
     rule = TOKENS_PER_PARAMETER * p.parameters
     total = sum(p.forward.values())
-    per_rank = p.master + p.moments + p.gradients + p.weights
+    per_rank = p.states
     out = [
         f"parameters          {p.parameters:>22,}",
         f"  weights alone     {p.weights_alone:>22,}  (matrices and tables, which decay)",

@@ -188,13 +188,6 @@ def room_for_copies(stepper: Stepper, comm: Comm) -> bool:
     )
 
 
-def save(
-    folder: Path, stepper: Stepper, state: State, comm: Comm, tokenizer: Path | None = None
-) -> Path:
-    """Write a checkpoint of all ranks and return its path, whole."""
-    return Saving(folder, stepper, state, comm, tokenizer).finish()
-
-
 def _write_slices(
     path: Path, name: str, cutting: Cutting, slices: Sequence[Range], parts: list[Array]
 ) -> dict[int, int]:

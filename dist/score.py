@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dist.commands import parser
+from accel.help import parser
 from dist.documents import EOS_NAMES
+from dist.evaluate import perplexity
 from dist.model import Model
 from dist.pack import special_id
 from dist.use import add_model, load, text_of
+from reference.cross_entropy import nll
 from reference.model import head, hidden_forward, start_pass
 from reference.params import decoder_layout
 from reference.types import Array
@@ -43,16 +45,12 @@ class Scored(NamedTuple):
     @property
     def perplexity(self) -> float:
         """e to the mean loss of a token."""
-        return _perplexity(-self.total / len(self.ids))
+        return perplexity(-self.total / len(self.ids))
 
     @property
     def bits_per_byte(self) -> float:
         """The size of the text compressed by the model; comparable between tokenizers."""
         return -self.total / math.log(2) / len(self.text.encode("utf-8", "surrogatepass"))
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _finite(x: float) -> float | None:
@@ -93,9 +91,8 @@ def _window(model: Model, ids: Sequence[int]) -> Array:
             part = x[:, low : low + rows]
             scores = ops.logits(part, head(run), params.get("head.bias"))
             z = np.asarray(ops.to_numpy(scores)[0], np.float64)
-            z -= z.max(axis=-1, keepdims=True)
             targets = np.array(ids[1 + low : 1 + low + len(z)])
-            found.append(z[np.arange(len(z)), targets] - np.log(np.exp(z).sum(axis=-1)))
+            found.append(-nll(z, targets))
     log_p = np.concatenate(found)
     if not np.isfinite(log_p).all():
         raise ValueError("the log-probabilities are not finite; has the model diverged?")
@@ -129,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _as_json(scored: Scored, pieces: list[str]) -> str:
     tokens = [
-        {"id": i, "text": piece, "log_probability": p, "perplexity": _finite(_perplexity(-p))}
+        {"id": i, "text": piece, "log_probability": p, "perplexity": _finite(perplexity(-p))}
         for i, piece, p in zip(scored.ids, pieces, scored.log_p.tolist(), strict=True)
     ]
     fields: dict[str, Any] = {

@@ -28,7 +28,7 @@ from accel.system import HANDED_ON
 from dist import checkpoint, manifest, mode, monitor, saving
 from dist.carriers import carrier
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import Run, RunFile, from_tables
+from dist.config import LEARNING_TABLES, Run, RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.lock import locked
@@ -40,8 +40,6 @@ from reference.generate import generate
 from reference.params import decoder_layout
 from tokenizer.files import check_folder, replace_durably
 
-# What decides the bits that a run learns; a resumed run must not differ in it unnoticed.
-LEARNING_TABLES = ("model", "data", "train", "optim")
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 
@@ -109,8 +107,6 @@ class Trainer:
         together(comm, self._open)
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
-        folder = self.out / CHECKPOINTS
-        newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         first, self.begun = first_weights(
             self.ops, layout, config, comm, self.tokenizer, fresh=newest is None
         )

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.status import Status
 
+from accel.help import parser
 from dist import config as run_file
 from dist import monitor
 from dist.comm import Solo
-from dist.commands import parser
 from dist.data import Windows
 from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
 from dist.model import Model, load_model

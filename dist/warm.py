@@ -27,14 +27,14 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from accel import AUTO, launcher, system
+from accel import AUTO, launcher, offered, system
 from accel import load as load_backend
 from accel.jit import Store, store_of
 from accel.threads import available_cores
 from dist.comm import Solo
 from dist.config import RunFile, from_tables
 from dist.data import make_batch
-from dist.mode import in_mode, offered
+from dist.mode import in_mode
 from dist.monitor import Output, terminal_columns
 from dist.step import Stepper, initial_weights
 from reference import model

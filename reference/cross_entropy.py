@@ -15,7 +15,6 @@ only a division by the global number, once, gives every token the same weight.
 This op takes logits and is for study; the models use ``linear_cross_entropy.py``.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -41,20 +40,6 @@ def forward(z: Array, targets: Array, mask: Array | None = None) -> tuple[Loss, 
 def backward(dloss: float, cache: CrossEntropyCache) -> Array:
     """Return dz (..., V) of dloss · total."""
     return dlogits(*cache) * float(dloss)
-
-
-def perplexity(loss: Loss) -> float:
-    """Return exp(mean negative log-likelihood): the size of an equally likely choice.
-
-    Raises
-    ------
-    ValueError
-        When there are no valid targets.
-    """
-    if loss.n_valid < 1:
-        raise ValueError("perplexity: there are no valid targets to take the mean over")
-    mean = loss.total / loss.n_valid
-    return math.exp(mean) if mean < 709 else math.inf  # exp(709.8) is beyond float64
 
 
 def nll(z: Array, targets: Array) -> Array:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accel.help import Wrapped
+from accel.help import parser as command_parser
 from tokenizer import (
     Tokenizer,
     from_huggingface,
@@ -31,8 +31,8 @@ from tokenizer.vocabulary import CONTROLS, FIRST_SPECIALS, MIN_VOCAB
 
 def train(argv: Sequence[str]) -> int:
     """Train a tokenizer on files and write it."""
-    parser = _parser(
-        "train",
+    parser = command_parser(
+        "tokenizer train",
         "Learn a byte-level BPE vocabulary from text.",
         "myllm tokenizer train corpus/ more.jsonl.gz --vocab-size 65536 -o my.tok",
     )
@@ -109,8 +109,8 @@ def _some(texts: Iterator[bytes]) -> Iterator[bytes]:
 
 def encode(argv: Sequence[str]) -> int:
     """Print the ids of texts, a line for each text."""
-    parser = _parser(
-        "encode",
+    parser = command_parser(
+        "tokenizer encode",
         "Encode text: a line of ids for each text (each file; each line of .jsonl).",
         'myllm tokenizer encode my.tok --text "Hello, world"',
     )
@@ -163,8 +163,8 @@ def _texts_to_encode(options: argparse.Namespace) -> Iterator[bytes]:
 
 def decode(argv: Sequence[str]) -> int:
     """Write the bytes that ids stand for."""
-    parser = _parser(
-        "decode",
+    parser = command_parser(
+        "tokenizer decode",
         "Decode ids, separated by white space or in a .npy file, into bytes on standard output.",
         "myllm tokenizer encode my.tok notes.txt \\\n"
         "    | myllm tokenizer decode my.tok > same.txt",
@@ -213,8 +213,8 @@ def _is_id(word: bytes) -> bool:
 
 def info(argv: Sequence[str]) -> int:
     """Print what a tokenizer is, and how well it does on texts."""
-    parser = _parser(
-        "info",
+    parser = command_parser(
+        "tokenizer info",
         "Show a tokenizer: size, special ids, longest tokens; with PATHS, bytes per token on them.",
         "myllm tokenizer info my.tok held-out.txt",
     )
@@ -256,8 +256,8 @@ def info(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """Write a tokenizer in the format of others."""
-    parser = _parser(
-        "export",
+    parser = command_parser(
+        "tokenizer export",
         "Write a tokenizer for Hugging Face (FILE.json) or tiktoken (FILE.tiktoken).",
         "myllm tokenizer export my.tok -o tokenizer.json",
     )
@@ -285,8 +285,8 @@ def export(argv: Sequence[str]) -> int:
 
 def import_(argv: Sequence[str]) -> int:
     """Make a tokenizer of a file of others."""
-    parser = _parser(
-        "import",
+    parser = command_parser(
+        "tokenizer import",
         "Read Hugging Face's tokenizer.json or a .tiktoken file; ids stay as they are.",
         "myllm tokenizer import tokenizer.json -o theirs.tok",
     )
@@ -319,8 +319,8 @@ def import_(argv: Sequence[str]) -> int:
 
 def extend(argv: Sequence[str]) -> int:
     """Add special tokens to a tokenizer, after its last id."""
-    parser = _parser(
-        "extend",
+    parser = command_parser(
+        "tokenizer extend",
         "Add special tokens after the last id: those of a chat and <|pad|>, unless others are "
         "named, which an imported vocabulary has not got. All other ids stay as they are.",
         "myllm tokenizer extend smollm/tokenizer.myllm -o chat.tok",
@@ -350,8 +350,8 @@ def compare(argv: Sequence[str]) -> int:
     """Print a table of ways to cut text into tokens, measured on one text."""
     from tokenizer.study.compare import table
 
-    parser = _parser(
-        "compare",
+    parser = command_parser(
+        "tokenizer compare",
         "Train byte BPE, character BPE, unigram LM and word level on one text and compare them.",
         "myllm tokenizer compare book.txt --vocab-size 2000",
     )
@@ -372,15 +372,6 @@ def compare(argv: Sequence[str]) -> int:
 
 
 # --- shared by the subcommands
-
-
-def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"myllm tokenizer {name}",
-        description=description,
-        epilog=f"example:\n  {example}",
-        formatter_class=Wrapped,
-    )
 
 
 def _add_inputs(parser: argparse.ArgumentParser, nargs: str = "+") -> None:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.bench.timing import Array
 from reference.ops import Ops
-from reference.types import DropoutKey
+from reference.types import Array, DropoutKey
 
 
 class OpCase(NamedTuple):

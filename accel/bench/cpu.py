@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from accel import READING, load
+from accel import READING, load, offered
 from accel.bench import bandwidth, llmc, report, scaling
 from accel.bench.cases import OpCase, attention, products, small_ops
 from accel.bench.report import Row
@@ -61,15 +61,6 @@ STEPS = (
 GPT2 = Step("GPT-2 124 M, B·T = 4·64", GPT2_SMALL, 4, 64, Bars(0.85, None, None, 0.60))
 MEMORY = {"float32": 0.40, "bf16": 0.35}  # of what PyTorch's float32 step takes
 DECODE = {"float32": 0.55, "bf16": 0.40}  # of PyTorch's time in float32
-
-
-def bf16_offered() -> bool:
-    """Whether this machine has the mode bf16."""
-    try:
-        load("cpu", compute="bf16")
-    except ImportError:
-        return False
-    return True
 
 
 def peers() -> Any:
@@ -305,7 +296,7 @@ def main(argv: list[str]) -> int:
         p.error("--parts llmc and --llmc DIR, a checkout of llm.c, go together")
     if given.threads is not None:
         set_threads(given.threads)
-    modes = ["float32", "bf16"] if bf16_offered() else ["float32"]
+    modes = list(offered("cpu"))
     if given.scaling:
         about = f"{report.machine('numpy', 'numba')}, {available_cores()} cores"
         measured = {"scaling": partial(scaling.rows, modes, quick=given.quick)}

@@ -23,11 +23,12 @@ import numpy as np
 
 from accel import load
 from accel.bench.report import Row
-from accel.bench.timing import Array, check, clocked, rounds
+from accel.bench.timing import check, clocked, rounds
 from accel.bench.training import Training
 from accel.threads import threads
 from reference.config import Config
 from reference.presets import GPT2_SMALL
+from reference.types import Array
 
 B, T = 4, 64  # as main() has them, like the optimizer's settings
 SETTINGS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from accel.bench.cases import OpCase
-from accel.bench.timing import Array
 from accel.bench.training import MUON, SETTINGS, Matrix
 from reference.config import Config
+from reference.types import Array
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

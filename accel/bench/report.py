@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from accel.help import Wrapped
+from accel.help import parser as command_parser
 
 HEAD = ("what", "ours", "other", "ratio", "bar", "")
 WIDTHS = (61, 10, 10, 6, 14, 0)
@@ -93,12 +93,7 @@ def machine(*packages: str) -> str:
 
 def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
     """Return the parser of a benchmark: with ``--table`` and ``--chart``."""
-    p = argparse.ArgumentParser(
-        prog=f"myllm bench {name}",
-        description=about,
-        formatter_class=Wrapped,
-        epilog=f"example:\n  myllm bench {example}",
-    )
+    p = command_parser(f"bench {name}", about, f"myllm bench {example}")
     p.add_argument("--table", type=Path, help="a file for the table, in Markdown; it grows")
     p.add_argument("--chart", type=Path, help="a PNG or SVG file for a bar chart of the ratios")
     return p

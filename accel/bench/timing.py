@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from accel.system import starved
 from accel.threads import set_threads, threads
 from reference.ops import Ops
+from reference.types import Array
 
-Array = npt.NDArray[Any]
 Function = Callable[[], object]
 T = TypeVar("T")
 
@@ -46,17 +45,6 @@ def clocked(call: Function) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def waited() -> float:
-    """Return the seconds that this process's threads have waited for a core, where Linux tells."""
-    total = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            total += int(task.read_text(encoding="ascii").split()[1])
-        except (OSError, IndexError):  # the thread has ended meanwhile
-            continue
-    return total * 1e-9
 
 
 def alternate(
@@ -93,11 +81,11 @@ def alternate(
         """Return the seconds of a call, and the share of the time spent waiting."""
         function = functions[name]
         function()  # the caches, and the other library's spinning threads, settle
-        waiting, start = waited(), time.perf_counter()
+        waiting, start = starved() or 0.0, time.perf_counter()
         for _ in range(calls[name]):
             function()
         seconds = time.perf_counter() - start
-        taken = seconds / calls[name], (waited() - waiting) / seconds
+        taken = seconds / calls[name], ((starved() or 0.0) - waiting) / seconds
         time.sleep(0.01)
         return taken
 

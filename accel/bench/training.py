@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.bench.timing import Array, Function, check, relative_error
+from accel.bench.timing import Function, check, relative_error
 from reference.blocks import Recompute
 from reference.config import Config
 from reference.global_norm import clip_scale
 from reference.ops import Ops
 from reference.params import decoder_layout
+from reference.types import Array
 
 SETTINGS: dict[str, Any] = {
     "lr": 1e-4,

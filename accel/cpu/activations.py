@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
@@ -28,8 +27,7 @@ from accel.cpu.kernels import COMPILED, MAP, PIECE, ROW_PIECE, address, contiguo
 from accel.cpu.memory import empty
 from accel.cpu.simd import INLINE, at, exp, exp_below, held, pointer
 from accel.jit import jit
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 
 class ActivationCache(NamedTuple):

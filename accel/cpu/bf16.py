@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu import bf16_attention, bf16_tiles
@@ -56,10 +55,8 @@ from accel.threads import team
 from accel.transpose import transpose
 from reference import kv
 from reference.config import Config
-from reference.types import Dropout, KVCache, Loss
+from reference.types import Array, Dropout, KVCache, Loss
 from reference.visibility import Visibility
-
-Array = npt.NDArray[Any]
 
 CHUNK_ROWS = 256  # a chunk is a multiple of it: whole tasks of a product
 AT_HAND = 2 << 20  # logits that are float32 at a time

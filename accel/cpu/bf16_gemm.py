@@ -23,7 +23,6 @@ gradient will need: they are read once, and kept at half the size.
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import get_thread_id, prange
 
 from accel.cpu.bf16_packing import (
@@ -51,8 +50,7 @@ from accel.cpu.packing import prefetch, room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import most, team
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 ROW_PANELS = 8  # of A in a task, at most
 CACHED = 768 << 10  # bytes of B that are used again and again

@@ -11,7 +11,6 @@ added, and packs it for the products that follow: a step goes three times over i
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.bf16_gemm import cut, multiply_panels, part
@@ -25,8 +24,7 @@ from accel.cpu.packing import room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from reference import muon as reference
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 
 @jit(**MAP)

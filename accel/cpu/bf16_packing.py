@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.bf16_portable import SIDE, STEP
@@ -14,8 +13,7 @@ from accel.cpu.packing import prefetch, room
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import team
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 # For pack_rows and pack_columns: the side of the product that the packed panel is for.
 A, B = 0, 1

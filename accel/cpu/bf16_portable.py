@@ -6,12 +6,11 @@ that all around them is tested where neither is.
 """
 
 import os
-from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from accel.cpu.simd import Builder, Value
+from accel.cpu.simd import Builder, Value, declare, splat
 
 SIDE = 32  # rows and columns of a block of C, and the step along k
 TILE = 256  # elements of a packed tile: 16 rows of 16 pairs
@@ -26,11 +25,6 @@ PAIRS = ir.VectorType(INT32, 16)
 def portable() -> bool:
     """Whether the mode is compiled for any processor, for tests."""
     return os.environ.get("MYLLM_BF16") == "portable"
-
-
-def declare(builder: Builder, name: str, arguments: list[Any], result: Any = None) -> Any:
-    signature = ir.FunctionType(ir.VoidType() if result is None else result, arguments)
-    return cgutils.get_or_insert_function(builder.module, signature, name)
 
 
 def constant(n: int) -> Value:
@@ -54,7 +48,6 @@ def emit_portable(
     """Emit the block in float32, row by row."""
     multiply = declare(builder, "llvm.fmuladd.v16f32", [FLOATS] * 3, FLOATS)
     zero, high = ir.Constant(FLOATS, [0.0] * 16), ir.Constant(PAIRS, [0xFFFF0000] * 16)
-    lanes, undefined = ir.Constant(PAIRS, [0] * 16), ir.Constant(PAIRS, ir.Undefined)
     sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
 
     def widened(pairs: Value) -> list[Value]:
@@ -74,8 +67,7 @@ def emit_portable(
         ):
             first = builder.mul(step.index, constant(STEP))
             one = builder.load(builder.gep(a_row, [builder.add(first, k.index)]), align=4)
-            one = builder.insert_element(undefined, one, ir.Constant(INT32, 0))
-            left = widened(builder.shuffle_vector(one, undefined, lanes))
+            left = widened(splat(builder, one, 16))
             here = builder.gep(b, [builder.add(first, builder.mul(k.index, constant(16)))])
             for half, total in enumerate(sums):
                 p = builder.bitcast(offset(builder, here, TILE * half), ir.PointerType(PAIRS))

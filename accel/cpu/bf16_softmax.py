@@ -27,13 +27,12 @@ from accel.cpu.bf16_portable import (
     STEP,
     TILE,
     constant,
-    declare,
     floor_and_power,
     load_floats,
     portable,
 )
 from accel.cpu.bf16_tiles import pairs_of, round_pair
-from accel.cpu.simd import Builder, Context, Value
+from accel.cpu.simd import Builder, Context, Value, declare
 
 # The first is 1, so that the largest score of a query gives exactly 1.
 _COEFFICIENTS = (1.0, 6.930448437e-1, 2.412802143e-1, 5.224245385e-2, 1.342669696e-2)

@@ -53,14 +53,13 @@ from accel.cpu.bf16_portable import (
     STEP,
     TILE,
     constant,
-    declare,
     emit_portable,
     load_floats,
     offset,
     portable,
     round_portably,
 )
-from accel.cpu.simd import Builder, Context, Value, at, target
+from accel.cpu.simd import Builder, Context, Value, at, declare, splat, target
 from accel.jit import jit
 
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -221,14 +220,11 @@ def emit_vectors(
     """Emit the block on AVX512-BF16, band by band."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     multiply = declare(builder, name, [FLOATS, _BFLOATS, _BFLOATS], FLOATS)
-    undefined = ir.Constant(PAIRS, ir.Undefined)
-    lanes = ir.Constant(PAIRS, [0] * 16)
     sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(2)] for _ in range(BAND)]
 
     def pair(p: Value) -> Value:
         """Return the pair at p in all lanes."""
-        one = builder.insert_element(undefined, builder.load(p, align=4), ir.Constant(INT32, 0))
-        return builder.bitcast(builder.shuffle_vector(one, undefined, lanes), _BFLOATS)
+        return builder.bitcast(splat(builder, builder.load(p, align=4), 16), _BFLOATS)
 
     with cgutils.for_range(builder, constant(SIDE // BAND)) as band:
         a_band = builder.gep(a, [builder.mul(band.index, constant(16 * BAND))])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.cpu.activations import TANH_2C, TANH_CUBIC
 from accel.cpu.decode_kernels import (
@@ -26,6 +25,7 @@ from accel.cpu.decode_kernels import (
 )
 from accel.cpu.halves import BF16, FLOAT32
 from accel.cpu.kernels import address, contiguous, like
+from accel.cpu.rope import turns_of
 from accel.q8_0 import BLOCK
 from accel.threads import alone
 from reference.alibi import alibi_slopes
@@ -36,9 +36,7 @@ from reference.kv import check_decode
 from reference.params import decoder_layout
 from reference.rope import frequencies
 from reference.sinusoidal import sinusoidal_table
-from reference.types import KVCache
-
-Array = npt.NDArray[Any]
+from reference.types import Array, KVCache
 
 FEW_A_LAYER = 4 * FEW  # bytes of weights; a layer is four products, and each is a parallel region
 
@@ -92,8 +90,7 @@ def decode(
     given = {"x": x, "out": out, "positions": positions}
     if config.position == "rope":
         omega = frequencies(config.rope_base, config.d_head, config.rope_scaling)
-        angle = positions[:, None] * omega
-        given |= {"cos": np.cos(angle).astype(dtype), "sin": np.sin(angle).astype(dtype)}
+        given["cos"], given["sin"] = turns_of(omega, positions, dtype)
     elif config.position == "alibi":
         given["slopes"] = alibi_slopes(config.n_heads, dtype)
     parts = _work(config, batch, length)

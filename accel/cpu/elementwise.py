@@ -7,7 +7,6 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.halves import as_type, wide
@@ -17,10 +16,7 @@ from accel.cpu.philox import philox
 from accel.cpu.simd import at, pointer
 from accel.cpu.streaming import AHEAD, FLAT, ask, is_far, landing, leave, part, settle
 from accel.jit import jit
-from reference.types import Dropout
-
-Array = npt.NDArray[Any]
-
+from reference.types import Array, Dropout
 
 # ---- add -----------------------------------------------------------------------------------------
 

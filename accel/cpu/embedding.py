@@ -9,7 +9,6 @@ cache. Neither atomics nor a copy of the table for each thread are needed.
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import (
@@ -27,8 +26,7 @@ from accel.cpu.packing import ROOM, prefetch
 from accel.cpu.simd import at, pointer, vector_columns
 from accel.cpu.streaming import ask, is_far, landing, leave, settle
 from accel.jit import jit
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 # A task makes some rows and some columns. Rows are cut so that rows and positions together are
 # divided evenly; columns, so that one id at most positions still leaves work for several threads.

@@ -30,7 +30,6 @@ split over our threads is as fast as this only where the split follows the numbe
 import functools
 from typing import Any
 
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import FEW_THREADS, MAP, add_tile, address, contiguous, cut_evenly, like
@@ -48,8 +47,7 @@ from accel.cpu.simd import (
 )
 from accel.jit import jit
 from accel.threads import team
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 DEPTH = 512  # of the sum, at most, in one block; a multiple of 8
 ROWS = 192  # of the product in one task, about; a multiple of SIX

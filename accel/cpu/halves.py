@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange, types
 from numba.extending import overload
 
@@ -19,8 +18,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import alone
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 BF16 = np.dtype(np.uint16)
 FLOAT32 = np.dtype(np.float32)

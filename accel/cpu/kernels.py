@@ -27,8 +27,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from accel.threads import most
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 PIECE = 16_384  # elements of a flat array that one task takes
 ROW_PIECE = 16  # rows that one task takes, where rows are independent of each other

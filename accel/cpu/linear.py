@@ -7,16 +7,14 @@ parts that do not lie side by side.
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.cpu.gemm import gemm
 from accel.cpu.kernels import as_rows, contiguous, delivered, receiver, sum_rows
 from accel.cpu.memory import empty
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 
 class LinearCache(NamedTuple):

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import get_thread_id, prange, types
 from numba.extending import intrinsic, overload
 
@@ -41,9 +40,7 @@ from accel.cpu.simd import start as start_of
 from accel.cpu.streaming import ask, is_far, leave, settle
 from accel.jit import jit
 from accel.threads import team
-from reference.types import Loss
-
-Array = npt.NDArray[Any]
+from reference.types import Array, Loss
 
 CHUNK_ELEMENTS = 8 << 20  # logits of a chunk
 LEAST_ROWS = 256  # of a chunk, even if they have more
@@ -331,8 +328,6 @@ def linear_cross_entropy_backward(
 
 
 def _scaled_into(gradient: Array, factor: float, out: Array | None) -> Array:
-    if out is None:
-        return scaled(gradient, factor)
     target, elsewhere = receiver(out, gradient.shape, gradient.dtype)
     scale_into(gradient, factor, target)
     return delivered(target, elsewhere)

@@ -37,8 +37,7 @@ from accel.free_list import FreeList
 from accel.system import fresh_memory, give_back
 from accel.threads import sharing
 from reference.memory import memory as memory  # arrays lie where NumPy's do
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 ALIGNMENT = 64  # bytes: one cache line, and one AVX-512 register
 CHUNK = 256 << 20  # bytes of address space taken at a time; pages count only once they are touched

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.elementwise import scale_into
@@ -26,8 +25,7 @@ from accel.cpu.optimizer import square_sums
 from accel.cpu.simd import at, pointer, tile_gemm
 from accel.jit import jit
 from reference.muon import ITERATIONS, RMS, TINY, A, B, C
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 NEAR = 1 << 20  # bytes of a matrix that is multiplied where it lies
 TASKS = 16  # of a product of such, which threads share

@@ -9,7 +9,6 @@ rows: each task adds up SUM_PIECE rows, and the tasks' sums are added in order.
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import (
@@ -27,8 +26,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.cpu.streaming import ask, is_far, landing, leave, part, settle
 from accel.jit import jit
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 
 @jit(**EACH | {"fastmath": False})

@@ -8,15 +8,13 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import MAP, PIECE, SUM, address, contiguous, like, store
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from reference.global_norm import SUM_BLOCK
-
-Array = npt.NDArray[Any]
+from reference.types import Array
 
 
 @jit(**MAP)

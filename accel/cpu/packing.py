@@ -19,10 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from accel.cpu.memory import ALIGNMENT
-from accel.cpu.simd import at, emit_prefetch, lanes_of, vector_columns
+from accel.cpu.simd import Value, at, emit_prefetch, lanes_of, vector_columns
 from accel.jit import jit
-
-Value = Any
 
 _INT32 = ir.IntType(32)
 

@@ -11,10 +11,8 @@ so a prompt is read with the same weights as the answer is written with; the ari
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ahead import in_order
 from accel.cpu.decode import decode, is_table
@@ -22,9 +20,7 @@ from accel.cpu.memory import lasting
 from accel.cpu.q8_kernels import SCALE, TILE
 from accel.q8_0 import BLOCK, from_blocks, to_blocks
 from reference.config import Config
-from reference.types import KVCache
-
-Array = npt.NDArray[Any]
+from reference.types import Array, KVCache
 
 
 class RoundedWeight(np.ndarray):

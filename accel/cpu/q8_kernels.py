@@ -14,14 +14,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from accel.cpu.kernels import SUM
-from accel.cpu.simd import at, pointer, vector_bytes
+from accel.cpu.simd import Builder, Context, Value, at, declare, pointer, splat, vector_bytes
 from accel.jit import jit
 from accel.q8_0 import BLOCK
-
-# Numba's signatures and LLVM values carry no static types.
-Context = Any
-Builder = Any
-Value = Any
 
 SCALE = 2  # bytes of one
 TILE = BLOCK * SCALE + BLOCK * BLOCK  # bytes
@@ -53,17 +48,8 @@ def _widened(builder: Builder, halves: Value) -> Value:
     return builder.fmul(builder.bitcast(bits, _FLOATS), factor)
 
 
-def _splat(builder: Builder, x: Value) -> Value:
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
-    lane = builder.insert_element(undefined, x, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), [0] * BLOCK)
-    return builder.shuffle_vector(lane, undefined, zeros)
-
-
 def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    f = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{BLOCK}f32"
-    )
+    f = declare(builder, f"llvm.fmuladd.v{BLOCK}f32", [_FLOATS] * 3, _FLOATS)
     return builder.call(f, [a, b, c])
 
 
@@ -90,7 +76,7 @@ def _add_tile(typingctx: Context, tile: Any, u: Any, y: Any, rows: Any) -> Any:
 
         def add_row(i: Value, target: Value) -> None:
             row = builder.gep(numbers, [builder.mul(i, ir.Constant(_INT64, BLOCK))])
-            x = _splat(builder, builder.load(builder.gep(u, [i])))
+            x = splat(builder, builder.load(builder.gep(u, [i])), BLOCK)
             q = _numbers(builder, row)
             builder.store(_multiply_add(builder, x, q, builder.load(target)), target)
 

@@ -9,7 +9,6 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from accel.cpu.kernels import MAP, ROW_PIECE, address, contiguous
@@ -17,9 +16,7 @@ from accel.cpu.memory import empty
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from reference.rope import frequencies
-from reference.types import RopeScaling
-
-Array = npt.NDArray[Any]
+from reference.types import Array, RopeScaling
 
 
 class RopeCache(NamedTuple):
@@ -63,10 +60,11 @@ def _table(
     base: float, scaling: RopeScaling | None, d_head: int, start: int, length: int, dtype: Any
 ) -> tuple[Array, Array]:
     """Return cos and sin (T, d/2) of t·ω_j for positions t = start, start + 1, …."""
-    return _tables(frequencies(base, d_head, scaling), np.arange(start, start + length), dtype)
+    return turns_of(frequencies(base, d_head, scaling), np.arange(start, start + length), dtype)
 
 
-def _tables(omega: Array, position: Array, dtype: Any) -> tuple[Array, Array]:
+def turns_of(omega: Array, position: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return cos and sin (..., d/2) of position · ω."""
     angle = position[..., None] * omega  # in float64, as 8191·ω in float32 is off by 1e-4
     return np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)
 
@@ -85,7 +83,7 @@ def rope_forward(
         cos, sin = _table(base, scaling, d_head, start, length, x.dtype)
     else:
         position = np.expand_dims(start, -1) + np.arange(length)
-        cos, sin = _tables(frequencies(base, d_head, scaling), position, x.dtype)
+        cos, sin = turns_of(frequencies(base, d_head, scaling), position, x.dtype)
     cache = RopeCache(cos, sin, n_heads if rotate_heads is None else rotate_heads)
     return _rotate(x, cache, 1), cache
 

@@ -54,6 +54,20 @@ PAD_BYTES = 64
 STEPS = 4  # of k, which a block of six or eight rows takes for one test whether there are more
 
 
+def declare(builder: Builder, name: str, arguments: list[Any], result: Any = None) -> Any:
+    """Return a function of LLVM's to call, by its name and types."""
+    signature = ir.FunctionType(ir.VoidType() if result is None else result, arguments)
+    return cgutils.get_or_insert_function(builder.module, signature, name)
+
+
+def splat(builder: Builder, x: Value, lanes: int) -> Value:
+    """Return a vector of so many lanes that all hold the scalar x."""
+    undefined = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
+    one = builder.insert_element(undefined, x, ir.Constant(_INT32, 0))
+    zeros = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
+    return builder.shuffle_vector(one, undefined, zeros)
+
+
 # --- pointers ------------------------------------------------------------------------------------
 
 
@@ -99,11 +113,7 @@ def pad_columns(typingctx: Context, like: Any) -> Any:
 
 def emit_prefetch(builder: Builder, line: Value, level: int, *, write: bool) -> None:
     """Ask for the cache line at a pointer, to lie in that level's cache soon."""
-    f = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [line.type, _INT32, _INT32, _INT32]),
-        "llvm.prefetch.p0",
-    )
+    f = declare(builder, "llvm.prefetch.p0", [line.type, _INT32, _INT32, _INT32])
     data = 1
     builder.call(f, [line, *(ir.Constant(_INT32, int(n)) for n in (write, 4 - level, data))])
 
@@ -368,9 +378,7 @@ def _emit_block(
     vector = ir.VectorType(element, lanes)
     bits = 64 if isinstance(element, ir.DoubleType) else 32
     suffix = f"v{lanes}f{bits}"
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fmuladd.{suffix}"
-    )
+    fma = declare(builder, f"llvm.fmuladd.{suffix}", [vector] * 3, vector)
     zero = ir.Constant(vector, [0.0] * lanes)
     mask_type = ir.VectorType(ir.IntType(1), lanes)
     align = ir.Constant(_INT32, bits // 8)
@@ -381,24 +389,16 @@ def _emit_block(
         p = builder.bitcast(p, vector_pointer)
         if mask is None:
             return builder.load(p, align=bits // 8)
-        f = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(vector, [vector_pointer, _INT32, mask_type, vector]),
-            f"llvm.masked.load.{suffix}.p0",
-        )
-        return builder.call(f, [p, align, mask, zero])
+        name, kinds = f"llvm.masked.load.{suffix}.p0", [vector_pointer, _INT32, mask_type, vector]
+        return builder.call(declare(builder, name, kinds, vector), [p, align, mask, zero])
 
     def store(value: Value, p: Value) -> None:
         p = builder.bitcast(p, vector_pointer)
         if mask is None:
             builder.store(value, p, align=bits // 8)
             return
-        f = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [vector, vector_pointer, _INT32, mask_type]),
-            f"llvm.masked.store.{suffix}.p0",
-        )
-        builder.call(f, [value, p, align, mask])
+        name, kinds = f"llvm.masked.store.{suffix}.p0", [vector, vector_pointer, _INT32, mask_type]
+        builder.call(declare(builder, name, kinds), [value, p, align, mask])
 
     def index(x: int) -> Value:
         return ir.Constant(_INT64, x)
@@ -409,16 +409,13 @@ def _emit_block(
     sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * vectors)]
     a_k = cgutils.alloca_once_value(builder, index(0))
     b_k = cgutils.alloca_once_value(builder, b)
-    undefined = ir.Constant(vector, ir.Undefined)
-    splat = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
 
     def step() -> None:
         column, row = builder.load(a_k), builder.load(b_k)
         columns = [load(builder.gep(row, [index(lanes * j)])) for j in range(vectors)]
         for i in range(rows):
             scalar = builder.load(builder.gep(starts[i], [column]), align=bits // 8)
-            one = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
-            broadcast = builder.shuffle_vector(one, undefined, splat)
+            broadcast = splat(builder, scalar, lanes)
             for j in range(vectors):
                 s = sums[i * vectors + j]
                 builder.store(builder.call(fma, [broadcast, columns[j], builder.load(s)]), s)
@@ -457,13 +454,8 @@ def _emit_block(
 
 def _first_lanes(builder: Builder, lanes: int, n: Value) -> Value:
     """Return the mask whose first ``n`` lanes are set."""
-    vector = ir.VectorType(_INT64, lanes)
-    undefined = ir.Constant(vector, ir.Undefined)
-    one = builder.insert_element(undefined, n, ir.Constant(_INT32, 0))
-    splat = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
-    return builder.icmp_signed(
-        "<", ir.Constant(vector, list(range(lanes))), builder.shuffle_vector(one, undefined, splat)
-    )
+    numbers = ir.Constant(ir.VectorType(_INT64, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", numbers, splat(builder, n, lanes))
 
 
 _wide_6 = _register_block(6, 1)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-WARP, WARPGROUP = 32, 128  # threads
+WARP = 32  # threads
 
 # Instructions by the unit that takes them. FMA: CUDA's cores proper; LIGHT: integers, comparisons,
 # selections and conversions, of which a multiprocessor takes half as many on most GPUs.

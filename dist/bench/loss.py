@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel import COMPUTE, load
+from accel import COMPUTE, offered
 from accel.bench import report
 from accel.bench.report import Row
 from accel.system import cores
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
 
 def contenders() -> list[Contender]:
     """Return all that can train here, PyTorch's first."""
-    computes = [compute for compute in COMPUTE if _computes(compute)]
+    computes = list(offered("cpu"))
     theirs = itertools.product(nanogpt.HOW, computes) if find_spec("torch") else ()
     kinds = "adamw", "muon"
     ours = itertools.product(kinds, computes)
@@ -258,14 +258,6 @@ def contenders() -> list[Contender]:
         *(Contender("ours", how, compute) for how, compute in ours),
         *(Contender("ours", *planned) for planned in shares),
     ]
-
-
-def _computes(compute: str) -> bool:
-    try:
-        load("cpu", compute=compute)
-    except (ImportError, ValueError):  # a processor without bf16
-        return False
-    return True
 
 
 def planned(

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel.help import parser
 from accel.system import keep_memory
-from dist.commands import parser
 from dist.convert import gguf, huggingface, llmc
 from dist.convert.mapping import DROPOUT
 from dist.convert.transfer import parameters

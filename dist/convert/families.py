@@ -176,58 +176,49 @@ def _without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in _LLAMA_ALWAYS.items() if name not in names}
 
 
-LLAMA = Family(
-    name="LlamaForCausalLM",
-    says={"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    always=_without("attn_bias", "ffn_bias"),
-    keys=(
-        *_LLAMA_KEYS,
+def _like_llama(
+    name: str, model_type: str, always: dict[str, Any], keys: tuple[Key, ...], **demands: Any
+) -> Family:
+    """Return a family with Llama's tensors and most of its keys, and ``keys`` beside them."""
+    return Family(
+        name=name,
+        says={"architectures": [name], "model_type": model_type, "hidden_act": "silu"},
+        always=always,
+        keys=(*_LLAMA_KEYS, *keys),
+        rows=_LLAMA_ROWS,
+        demands={**_LLAMA_DEMANDS, **demands},
+        ignored=_LLAMA_IGNORED,
+    )
+
+
+_ATTENTION_BIAS = key("attn_bias", "attention_bias", False)
+_QWEN_WINDOW = Key("window", _read_qwen_windows, _write_qwen_windows)
+LLAMA = _like_llama(
+    "LlamaForCausalLM",
+    "llama",
+    _without("attn_bias", "ffn_bias"),
+    (
         Key("n_heads", lambda c: whole(c, "num_attention_heads"), _write_llama_heads),
-        key("attn_bias", "attention_bias", False),
+        _ATTENTION_BIAS,
         key("ffn_bias", "mlp_bias", False),
     ),
-    rows=_LLAMA_ROWS,
-    demands=_LLAMA_DEMANDS,
-    writes={"hidden_act": "silu"},
-    ignored=_LLAMA_IGNORED,
 )
-MISTRAL = Family(
-    name="MistralForCausalLM",
-    says={"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-    always=_without("window"),
-    keys=(
-        *_LLAMA_KEYS,
-        # of none, transformers takes 4096; null means none
-        Key("window", lambda c: c.get("sliding_window", 4096) or 0, _write_mistral_window),
-    ),
-    rows=_LLAMA_ROWS,
-    demands={**_LLAMA_DEMANDS, "attention_bias": False},
-    writes={"hidden_act": "silu"},
-    ignored=_LLAMA_IGNORED,
+MISTRAL = _like_llama(
+    "MistralForCausalLM",
+    "mistral",
+    _without("window"),
+    # of none, transformers takes 4096; null means none
+    (Key("window", lambda c: c.get("sliding_window", 4096) or 0, _write_mistral_window),),
+    attention_bias=False,
 )
-QWEN2 = Family(
-    name="Qwen2ForCausalLM",
-    says={"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    always={**_without("window"), "qkv_bias": True},
-    keys=(*_LLAMA_KEYS, Key("window", _read_qwen_windows, _write_qwen_windows)),
-    rows=_LLAMA_ROWS,
-    demands=_LLAMA_DEMANDS,
-    writes={"hidden_act": "silu"},
-    ignored=_LLAMA_IGNORED,
+QWEN2 = _like_llama(
+    "Qwen2ForCausalLM", "qwen2", {**_without("window"), "qkv_bias": True}, (_QWEN_WINDOW,)
 )
-QWEN3 = Family(
-    name="Qwen3ForCausalLM",
-    says={"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    always={**_without("window", "attn_bias"), "qk_norm": True},
-    keys=(
-        *_LLAMA_KEYS,
-        key("attn_bias", "attention_bias", False),
-        Key("window", _read_qwen_windows, _write_qwen_windows),
-    ),
-    rows=_LLAMA_ROWS,
-    demands=_LLAMA_DEMANDS,
-    writes={"hidden_act": "silu"},
-    ignored=_LLAMA_IGNORED,
+QWEN3 = _like_llama(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    {**_without("window", "attn_bias"), "qk_norm": True},
+    (_ATTENTION_BIAS, _QWEN_WINDOW),
 )
 
 # ---- Hugging Face: GPT-2 -------------------------------------------------------------------------

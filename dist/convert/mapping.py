@@ -121,7 +121,8 @@ class Family:
     name : str
         What the format calls it, such as ``LlamaForCausalLM``.
     says : mapping
-        Keys that say that a configuration is of this family.
+        Keys that are the same in every configuration that is written: whose it is, and what only
+        its readers want.
     always : mapping
         Fields of ours that are the same in every model of it.
     keys : tuple of Key
@@ -131,8 +132,6 @@ class Family:
         RoPE turns the halves of a head together.
     demands : mapping
         Keys that must have this value, or be absent, for the model to be what we know.
-    writes : mapping
-        Keys that are written for their readers, and not read.
     ignored : tuple of str
         Regular expressions of tensors that hold no weights.
     prefix : str
@@ -146,7 +145,6 @@ class Family:
     rows: tuple[Row, ...]
     half_split: bool = True
     demands: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    writes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     prefix: str = ""
 
@@ -162,7 +160,7 @@ class Family:
 
     def describe(self, config: Config) -> dict[str, Any]:
         """Return a model's configuration in their keys."""
-        written = {**self.says, **self.writes}
+        written = dict(self.says)
         for key in self.keys:
             written |= key.write(config)
         return written

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist.commands import parser
+from accel.help import parser
 from dist.inspect.trace import Trace, trace
 from dist.model import Model, load_model
 from dist.monitor import bytes_text

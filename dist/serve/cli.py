@@ -5,8 +5,8 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
+from accel.help import parser
 from dist import checkpoint
-from dist.commands import parser
 from dist.generate import never_chatted
 from dist.model import Model
 from dist.use import add_model, load

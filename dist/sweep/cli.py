@@ -12,10 +12,11 @@ from typing import Any
 from accel import AUTO, COMPUTE
 from accel import load as load_backend
 from accel.bench.report import machine
+from accel.help import parser
 from accel.system import cores
 from dist import config as run_file
 from dist import mode, monitor, warm
-from dist.commands import add_set, parser
+from dist.commands import add_set
 from dist.config import RunFile
 from dist.lock import locked
 from dist.stopping import StopRequest

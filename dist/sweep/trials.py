@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 from accel import AUTO
 from dist import config as run_file
-from dist.config import Run, RunFile
+from dist.config import LEARNING_TABLES, Run, RunFile
 from dist.data import TrainingData, held_out
 from dist.shards import MANIFEST, is_packed, read_manifest
-from reference.flops import training_flops
+from dist.sizing import SHARE, step_flops
 
-LEARNING = ("model", "data", "train", "optim")  # the tables that decide what is learned
 FIGURES = ("backend", "compute", "attention", "products", "eval_windows")  # of [run]: its figures
-MARGIN = 0.9  # of the minutes of a run; start, evaluations and checkpoints take the rest
 
 
 class Axis(NamedTuple):
@@ -49,11 +47,10 @@ class Budget(NamedTuple):
         if self.kind == "tokens":
             return max(1, round(self.amount / run.tokens_per_step))
         if self.kind == "flops":
-            step = training_flops(run.model, run.window, causal=False) * run.tokens_per_step
-            return max(1, round(self.amount / step))
+            return max(1, round(self.amount / step_flops(run)))
         if self.kind == "minutes":
             assert seconds is not None
-            return max(1, int(MARGIN * 60 * self.amount / seconds))
+            return max(1, int(SHARE * 60 * self.amount / seconds))
         return run.steps
 
     def apply(self, run: RunFile, seconds: float | None = None) -> RunFile:
@@ -212,7 +209,7 @@ def _name(
 
 def _digest(tables: dict[str, dict[str, Any]], settings: dict[str, Any], budget: Budget) -> str:
     usual = dataclasses.asdict(Run(out=""))
-    decides = [{t: tables[t] for t in LEARNING}, settings, budget.kind, float(budget.amount)]
+    decides = [{t: tables[t] for t in LEARNING_TABLES}, settings, budget.kind, float(budget.amount)]
     decides += [[key, tables["run"][key]] for key in FIGURES if tables["run"][key] != usual[key]]
     decides += texts(tables["data"])
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]

@@ -320,7 +320,7 @@ def test_scaling_prints_threads_and_ranks_by_threads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(cpu, "bf16_offered", lambda: False)
+    monkeypatch.setattr(cpu, "offered", lambda backend: ["float32"])
     monkeypatch.setattr(scaling, "available_cores", lambda: 4)
     monkeypatch.setattr(scaling, "set_threads", asked.append)
 

@@ -22,7 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
         return compute
 
     monkeypatch.setattr(warm, "compile_kernels", lambda run: None)
-    monkeypatch.setattr(mode, "load_backend", load)
+    monkeypatch.setattr("accel.load", load)
     monkeypatch.setattr(mode, "_product", lambda ops, run: lambda: seconds[ops])
     monkeypatch.setattr(mode, "SECONDS", 0.0)
 

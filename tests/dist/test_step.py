@@ -260,12 +260,16 @@ def state_of(config: RunFile, step: int = 3) -> checkpoint.State:
     )
 
 
+def saved(folder: Path, stepper: Stepper, state: checkpoint.State) -> Path:
+    return saving.Saving(folder, stepper, state, Solo(), None).finish()
+
+
 def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
     config = prepare(tmp_path)
     data = TrainingData(config)
     stepper = stepper_of(config)
     stepper.update(stepper.gradient([data.batch(0, 8)], 1, 0), 0.01)
-    path = saving.save(tmp_path / "c", stepper, state_of(config), Solo())
+    path = saved(tmp_path / "c", stepper, state_of(config))
     assert path == checkpoint.find(tmp_path / "c") == checkpoint.find(path)
     assert not list((tmp_path / "c").glob("*.tmp"))
     other = stepper_of(config)
@@ -283,7 +287,7 @@ def test_a_checkpoint_gives_back_every_bit(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     config = prepare(tmp_path)
     stepper = stepper_of(config)
-    path = saving.save(tmp_path / "c", stepper, state_of(config), Solo())
+    path = saved(tmp_path / "c", stepper, state_of(config))
     raw = bytearray((path / f"{name}.bin").read_bytes())
     raw[101] ^= 4
     (path / f"{name}.bin").write_bytes(raw)
@@ -308,14 +312,14 @@ def test_a_failed_save_leaves_what_was_there(
 ) -> None:
     config = prepare(tmp_path)
     stepper = stepper_of(config)
-    first = saving.save(tmp_path / "c", stepper, state_of(config, 1), Solo())
+    first = saved(tmp_path / "c", stepper, state_of(config, 1))
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(AllRanksError, match=r"could not be written \(No space left"):
-        saving.save(tmp_path / "c", stepper, state_of(config, 2), Solo())
+        saved(tmp_path / "c", stepper, state_of(config, 2))
     monkeypatch.undo()
     assert checkpoint.pointed(tmp_path / "c") == first
     assert [p.name for p in (tmp_path / "c").glob("step-*")] == [first.name]
@@ -326,7 +330,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     stepper = stepper_of(config)
     folder = tmp_path / "c"
     for step in range(1, 6):
-        saving.save(folder, stepper, state_of(config, step), Solo())
+        saved(folder, stepper, state_of(config, step))
         if step == 2:
             saving.point(folder, "best", checkpoint.folder_name(2))
         for path in saving.prune(folder, keep=2):

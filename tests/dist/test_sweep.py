@@ -16,10 +16,11 @@ import pytest
 
 from dist import cli, mode, monitor
 from dist.config import RunFile
+from dist.sizing import SHARE
 from dist.sweep import results
 from dist.sweep.cli import PROBE_STEPS
 from dist.sweep.pool import finished
-from dist.sweep.trials import MARGIN, Budget, parse_axis, trials_of, varied
+from dist.sweep.trials import Budget, parse_axis, trials_of, varied
 from reference.flops import training_flops
 from tests.helpers.processes import wait_for
 from tests.helpers.runs import (
@@ -240,7 +241,7 @@ def test_minutes_become_steps_by_the_speed_of_a_few(folder: Path, tmp_path: Path
     (probe,) = (out / "probes").iterdir()
     ms = [r["ms"] for r in monitor.read_metrics(probe) if "ms" in r]
     assert len(ms) == PROBE_STEPS
-    assert run["steps"] == max(1, int(MARGIN * 60e3 * 0.002 / statistics.median(ms[2:])))
+    assert run["steps"] == max(1, int(SHARE * 60e3 * 0.002 / statistics.median(ms[2:])))
     assert status == 0 and sweep(folder, out, *words)[1]["runs"] == [run]  # the speed is kept
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import accel
 import accel.cpu
 from accel.jit import Store
 from dist import config, mode, warm
@@ -82,7 +83,7 @@ def test_attention_comes_first_and_backward_after_forward() -> None:
 def test_of_a_run_whose_mode_is_open_the_products_of_every_mode_are_compiled() -> None:
     open_ = config.load("demo", ["run.compute=auto"])
     tasks = warm.tasks_of(open_, writes=False)
-    offered = set(mode.offered("cpu"))
+    offered = set(accel.offered("cpu"))
     assert {task.compute for task in tasks} == offered
     assert tasks[0].compute == "bf16" or "bf16" not in offered  # which takes longest
     for name in offered:

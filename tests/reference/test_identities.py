@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from reference import cross_entropy, ops
 from reference.alibi import alibi_slopes
-from reference.cross_entropy import perplexity
 from reference.philox import keep_mask, philox
 from reference.rope import frequencies
 from reference.sinusoidal import sinusoidal_table
 from reference.softmax import softmax
-from reference.types import Array, DropoutKey, Loss, RopeScaling
+from reference.types import Array, DropoutKey, RopeScaling
 
 SEEDS = st.integers(0, 2**32 - 1)
 KEY = DropoutKey(seed=2**40 + 7, step=2, sample=3, site=4)
@@ -99,13 +98,6 @@ def test_linear_cross_entropy_never_holds_the_logits_of_all_rows() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < rows * V * x.itemsize / 2
-
-
-def test_perplexity_is_the_size_of_an_equally_likely_choice() -> None:
-    loss, _ = cross_entropy.forward(np.zeros((7, 13)), np.arange(7, dtype=np.int32))
-    assert perplexity(loss) == pytest.approx(13)
-    with pytest.raises(ValueError, match="no valid targets"):
-        perplexity(Loss(0.0, 0))
 
 
 # ---- norms ---------------------------------------------------------------------------------------

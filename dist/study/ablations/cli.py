@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist.commands import parser
+from accel.help import parser
 from dist.monitor import duration
 from dist.study.ablations import heads, norm_placement, positions
 from dist.study.ablations.lab import Finding, Lab, Plot
