@@ -23,7 +23,7 @@ from accel.help import parser
 from accel.system import cores
 from dist import cli, config, mode, monitor, pack, sizing, warm
 from dist.comm import Solo
-from dist.corpus import Text, standard_library
+from dist.corpus import Text, packages, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.duplicates import SHARED, near_duplicates
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
@@ -31,6 +31,7 @@ from dist.generate import Writer
 from dist.heldout import is_held_out
 from dist.launch import find_mpirun, launch
 from dist.model import Model, load_model
+from dist.shards import MANIFEST, read_manifest
 from dist.sizing import LEAST_STEPS, Size
 from dist.use import draw
 from dist.weights import load_master
@@ -46,10 +47,10 @@ if TYPE_CHECKING:
 
 HELDOUT = 0.05  # of the documents
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
+READINGS = 2  # of the library, beyond which packages are mixed in: dist/sweep/mixture
 PROBE_STEPS = 20  # of which the second half tells how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
 EVALUATIONS = 5  # while it trains
-
 PROMPT_SEED = 2026
 PROMPT_TOKENS = 48
 NEW_TOKENS = 120
@@ -67,12 +68,20 @@ class Paths(NamedTuple):
         return self.out / "corpus.jsonl"
 
     @property
+    def other_texts(self) -> Path:
+        return self.out / "packages.jsonl"
+
+    @property
     def tokenizer(self) -> Path:
         return self.out / "tokenizer.myllm"
 
     @property
     def data(self) -> Path:
         return self.out / "data"
+
+    @property
+    def other_data(self) -> Path:
+        return self.out / "packages"
 
     @property
     def run_file(self) -> Path:
@@ -132,11 +141,7 @@ def main(argv: Sequence[str]) -> int:
             say(chosen)
             finish_compiling = begin(typical)
         prepare_tokenizer(paths)
-        if not (paths.data / "train" / "manifest.json").exists():
-            words = f"{paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}"
-            say(f"packing:\n   myllm pack {words}")
-            packing = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
-            pack.pack([str(paths.corpus)], paths.data, packing)
+        pack_corpus(paths)
         finish_compiling()  # nothing else shall run beside what follows
     if not paths.run_file.exists():
         choose_run(paths, deadline, given.ranks, given.compute)
@@ -165,19 +170,33 @@ def prepare_corpus(paths: Paths) -> None:
     texts = standard_library()
     held = [t for t in texts if is_held_out(t.text.encode(), HELDOUT)]
     rest = [t for t in texts if not is_held_out(t.text.encode(), HELDOUT)]
-    doubles = near_duplicates([t.text for t in held], [t.text for t in rest])
+    others = packages()
+    copies = near_duplicates([t.text for t in others], [t.text for t in held])
+    others = [t for t, copy in zip(others, copies, strict=True) if not copy]
+    doubles = near_duplicates([t.text for t in held], [t.text for t in rest + others])
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
     again = [t for t in rest if is_prose(t)] * (PROSE_COPIES - 1)
-    lines = (json.dumps({"text": t.text, "name": t.name}) + "\n" for t in kept + again)
-    replace_durably(paths.corpus, "".join(lines).encode())
-    size = sum(len(t.text.encode()) for t in kept)
+    write_texts(paths.other_texts, others)
+    write_texts(paths.corpus, kept + again)  # the last: it says that both are there
     say(
-        f"corpus: {len(kept)} documents, {monitor.bytes_text(size)}, from Python's standard "
-        f"library; {len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
+        f"corpus: {len(kept)} documents, {size_of(kept)}, from Python's standard library; "
+        f"{len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
         f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text); "
-        f"English prose to train on is taken {PROSE_COPIES} times"
+        f"English prose to train on is taken {PROSE_COPIES} times. A run that would read it more "
+        f"than twice reads sources of the packages installed here as well, {size_of(others)}"
     )
+
+
+def write_texts(path: Path, texts: list[Text]) -> None:
+    """Write texts as rows, durably."""
+    lines = (json.dumps({"text": t.text, "name": t.name}) + "\n" for t in texts)
+    replace_durably(path, "".join(lines).encode())
+
+
+def size_of(texts: list[Text]) -> str:
+    """Return how many bytes texts have, for people."""
+    return monitor.bytes_text(sum(len(t.text.encode()) for t in texts))
 
 
 def is_prose(text: Text) -> bool:
@@ -206,11 +225,23 @@ def prepare_tokenizer(paths: Paths) -> None:
     print(f"learned in {time.monotonic() - started:.1f} s: {paths.tokenizer}")
 
 
+def pack_corpus(paths: Paths) -> None:
+    """Pack the corpus, and the packages' sources."""
+    if (paths.data / "train" / MANIFEST).exists():
+        return
+    words = f"{paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}"
+    say(f"packing:\n   myllm pack {words}")
+    settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
+    if paths.other_texts.exists():  # not where an earlier version has prepared the corpus
+        pack.pack([str(paths.other_texts)], paths.other_data, settings._replace(heldout=0.0))
+    pack.pack([str(paths.corpus)], paths.data, settings)
+
+
 def settings_of(
     paths: Paths, ranks: int, size: Size, steps: int, out: Path, compute: str
 ) -> config.RunFile:
     """Return the run file of the demo for a size and a number of steps."""
-    return config.load(
+    run = config.load(
         "demo",
         [
             *size.overrides(ranks),
@@ -221,6 +252,32 @@ def settings_of(
             f"run.compute={compute}",
         ],
     )
+    mixture = mixture_of(paths, steps * run.tokens_per_step)
+    if mixture is None:
+        return run
+    return dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, train="", phases=(mixture,)),
+        train=dataclasses.replace(run.train, steps=0),
+    )
+
+
+def mixture_of(paths: Paths, tokens: int) -> config.Phase | None:
+    """Return the run's only phase, where so many tokens are more than two readings of the library.
+
+    Then the packages are mixed in, so that it is read twice, or as often as they are. None where
+    the library alone is enough.
+    """
+    library, others = paths.data / "train", paths.other_data / "train"
+    if not all((folder / MANIFEST).exists() for folder in (library, others)):
+        return None
+    has, more = (read_manifest(folder).tokens for folder in (library, others))
+    share = round(max(READINGS * has / tokens, has / (has + more)), 3)
+    if share >= 1:
+        return None
+    weights = {library: share, others: round(1 - share, 3)}
+    found = (config.Source(path=str(path), weight=weight) for path, weight in weights.items())
+    return config.Phase(tokens=tokens, sources=tuple(found))
 
 
 def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
@@ -249,6 +306,9 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
     steps = max(LEAST_STEPS, int(sizing.SHARE * left / seconds))
     print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")
     run = settings_of(paths, ranks, choice.size, steps, paths.run, compute)
+    for phase in run.data.phases:
+        of = ", ".join(f"{source.weight:.0%} from {source.path}" for source in phase.sources)
+        print(monitor.filled(f"{phase.tokens:,} tokens: {of}"))
     replace_durably(paths.run_file, run.to_toml().encode())
 
 

@@ -1,6 +1,8 @@
 """The demo, on a part of its corpus, and what the corpus is made of."""
 
+import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -8,13 +10,13 @@ import numpy as np
 import pytest
 
 from dist import cli, config, demo, monitor, sizing
-from dist.corpus import Text, standard_library
-from dist.data import Windows
+from dist.corpus import Text, packages, standard_library
+from dist.data import TrainingData, Windows
 from dist.duplicates import hash_of, near_duplicates, shingles
 from dist.model import load_model
 from dist.shards import read_manifest
 from dist.sizing import SIZES
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, train_from_iterator
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,14 @@ def test_the_corpus_is_the_standard_library_without_tests_and_tables(library: li
     assert not {"encodings/cp437.py", "pydoc_data/topics.py"} & names
     assert sum(len(t.text) for t in library) > 5_000_000
     assert [t.name for t in standard_library()] == [t.name for t in library]
+
+
+def test_the_packages_are_a_part_of_each_that_is_installed() -> None:
+    found = packages(3_000_000)
+    size = sum(len(t.text) for t in found)
+    assert 3_000_000 <= size < 4_000_000 and packages(3_000_000) == found
+    assert not any("tests" in Path(t.name).parts[:-1] for t in found)
+    assert {"numpy", "numba"} <= {Path(t.name).parts[0] for t in found}
 
 
 def test_near_duplicates_are_found_and_others_are_not(library: list[Text]) -> None:
@@ -75,6 +85,43 @@ def test_a_demo_goes_on_in_the_mode_that_it_was_begun_in(
     assert "was begun with --compute float32" in capsys.readouterr().err
 
 
+def test_packages_are_mixed_in_where_the_library_would_be_read_more_than_twice(
+    tmp_path: Path, library: list[Text]
+) -> None:
+    paths = demo.Paths(tmp_path)
+    small = [t for t in library if t.name.startswith(("json/", "logging/", "topic "))]
+    demo.write_texts(paths.other_texts, [t for t in library if t.name.startswith("email/")])
+    demo.write_texts(paths.corpus, small)
+    train_from_iterator([t.text for t in small], 400).save(paths.tokenizer)
+    demo.pack_corpus(paths)
+    folders = [paths.data / "train", paths.other_data / "train"]
+    has, more = (read_manifest(folder).tokens for folder in folders)
+    assert demo.mixture_of(paths, 2 * has) is None
+    for times, share in ((3, 2 / 3), (1000, has / (has + more))):
+        phase = demo.mixture_of(paths, times * has)
+        assert phase is not None and phase.tokens == times * has
+        assert [Path(source.path) for source in phase.sources] == folders
+        weights = [source.weight for source in phase.sources]
+        assert weights == pytest.approx([share, 1 - share], abs=1e-3)
+
+    steps = 3 * has // 2048 + 1
+    run = demo.settings_of(paths, 1, SIZES[2], steps, paths.run, "float32")
+    assert run.steps == steps and len(run.data.phases) == 1 and not run.data.train
+    assert config.load(_written(tmp_path / "run.toml", run)) == run
+    data = TrainingData(run)
+    found = {data.order[i].source for i in range(steps * run.train.global_batch)}
+    assert found == {0, 1}
+    alone = demo.settings_of(paths, 1, SIZES[2], 1, paths.run, "float32")
+    assert alone.data.train == str(paths.data / "train") and alone.steps == 1
+    shutil.rmtree(paths.other_data)  # an earlier version has packed no packages
+    assert demo.mixture_of(paths, 1000 * has) is None
+
+
+def _written(path: Path, run: config.RunFile) -> Path:
+    path.write_text(run.to_toml(), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize("minutes", ["0", "nan", "inf"])
 def test_minutes_without_an_end_are_wrong_usage(minutes: str) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -90,6 +137,7 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
     small = [t for t in library if t.name.startswith(("email/", "json/", "logging/", "topic "))]
     # a copy under another name must not end up on both sides
     monkeypatch.setattr(demo, "standard_library", lambda: small)
+    monkeypatch.setattr(demo, "packages", lambda: small)  # copies of what is held out, too
     monkeypatch.setattr(demo, "LEAST_STEPS", 6)
     monkeypatch.setattr(demo, "PROBE_STEPS", 3)
     monkeypatch.setattr(demo, "NEW_TOKENS", 5)
@@ -115,7 +163,13 @@ def test_the_demo_goes_from_nothing_to_completions_and_goes_on_when_given_again(
         assert (tmp_path / "demo" / name).stat().st_size > 0
     run = tmp_path / "demo" / "run"
     assert [r["step"] for r in monitor.read_metrics(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert read_manifest(tmp_path / "demo" / "data" / "heldout").documents >= 1
+    held = [t.text for t in demo.read_corpus(demo.Paths(Path("demo")))[1]]
+    assert read_manifest(tmp_path / "demo" / "data" / "heldout").documents == len(held) >= 1
+    others = [
+        json.loads(line)["text"] for line in Path("demo/packages.jsonl").read_text().splitlines()
+    ]
+    assert len(others) > len(small) / 4 and not set(others) & set(held)
+    assert not any(near_duplicates(others, held))
 
     loaded = load_model(run, "cpu")
     windows = Windows(str(tmp_path / "demo" / "data" / "heldout"), config.load(run / "config.toml"))
