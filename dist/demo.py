@@ -97,8 +97,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser(
         "demo",
         "Take the sources and documentation of Python's own standard library, train a tokenizer "
-        "and a small MyLLM on them, and let it write. Needs no download and no GPU. Given again, "
-        "it goes on where it was.",
+        "and a small MyLLM on them, and let it write. Where there is time to read them more than "
+        "twice, sources of the installed packages are mixed in. Needs no download and no GPU. Given "
+        "again, it goes on where it was.",
         "myllm demo --minutes 5 --ranks 2",
     )
     args.add_argument("--minutes", type=float, default=5.0, help="for everything (default 5)")
