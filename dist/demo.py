@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
         "demo",
         "Take the sources and documentation of Python's own standard library, train a tokenizer "
         "and a small MyLLM on them, and let it write. Where there is time to read them more than "
-        "twice, sources of the installed packages are mixed in. Needs no download and no GPU. Given "
-        "again, it goes on where it was.",
+        "twice, sources of the installed packages are mixed in. Needs no download and no GPU. "
+        "Given again, it goes on where it was.",
         "myllm demo --minutes 5 --ranks 2",
     )
     args.add_argument("--minutes", type=float, default=5.0, help="for everything (default 5)")
@@ -135,7 +135,8 @@ def main(argv: Sequence[str]) -> int:
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
     with warm.helpers(max(1, cores() - 1)) as begin:
         finish_compiling = begin(typical)
-        prepare_corpus(paths)
+        if not paths.corpus.exists():
+            prepare_corpus(paths, packages())
         typical, chosen = mode.settled(typical, None, finish_compiling)
         if chosen:
             given.compute = typical.run.compute
@@ -164,28 +165,32 @@ def say(text: str) -> None:
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def prepare_corpus(paths: Paths) -> None:
-    """Write the corpus, its held-out documents free of near-duplicates of the others."""
-    if paths.corpus.exists():
-        return
+def prepare_corpus(paths: Paths, others: list[Text]) -> None:
+    """Write the corpus, its held-out documents free of near-duplicates of the others.
+
+    ``others`` are for training alone, where there is time for them (``mixture_of``).
+    """
     texts = standard_library()
     held = [t for t in texts if is_held_out(t.text.encode(), HELDOUT)]
     rest = [t for t in texts if not is_held_out(t.text.encode(), HELDOUT)]
-    others = packages()
     copies = near_duplicates([t.text for t in others], [t.text for t in held])
     others = [t for t, copy in zip(others, copies, strict=True) if not copy]
     doubles = near_duplicates([t.text for t in held], [t.text for t in rest + others])
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
     again = [t for t in rest if is_prose(t)] * (PROSE_COPIES - 1)
-    write_texts(paths.other_texts, others)
+    if others:
+        write_texts(paths.other_texts, others)
     write_texts(paths.corpus, kept + again)  # the last: it says that both are there
+    mixed = (
+        f"; a run that would read it more than twice reads sources of the packages installed here "
+        f"as well, {size_of(others)}"
+    )
     say(
         f"corpus: {len(kept)} documents, {size_of(kept)}, from Python's standard library; "
         f"{len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
         f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text); "
-        f"English prose to train on is taken {PROSE_COPIES} times. A run that would read it more "
-        f"than twice reads sources of the packages installed here as well, {size_of(others)}"
+        f"English prose to train on is taken {PROSE_COPIES} times{mixed * bool(others)}"
     )
 
 
@@ -233,7 +238,7 @@ def pack_corpus(paths: Paths) -> None:
     words = f"{paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}"
     say(f"packing:\n   myllm pack {words}")
     settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
-    if paths.other_texts.exists():  # not where an earlier version has prepared the corpus
+    if paths.other_texts.exists():
         pack.pack([str(paths.other_texts)], paths.other_data, settings._replace(heldout=0.0))
     pack.pack([str(paths.corpus)], paths.data, settings)
 

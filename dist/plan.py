@@ -375,7 +375,7 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         ),
         f"  each of {model.n_layers:>3} blocks {p.block:>21,}",
         "",
-        f"each of {ranks} ranks, besides activations",
+        f"{f'each of {ranks} ranks' if ranks > 1 else 'the rank'}, besides activations",
         f"  master, float32   {size(p.master)}",
         f"  m and v           {size(p.moments)}",
         f"  gradients         {size(p.gradients)}",

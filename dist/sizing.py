@@ -245,7 +245,8 @@ def write_run_file(
     steps = max(LEAST_STEPS, int(SHARE * 60 * minutes / seconds))
     run = run_of(choice.size, texts, out, steps, compute, ranks)
     run.accumulation(ranks)
-    said = [f"{choice}.", f"{1e3 * seconds:.0f} ms a step: {steps:,} steps in {minutes:g} minutes."]
+    span = f"{minutes:g} minute{'s' * (minutes != 1)}"
+    said = [f"{choice}.", f"{1e3 * seconds:.0f} ms a step: {steps:,} steps in {span}."]
     with new_place(out) as part:
         head = "".join(f"# {line}\n" for line in said)
         part.write_text(f"{head}\n{run.to_toml()}", encoding="utf-8")
