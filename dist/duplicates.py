@@ -35,6 +35,15 @@ def hash_of(word: str) -> int:
     return value
 
 
+def repeated(texts: Sequence[str]) -> Array:
+    """Return which share of each text's shingles another of the texts holds: (n,) float64."""
+    each = [shingles(text) for text in texts]
+    known, texts_with = np.unique(
+        np.concatenate([np.zeros(0, np.uint64), *each]), return_counts=True
+    )
+    return np.array([(texts_with[np.searchsorted(known, mine)] > 1).mean() for mine in each])
+
+
 def near_duplicates(
     candidates: Sequence[str], others: Iterable[str], share: float = SHARED
 ) -> list[bool]:

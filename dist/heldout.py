@@ -2,10 +2,10 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 
 from dist.documents import Document
-from dist.duplicates import near_duplicates
+from dist.duplicates import SHARED, near_duplicates, repeated
 
 
 def place(content: bytes) -> float:
@@ -19,26 +19,36 @@ def is_held_out(content: bytes, fraction: float) -> bool:
     return place(content) < fraction
 
 
-def holds_out(documents: Iterable[Document], share: float) -> frozenset[float]:
+def holds_out(
+    documents: Iterable[Document], share: float, among: Set[float] | None = None
+) -> frozenset[float]:
     """Return the places of documents that have about a share of the text; none if all are equal.
 
     It takes what fits, in the order of the hashes, and then the shortest of the others where that
-    comes nearer to the share, or where nothing fits. Some are always left.
+    comes nearer to the share, or where nothing fits: ``among`` these places. Some are always left.
     """
     sizes: Counter[float] = Counter()
     for content in (document.content for document in documents):
         sizes[place(content)] += len(content)
     sizes = +sizes  # without the empty one
+    free = sizes.keys() if among is None else sizes.keys() & among
     wanted = share * sizes.total()
     chosen = set()
-    for at in sorted(sizes):
+    for at in sorted(free):
         if sizes[at] <= wanted:
             chosen.add(at)
             wanted -= sizes[at]
-    rest = sorted(sizes.keys() - chosen, key=lambda at: (sizes[at], at))
-    if len(rest) > 1 and (not chosen or sizes[rest[0]] < 2 * wanted):
+    rest = sorted(free - chosen, key=lambda at: (sizes[at], at))
+    if rest and len(sizes) - len(chosen) > 1 and (not chosen or sizes[rest[0]] < 2 * wanted):
         chosen.add(rest[0])
     return frozenset(chosen)
+
+
+def unlike_others(documents: Iterable[Document]) -> set[float]:
+    """Return the places of the documents that no other nearly has; of few, all are in memory."""
+    found = list(documents)
+    shares = repeated([" ".join(document.texts) for document in found])
+    return {place(d.content) for d, share in zip(found, shares, strict=True) if share < SHARED}
 
 
 def far_share(held: int, n_tokens: int, asked: float) -> str:

@@ -37,7 +37,7 @@ from accel.ahead import batches, in_order
 from accel.system import unheard
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
-from dist.heldout import holds_out, nearly_trained_on, place
+from dist.heldout import holds_out, nearly_trained_on, place, unlike_others
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -56,6 +56,7 @@ JOURNAL_FORMAT = "myllm-packing"
 JOURNAL_SECONDS = 20.0
 BATCH_BYTES = 1 << 20  # of text handed to a process at once
 BATCH_DOCUMENTS = 512
+COMPARED_BYTES = 1 << 27  # of text at most, each document of which is held against all others
 
 
 class Settings(NamedTuple):
@@ -441,22 +442,22 @@ def _pack(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
                 f"and {counts.empty} were empty; give more documents, or a smaller --heldout"
             )
-        if counts.near and not counts.packed["heldout"]:
-            raise ValueError(
-                f"all {counts.near} held-out documents are near-duplicates of training text: give "
-                "a larger --heldout, other texts, or leave --drop-near-duplicates out"
-            )
         if settings.heldout and not counts.packed["heldout"]:
             said = f"none of the {counts.packed['train']} documents was held out for evaluation"
-            if not settings.chosen and not given.streams:
-                chosen = holds_out(texts(lambda said: None), settings.heldout)
+            if counts.near:
+                said = f"all {counts.near} held-out documents are near-duplicates of training text"
+            too_many = settings.distinct and counts.n_bytes > COMPARED_BYTES
+            if not settings.chosen and not given.streams and not too_many:
+                known = partial(texts, lambda said: None)
+                among = unlike_others(known()) if settings.distinct else None
+                chosen = holds_out(known(), settings.heldout, among)
                 if chosen:
                     manifest.write(out / JOURNAL, _fresh(journal.mark, chosen))
                     raise NoneHeldOut(said)
-            raise ValueError(
-                f"{said}: give more documents, a larger --heldout than {settings.heldout}, or "
-                "--heldout 0 to train on all"
-            )
+            instead = ", other texts, or leave --drop-near-duplicates out"
+            if not counts.near:
+                instead = f" than {settings.heldout}, or --heldout 0 to train on all"
+            raise ValueError(f"{said}: give more documents, a larger --heldout{instead}")
         facts = {
             "tokenizer_sha256": tokenizer.sha256,
             "vocab_size": tokenizer.n_vocab,

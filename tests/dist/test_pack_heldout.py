@@ -192,4 +192,39 @@ def test_dropping_every_held_out_document_is_an_error(
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in (held, rest)))
     words = ["--heldout", "0.5", "--drop-near-duplicates"]
     assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 1
-    assert "all 1 held-out documents are near-duplicates" in capsys.readouterr().err
+    assert "all 1 held-out documents are near-duplicates of training text: give more" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("held_by_hash", [False, True])
+def test_of_few_documents_one_is_held_out_that_no_other_nearly_has(
+    held_by_hash: bool,
+    tmp_path: Path,
+    tokenizer_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shortest have a twin each; so does the one that its hash would hold out."""
+    share, low = 0.1, 0.0 if held_by_hash else 0.1
+
+    def a_version(of: int, low: float, high: float) -> str:
+        words = " ".join(f"word{100 * of + i}" for i in range(30 + 10 * of))
+        return next(t for i in range(10**5) if low < place((t := f"{words} {i}").encode()) < high)
+
+    twins = [a_version(of, at, 1) for of in range(3) for at in (share, 0.5)]
+    alone = [a_version(of, share, 1) for of in range(3, 6)]
+    first = a_version(0, low, share) if held_by_hash else twins[0]
+    texts = [first, *twins[1:], *alone]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    words = ["--heldout", f"{share}", "--drop-near-duplicates"]
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, *words) == 0
+    expected = eos_behind(tokenizer_file, alone[:1])
+    assert tokens_of(tmp_path / "d" / "heldout").tolist() == expected
+    trained = [t for t in texts if t != alone[0] and not (held_by_hash and t == first)]
+    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, trained)
+    assert "packing again, to hold out 0.1 of the text" in capsys.readouterr().err
+
+    monkeypatch.setattr(pack, "COMPARED_BYTES", 100)  # more than can be held against each other
+    assert run(tmp_path / "a.jsonl", tmp_path / "no", tokenizer_file, *words) == 1
+    assert "give more documents, a larger --heldout" in capsys.readouterr().err
