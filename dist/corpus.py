@@ -6,10 +6,11 @@ installed beside it. Left out are tests, which are half of all files, and files 
 wrote, such as tables of character codes.
 """
 
+import os
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from dist.heldout import place
 
 TESTS = {"test", "tests", "idle_test"}
 INSTALLED = {("site-packages",), ("dist-packages",)}
+LARGEST = 1 << 20  # bytes of a file; what is longer is data
 GENERATED = re.compile(r"auto-?generated|generated (by|from|with)|do not edit", re.IGNORECASE)
 GENERATED_WITHIN = 300  # characters from the start of a file
 
@@ -33,39 +35,40 @@ def standard_library() -> list[Text]:
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts = _read(root, (path for path in sorted(root.rglob("*.py")) if _is_source(root, path)))
+    found = (_text(root, path) for path in sorted(_sources(root)))
     chapters = (Text(f"topic {name}", text.strip() + "\n") for name, text in topics.items())
-    return [*texts, *sorted(chapters)]
+    return [*filter(None, found), *sorted(chapters)]
 
 
-def packages(most: int = 32_000_000) -> list[Text]:
-    """Return sources of the installed packages, of about so many characters at most.
+def packages() -> Iterator[Text]:
+    """Yield the sources of the packages that are installed, in the order of their names' hashes.
 
-    Which they are depends on what is installed; of much it is a part of each, by a hash of the
-    files' names.
+    The first of them are a part of each, in the same order wherever they are installed.
     """
-    root, left, texts = Path(sysconfig.get_paths()["purelib"]), most, []
-    found = [path for path in root.rglob("*.py") if _is_source(root, path)]
-    by_hash = sorted(found, key=lambda path: place(path.relative_to(root).as_posix().encode()))
-    for text in _read(root, by_hash):
-        texts.append(text)
-        left -= len(text.text)
-        if left <= 0:
-            break
-    return texts
+    roots = {Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib")}
+    found = {os.fsencode(path.relative_to(root)): root for root in roots for path in _sources(root)}
+    for name in sorted(found, key=place):
+        text = _text(found[name], found[name] / os.fsdecode(name))
+        if text is not None:
+            yield text
 
 
-def _is_source(root: Path, path: Path) -> bool:
-    folders = path.relative_to(root).parts[:-1]
-    return not TESTS & set(folders) and folders[:1] not in INSTALLED
+def _sources(root: Path) -> Iterator[Path]:
+    for path in root.rglob("*.py"):
+        folders = path.relative_to(root).parts[:-1]
+        if not TESTS & set(folders) and folders[:1] not in INSTALLED:
+            yield path
 
 
-def _read(root: Path, paths: Iterable[Path]) -> Iterator[Text]:
-    for path in paths:
-        try:
-            with tokenize.open(path) as file:  # as Python itself finds out the encoding
-                text = file.read()
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # not a source that this Python could run
-        if text.strip() and not GENERATED.search(text[:GENERATED_WITHIN]):
-            yield Text(path.relative_to(root).as_posix(), text)
+def _text(root: Path, path: Path) -> Text | None:
+    try:
+        if path.stat().st_size > LARGEST:
+            return None
+        with tokenize.open(path) as file:  # as Python itself finds out the encoding
+            text = file.read()
+        text.encode()
+    except (OSError, SyntaxError, UnicodeError, LookupError):
+        return None  # no source that this Python could run
+    if not text.strip() or GENERATED.search(text[:GENERATED_WITHIN]):
+        return None
+    return Text(path.relative_to(root).as_posix(), text)

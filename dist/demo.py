@@ -25,7 +25,7 @@ from dist import cli, config, mode, monitor, pack, sizing, warm
 from dist.comm import Solo
 from dist.corpus import Text, packages, standard_library
 from dist.data import Batch, Windows, on_backend
-from dist.duplicates import SHARED, near_duplicates
+from dist.duplicates import SHARED, Apart, near_duplicates
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
 from dist.heldout import is_held_out
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 HELDOUT = 0.05  # of the documents
 PROSE_COPIES = 4  # of each English document to train on, which are a twentieth of the bytes
 READINGS = 2  # of the library, beyond which packages are mixed in: dist/sweep/mixture
+FOREIGN = 0.1  # of the runs of eight words of a held-out document, at most, are in these
 PROBE_STEPS = 20  # of which the second half tells how fast this machine is
 TAIL_SECONDS = 25.0  # for everything after training
 EVALUATIONS = 5  # while it trains
@@ -68,7 +69,7 @@ class Paths(NamedTuple):
         return self.out / "corpus.jsonl"
 
     @property
-    def other_texts(self) -> Path:
+    def packages(self) -> Path:
         return self.out / "packages.jsonl"
 
     @property
@@ -80,7 +81,7 @@ class Paths(NamedTuple):
         return self.out / "data"
 
     @property
-    def other_data(self) -> Path:
+    def package_data(self) -> Path:
         return self.out / "packages"
 
     @property
@@ -135,15 +136,14 @@ def main(argv: Sequence[str]) -> int:
     typical = settings_of(paths, given.ranks, sizing.TYPICAL, 1, paths.run, given.compute)
     with warm.helpers(max(1, cores() - 1)) as begin:
         finish_compiling = begin(typical)
-        if not paths.corpus.exists():
-            prepare_corpus(paths, packages())
+        prepare_corpus(paths)
         typical, chosen = mode.settled(typical, None, finish_compiling)
         if chosen:
             given.compute = typical.run.compute
             say(chosen)
             finish_compiling = begin(typical)
         prepare_tokenizer(paths)
-        pack_corpus(paths)
+        packed(paths, paths.corpus, paths.data, HELDOUT)
         finish_compiling()  # nothing else shall run beside what follows
     if not paths.run_file.exists():
         choose_run(paths, deadline, given.ranks, given.compute)
@@ -165,33 +165,46 @@ def say(text: str) -> None:
 # ---- the stages ----------------------------------------------------------------------------------
 
 
-def prepare_corpus(paths: Paths, others: list[Text]) -> None:
-    """Write the corpus, its held-out documents free of near-duplicates of the others.
-
-    ``others`` are for training alone, where there is time for them (``mixture_of``).
-    """
+def prepare_corpus(paths: Paths) -> None:
+    """Write the corpus, its held-out documents free of near-duplicates of the others."""
+    if paths.corpus.exists():
+        return
     texts = standard_library()
     held = [t for t in texts if is_held_out(t.text.encode(), HELDOUT)]
     rest = [t for t in texts if not is_held_out(t.text.encode(), HELDOUT)]
-    copies = near_duplicates([t.text for t in others], [t.text for t in held])
-    others = [t for t, copy in zip(others, copies, strict=True) if not copy]
-    doubles = near_duplicates([t.text for t in held], [t.text for t in rest + others])
+    doubles = near_duplicates([t.text for t in held], [t.text for t in rest])
     dropped = {t.name for t, double in zip(held, doubles, strict=True) if double}
     kept = [t for t in texts if t.name not in dropped]
     again = [t for t in rest if is_prose(t)] * (PROSE_COPIES - 1)
-    if others:
-        write_texts(paths.other_texts, others)
-    write_texts(paths.corpus, kept + again)  # the last: it says that both are there
-    mixed = (
-        f"; a run that would read it more than twice reads sources of the packages installed here "
-        f"as well, {size_of(others)}"
-    )
+    write_texts(paths.corpus, kept + again)
     say(
         f"corpus: {len(kept)} documents, {size_of(kept)}, from Python's standard library; "
         f"{len(held) - len(dropped)} of them held out, {len(dropped)} more dropped as "
         f"near-duplicates (at least {SHARED:.0%} of their eight-word runs occur in training text); "
-        f"English prose to train on is taken {PROSE_COPIES} times{mixed * bool(others)}"
+        f"English prose to train on is taken {PROSE_COPIES} times"
     )
+
+
+def prepare_packages(paths: Paths, tokens: int) -> None:
+    """Pack sources of the installed packages: about so many tokens, or all that there are."""
+    if not paths.packages.exists():
+        manifest = read_manifest(paths.data / "train")
+        left = tokens * paths.corpus.stat().st_size // manifest.tokens
+        apart, found = Apart([t.text for t in read_corpus(paths)[1]], FOREIGN), []
+        for text in packages():
+            if left <= 0:
+                break
+            if apart.takes(text.text):
+                found.append(text)
+                left -= len(text.text)
+        write_texts(paths.packages, found)
+        say(
+            f"the library would be read more than {READINGS} times, so {len(found)} sources of the "
+            f"packages installed here are mixed in, {size_of(found)}, which hold at most "
+            f"{FOREIGN:.0%} of the eight-word runs of any held-out document"
+        )
+    if paths.packages.stat().st_size:
+        packed(paths, paths.packages, paths.package_data, heldout=0.0)
 
 
 def write_texts(path: Path, texts: list[Text]) -> None:
@@ -231,16 +244,15 @@ def prepare_tokenizer(paths: Paths) -> None:
     print(f"learned in {time.monotonic() - started:.1f} s: {paths.tokenizer}")
 
 
-def pack_corpus(paths: Paths) -> None:
-    """Pack the corpus, and the packages' sources."""
-    if (paths.data / "train" / MANIFEST).exists():
+def packed(paths: Paths, texts: Path, out: Path, heldout: float) -> None:
+    """Pack texts, unless they are."""
+    if (out / "train" / MANIFEST).exists():
         return
-    words = f"{paths.corpus} --tokenizer {paths.tokenizer} -o {paths.data}"
-    say(f"packing:\n   myllm pack {words}")
-    settings = pack.Settings(str(paths.tokenizer), heldout=HELDOUT)
-    if paths.other_texts.exists():
-        pack.pack([str(paths.other_texts)], paths.other_data, settings._replace(heldout=0.0))
-    pack.pack([str(paths.corpus)], paths.data, settings)
+    say(
+        f"packing:\n   myllm pack {texts} --tokenizer {paths.tokenizer} \\"
+        f"\n     --heldout {heldout:g} -o {out}"
+    )
+    pack.pack([str(texts)], out, pack.Settings(str(paths.tokenizer), heldout=heldout))
 
 
 def settings_of(
@@ -272,9 +284,9 @@ def mixture_of(paths: Paths, tokens: int) -> config.Phase | None:
     """Return the run's only phase, where so many tokens are more than two readings of the library.
 
     Then the packages are mixed in, so that it is read twice, or as often as they are. None where
-    the library alone is enough.
+    the library alone is enough, or is all that there is.
     """
-    library, others = paths.data / "train", paths.other_data / "train"
+    library, others = paths.data / "train", paths.package_data / "train"
     if not all((folder / MANIFEST).exists() for folder in (library, others)):
         return None
     has, more = (read_manifest(folder).tokens for folder in (library, others))
@@ -308,8 +320,16 @@ def choose_run(paths: Paths, deadline: float, ranks: int, compute: str) -> None:
             raise SystemExit(status)
         records = monitor.read_metrics(Path(run.run.out))
     seconds = float(np.mean([r["ms"] for r in records if "ms" in r][PROBE_STEPS // 2 :])) / 1e3
-    left = deadline - time.monotonic() - TAIL_SECONDS
-    steps = max(LEAST_STEPS, int(sizing.SHARE * left / seconds))
+
+    def steps_left() -> tuple[int, float]:
+        left = deadline - time.monotonic() - TAIL_SECONDS
+        return max(LEAST_STEPS, int(sizing.SHARE * left / seconds)), left
+
+    beyond = steps_left()[0] * run.tokens_per_step
+    beyond -= READINGS * read_manifest(paths.data / "train").tokens
+    if beyond > 0:
+        prepare_packages(paths, beyond)
+    steps, left = steps_left()
     print(f"{seconds * 1e3:.0f} ms a step and {monitor.duration(left)} left: {steps} steps")
     run = settings_of(paths, ranks, choice.size, steps, paths.run, compute)
     for phase in run.data.phases:
@@ -367,8 +387,9 @@ def show(paths: Paths, compute: str) -> None:
         writer.session.read(prompt)
         continuation = "".join(writer.write(NEW_TOKENS, np.random.default_rng([PROMPT_SEED, 0])))
         print(f"\n---- {text_from}\n{tokenizer.decode(prompt)}⟦{continuation}⟧")
+    mixed = "\n   packages.jsonl, packages/," if paths.packages.exists() else ""
     say(
-        f"""everything is in {paths.out}: corpus.jsonl, tokenizer.myllm, data/, run.toml,
+        f"""everything is in {paths.out}: corpus.jsonl, tokenizer.myllm, data/, run.toml,{mixed}
    run/metrics.jsonl, run/checkpoints/, {drawn}
    Try next, on text of your own:
      myllm tokenizer train MY_TEXTS --vocab-size 4096 -o my.tok

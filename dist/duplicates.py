@@ -61,3 +61,22 @@ def near_duplicates(
         places = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
         seen[places[known[places] == theirs]] = True
     return [bool(seen[np.searchsorted(known, mine)].mean() >= share) for mine in wanted]
+
+
+class Apart:
+    """What may be trained on beside held-out texts: of each, others hold only so many shingles."""
+
+    def __init__(self, held: Sequence[str], most: float):
+        wanted = [shingles(text) for text in held]
+        self._known = np.unique(np.concatenate([np.zeros(0, np.uint64), *wanted]))
+        self._places = [np.searchsorted(self._known, mine) for mine in wanted]
+        self._seen = np.zeros(len(self._known), np.bool_)
+        self._most = most  # share of the shingles of a held-out text
+
+    def takes(self, text: str) -> bool:
+        """Take a text beside those before it, if no share becomes too large."""
+        seen = self._seen | np.isin(self._known, shingles(text), assume_unique=True)
+        if any(seen[mine].mean() > self._most for mine in self._places):
+            return False
+        self._seen = seen
+        return True

@@ -92,7 +92,7 @@ def _window(model: Model, ids: Sequence[int]) -> Array:
             scores = ops.logits(part, head(run), params.get("head.bias"))
             z = np.asarray(ops.to_numpy(scores)[0], np.float64)
             targets = np.array(ids[1 + low : 1 + low + len(z)])
-            found.append(-nll(z, targets))
+            found.append(0.0 - nll(z, targets))  # of what is certain 0, not -0
     log_p = np.concatenate(found)
     if not np.isfinite(log_p).all():
         raise ValueError("the log-probabilities are not finite; has the model diverged?")

@@ -106,7 +106,7 @@ def prepare(out: Path, paths: Sequence[str], vocab_size: int) -> Text:
 
 def _prepare_demo(out: Path, folder: Path, vocab_size: int) -> None:
     places = demo.Paths(out)
-    demo.prepare_corpus(places, [])
+    demo.prepare_corpus(places)
     known = [text.text for text in demo.read_corpus(places)[0]]
     train_from_iterator(known, vocab_size).save(places.tokenizer)
     settings = pack.Settings(str(places.tokenizer), heldout=demo.HELDOUT)
