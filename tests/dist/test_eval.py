@@ -169,6 +169,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:
     result = Evaluation(loss=2.0, n_targets=30, n_bytes=100)
     assert result.bits_per_byte == pytest.approx(2 * 30 / math.log(2) / 100)
     assert Evaluation(2.0, 30, None).bits_per_byte is None
+    assert Evaluation(math.log(13), 1, None).perplexity == pytest.approx(13)
     assert Evaluation(1000.0, 1, None).perplexity == math.inf
 
 

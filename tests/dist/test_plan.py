@@ -36,6 +36,7 @@ def test_the_headline_figures() -> None:
     assert plan.sent == 2 * n * 7 // 8 * 4
     assert plan.master == 4 * n and plan.moments == n and plan.weights == 2 * n
     assert plan.gradients == 4 * n * 2  # one micro-batch: its buffer, and the received slices
+    assert plan.states == (4 + 1 + 2 + 8) * n
     assert plan.checkpoint == 12 * n
     # 51,776 bytes a token and layer, of which norms and the SwiGLU product are 16,896
     token = {"none": 51_776 * 28, "norms": 34_880 * 28, "block": 3_584 * 28 + 51_776}

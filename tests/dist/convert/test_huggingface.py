@@ -107,6 +107,7 @@ def test_the_library_reads_what_is_written_under_the_names_of_others(tmp_path: P
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000.0
     assert (config["num_key_value_heads"], config["head_dim"]) == (2, 8)
+    assert (config["model_type"], config["hidden_act"]) == ("llama", "silu")
 
 
 def test_a_scaled_rope_is_written_where_transformers_4_and_5_look(tmp_path: Path) -> None:
@@ -344,6 +345,10 @@ def test_configurations_as_published_are_read() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters .*'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_interleaved": True}, "rope_interleaved = True"),
+        (
+            {"architectures": ["MistralForCausalLM"], "attention_bias": True},
+            "attention_bias = True",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "hidden_size is missing"),
