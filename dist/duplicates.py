@@ -35,13 +35,24 @@ def hash_of(word: str) -> int:
     return value
 
 
+def _known(texts: Sequence[str]) -> tuple[Array, Array, list[Array]]:
+    """Return the shingles of texts, in how many of them each is, and which of them each has."""
+    each = [shingles(text) for text in texts]
+    known, counts = np.unique(np.concatenate([np.zeros(0, np.uint64), *each]), return_counts=True)
+    return known, counts, [np.searchsorted(known, mine) for mine in each]
+
+
+def _held_by(text: str, known: Array) -> Array:
+    """Return which of the shingles, of which there are some, a text holds."""
+    theirs = shingles(text)
+    places = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
+    return places[known[places] == theirs]
+
+
 def repeated(texts: Sequence[str]) -> Array:
     """Return which share of each text's shingles another of the texts holds: (n,) float64."""
-    each = [shingles(text) for text in texts]
-    known, texts_with = np.unique(
-        np.concatenate([np.zeros(0, np.uint64), *each]), return_counts=True
-    )
-    return np.array([(texts_with[np.searchsorted(known, mine)] > 1).mean() for mine in each])
+    _, counts, places = _known(texts)
+    return np.array([(counts[mine] > 1).mean() for mine in places])
 
 
 def near_duplicates(
@@ -53,29 +64,27 @@ def near_duplicates(
     pasted together from several is found too. Only the candidates' shingles are kept; the others
     are read once, one after the other.
     """
-    wanted = [shingles(text) for text in candidates]
-    known = np.unique(np.concatenate([np.zeros(0, np.uint64), *wanted]))
+    known, _, places = _known(candidates)
     seen = np.zeros(len(known), np.bool_)
     for text in others if len(known) else ():
-        theirs = shingles(text)
-        places = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
-        seen[places[known[places] == theirs]] = True
-    return [bool(seen[np.searchsorted(known, mine)].mean() >= share) for mine in wanted]
+        seen[_held_by(text, known)] = True
+    return [bool(seen[mine].mean() >= share) for mine in places]
 
 
 class Apart:
     """What may be trained on beside held-out texts: of each, others hold only so many shingles."""
 
     def __init__(self, held: Sequence[str], most: float):
-        wanted = [shingles(text) for text in held]
-        self._known = np.unique(np.concatenate([np.zeros(0, np.uint64), *wanted]))
-        self._places = [np.searchsorted(self._known, mine) for mine in wanted]
+        self._known, _, self._places = _known(held)
         self._seen = np.zeros(len(self._known), np.bool_)
         self._most = most  # share of the shingles of a held-out text
 
     def takes(self, text: str) -> bool:
         """Take a text beside those before it, if no share becomes too large."""
-        seen = self._seen | np.isin(self._known, shingles(text), assume_unique=True)
+        if not len(self._known):
+            return True
+        seen = self._seen.copy()
+        seen[_held_by(text, self._known)] = True
         if any(seen[mine].mean() > self._most for mine in self._places):
             return False
         self._seen = seen
