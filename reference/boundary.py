@@ -400,7 +400,8 @@ def plain(op: Op, module: ModuleType) -> dict[str, Callable[..., Any]]:
         if asked.get("plus") is not None:
             found[op.gradients[0]] = found[op.gradients[0]] + asked["plus"]
         for name, receiver in zip(op.parameters, asked["out"], strict=True):
-            if receiver is not None and found[name] is not None:
+            # what has another shape is somebody's mistake, and is judged as it is
+            if receiver is not None and np.shape(found[name]) == receiver.shape:
                 if asked.get("accumulate"):
                     found[name] = found[name] + receiver
                 receiver[...] = found[name]

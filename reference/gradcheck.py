@@ -34,7 +34,7 @@ class DirectionCheck(NamedTuple):
     name: str
     analytic: float  # ⟨v, Jᵀu⟩, by the backward
     numeric: float  # ⟨Jv, u⟩, by differences of the forward
-    error: float  # |analytic - numeric| / max(|analytic|, ‖Jᵀu‖, rounding)
+    error: float  # |analytic - numeric| / max(|analytic|, ‖Jᵀu‖, rounding / tolerance)
 
 
 class GradientError(AssertionError):

@@ -29,9 +29,9 @@ def orthogonalise(x: Array) -> Array:
     * X is divided by its Frobenius norm √Σs² before, so that no s is above 1.
     * Near 0, p(s) ≈ a s: a small s grows 3.4445 times a step, 485 times in five. This a is as
       large as it can be for what comes next.
-    * p maps [0.68, 1.14] into itself, which the last value but one of every s ≥ 0.0016 lies in or
-      comes from: five steps take all of them to between 0.68 and 1.21. They need not be 1; for an
-      update that is near enough, and p(s) with p(1) = 1 and p'(1) = 0 would take far more steps.
+    * p maps [0.22, 1.21] into [0.68, 1.21], and four steps bring every s from 0.0016 to 1 into the
+      former: after the fifth all lie between 0.68 and 1.21. They need not be 1; for an update that
+      is near enough, and p(s) with p(1) = 1 and p'(1) = 0 would take far more steps.
 
     X Xᵀ is (I, I). Of a tall X the other product is smaller, XᵀX = V S² Vᵀ, (O, O), and comes to
     the same: (X Xᵀ) X = X (XᵀX). So a tall matrix is multiplied from the right, where others

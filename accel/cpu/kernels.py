@@ -9,9 +9,6 @@ starts at the literal ``0.0`` would be float64.
 Work is cut into pieces whose size follows from the shape alone, never from the number of threads,
 and sums over pieces are added in a fixed order; so the number of threads changes no bit. (Products
 alone are cut for their threads, in float32 from nine on: there no bit depends on the cut.)
-
-One trap: Numba takes a pointer for an array that is never read, and silently drops stores through
-it from the body of a ``prange`` (not from loops inside). ``store`` is a call, which it keeps.
 """
 
 import ctypes
@@ -134,12 +131,6 @@ def delivered(filled: Array, out: Array | None) -> Array:
 def scratch(elements: int, dtype: npt.DTypeLike) -> Array:
     """Return scratch memory for every thread: (threads, elements), rounded up to 64 bytes."""
     return empty((most(), -(-elements // 16) * 16), dtype)
-
-
-@jit(**SERIAL)
-def store(p: Any, i: int, value: Any) -> None:
-    """p[i] = value, where a ``prange`` would drop it."""
-    p[i] = value
 
 
 @jit(**EACH)

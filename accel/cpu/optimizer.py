@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from accel.cpu.kernels import MAP, PIECE, SUM, address, contiguous, like, store
+from accel.cpu.kernels import MAP, PIECE, SUM, address, contiguous, like
 from accel.cpu.simd import at, pointer
 from accel.jit import jit
 from reference.global_norm import SUM_BLOCK
@@ -97,7 +97,7 @@ def _square_sums(like: Any, x: int, sums: int, n: int, block: int) -> None:
         s = 0.0
         for j in range(i * block, min(n, (i + 1) * block)):
             s += np.float64(a[j]) * np.float64(a[j])
-        store(out, i, s)
+        out[i] = s
 
 
 def square_sums(x: Array) -> Array:

@@ -34,6 +34,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 from numba.core.codegen import get_host_cpu_features
+from numba.core.ir_utils import alias_func_extensions
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
@@ -99,6 +100,21 @@ def start(typingctx: Context, array: Any) -> Any:
         return context.make_array(signature.args[0])(context, builder, args[0]).data
 
     return types.CPointer(array.dtype)(array), codegen
+
+
+def _reaches_memory(made: str, args: Any, aliases: Any, of_arguments: Any) -> None:
+    """Tell Numba that what is written through a pointer is seen outside of the kernel.
+
+    Its parallel mode takes a store into what is no argument, nor a part of one, for dead: a prange
+    whose body is one such store would be left out.
+    """
+    if isinstance(of_arguments, set):  # while it looks for what is dead; later it gives a dict
+        of_arguments.add(made)
+
+
+alias_func_extensions.update(
+    {(made.__name__, __name__): _reaches_memory for made in (pointer, at, start)}
+)
 
 
 @intrinsic

@@ -5,12 +5,14 @@ is a hint.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from types import FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from accel.verify.report import first_difference
+from accel.verify.subject import first_line, line_of
 from reference.types import Array
 
 SHOWN = 300  # characters of an argument or a result
@@ -24,10 +26,11 @@ class Call(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """What came of a call that raised."""
+    """What came of a call that raised, or did what no call may."""
 
-    kind: str
+    kind: str  # of the error; "": it did not raise
     says: str
+    where: str = ""  # " (FILE.py:LINE)", where it is known
 
 
 class Verdict(NamedTuple):
@@ -38,15 +41,15 @@ class Verdict(NamedTuple):
     text: str  # of what is wrong, with hints
 
 
-def outcome(make: Callable[[], Any]) -> Any:
-    """Return what a call gives: its result, or what it raised."""
+def outcome(make: Callable[[], Any], path: str = "") -> Any:
+    """Return what a call gives: its result, or what it raised, and where in the file ``path``."""
     try:
         with np.errstate(all="ignore"):
             found = make()
-            return list(found) if isinstance(found, GeneratorType) else found
+            # copies, as a generator may yield one array again and again
+            return [deepcopy(x) for x in found] if isinstance(found, GeneratorType) else found
     except (Exception, SystemExit) as error:
-        lines = str(error).splitlines() or [""]
-        return Raised(type(error).__name__, lines[0][:200])
+        return Raised(type(error).__name__, first_line(error), line_of(error, path))
 
 
 def judge(
@@ -55,6 +58,7 @@ def judge(
     right: Sequence[Sequence[Any]],
     mistakes: Iterable[tuple[str, Callable[[], Sequence[Any]]]],
     close: float,
+    path: str = "",
 ) -> Verdict:
     """Make the calls and compare.
 
@@ -69,8 +73,10 @@ def judge(
         A hint, and what gives the results that the mistake makes of all calls.
     close : float
         How far a float may be off, of the largest element; 0: not by a bit.
+    path : str
+        The file that is judged, whose lines are named where it raises.
     """
-    got = [outcome(call.make) for call in calls]
+    got = [outcome(call.make, path) for call in calls]
     wrong: dict[int, str] = {}
     for i, (each, have) in enumerate(zip(right, got, strict=True)):
         problems = [difference(want, have, close) for want in each]
@@ -124,10 +130,10 @@ def difference(want: Any, got: Any, close: float) -> str:
     if isinstance(want, Raised) or isinstance(got, Raised):
         if isinstance(want, Raised) and isinstance(got, Raised):
             same = want.kind == got.kind
-            return "" if same else f"raises {got.kind}: {got.says}; should raise {want.kind}"
+            return "" if same else f"{_raises(got)}; should raise {want.kind}"
         if isinstance(want, Raised):
             return f"returns, but should raise {want.kind}: {want.says}"
-        return f"raises {got.kind}: {got.says}"
+        return _raises(got)
     if got is None and want is not None:
         return "returns None: is there a return?"
     if isinstance(want, (np.ndarray, np.generic, float)):
@@ -144,6 +150,10 @@ def difference(want: Any, got: Any, close: float) -> str:
     return "" if want == got else f"is {short(got)}, should be {short(want)}"
 
 
+def _raises(got: Raised) -> str:
+    return f"raises {got.kind}{got.where}: {got.says}" if got.kind else got.says
+
+
 def _array_difference(want: Array, got: Any, close: float) -> str:
     try:
         have = np.asarray(got)
@@ -153,6 +163,10 @@ def _array_difference(want: Array, got: Any, close: float) -> str:
         return f"returns a {type(got).__name__} that is no array of numbers"
     if have.shape != want.shape:
         return f"has shape {have.shape}, should have {want.shape}"
+    if want.dtype.kind == "f" and want.dtype != np.float64:
+        if have.dtype != want.dtype:
+            return f"has dtype {have.dtype}, should have {want.dtype}"
+        close = close and max(close, 4 * float(np.finfo(want.dtype).eps))
     if want.dtype.kind != "f" or not close:
         if np.array_equal(want, have, equal_nan=want.dtype.kind == have.dtype.kind == "f"):
             return ""
@@ -169,7 +183,7 @@ def _array_difference(want: Array, got: Any, close: float) -> str:
 def short(value: Any) -> str:
     """Return an argument or a result as people read it, cut where it gets long."""
     if isinstance(value, Raised):
-        return f"{value.kind}: {value.says}"
+        return f"{value.kind}: {value.says}" if value.kind else value.says
     if isinstance(value, np.ndarray):
         text = np.array2string(value, precision=6, separator=", ", threshold=30)
         text = " ".join(text.split())

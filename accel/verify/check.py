@@ -52,6 +52,7 @@ class Options:
     save: Path | None = None  # the folder for .npz files of failures; None writes none
     partial: bool = False  # whether what the subject offers and nobody tries is all right
     budget: float | None = None  # seconds for all of it; fewer cases are tried when they run out
+    short: bool = False  # leave out what is longer than other sizes, which only an index minds
 
     def __post_init__(self) -> None:
         if self.examples is not None and self.examples < 1:
@@ -334,6 +335,7 @@ def check_one(
         dtype,
         seed=options.seed,
         examples=count,
+        short=options.short,
         shrink=options.shrink,
         known=known,
         tick=tick,

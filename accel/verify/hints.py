@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from accel.verify.calling import Judged
-from accel.verify.contract import Case, other_case, reference_results
+from accel.verify.contract import Case, other_case, plus_of, reference_results
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import any_place, explained, explains, known, that_explain
 from accel.verify.layouts import misread
@@ -59,7 +59,7 @@ def hints_for(
                 found += explained(both, any_place, limit=2, seconds=SECONDS)
             found += of_values(both)
     if not found:
-        found += _kept(evidence, judged.name)
+        found += _not_added(case, judged) or _kept(evidence, judged.name)
     if judged.kind in ("value", "second", "nonfinite", "shape", "raised", "refilled"):
         found += _of_manner(subject, case, judged, bool(found))
     found += evidence.conditions(key)
@@ -71,6 +71,14 @@ def _same_case(a: Case, b: Case) -> bool:
     return all(
         b.arrays.get(n) is not None and np.array_equal(a.arrays[n], b.arrays[n]) for n in names
     ) and str(a.options) == str(b.options)
+
+
+def _not_added(case: Case, judged: Judged) -> list[str]:
+    """Say that what a result should have had added to it is not in it."""
+    if "given plus" not in judged.problem or judged.exact is None:
+        return []
+    without = judged.exact - plus_of(case.dtype, judged.exact.shape)
+    return [f"is plus not added to {judged.name}?"] if explains(without, judged) else []
 
 
 def _kept(evidence: Evidence, name: str) -> Iterator[str]:

@@ -78,12 +78,13 @@ def _counted(spec: Op, module: Any) -> Any:
 
     def forward(*arrays: Any, **options: Any) -> Any:
         found = module.forward(*arrays, **options)
-        if not isinstance(found, tuple) or len(found) != 2:
+        if not isinstance(found, (list, tuple)) or len(found) != 2:
             raise TypeError(f"forward must return (out, cache), but returned {_kind(found)}")
         return found
 
     def backward(dout: Any, cache: Any) -> Any:
         found = module.backward(dout, cache)
+        found = tuple(found) if isinstance(found, list) else found
         owed = [f"d{name}" for name in spec.gradients]
         given = len(found) if isinstance(found, tuple) else int(found is not None)
         if given != len(owed):

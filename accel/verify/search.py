@@ -114,6 +114,7 @@ def search(
     known: Collection[tuple[str, str]] = (),
     tick: Callable[[], None] = lambda: None,
     seconds: float | None = None,
+    short: bool = False,
 ) -> OpReport:
     """Try ``examples`` cases of an op in one precision.
 
@@ -125,6 +126,8 @@ def search(
         Called after every case: progress.
     seconds : float, optional
         After these no further case is tried, but one at least is.
+    short : bool
+        Whether arrays that are long beyond what indices of 15 and 16 bits count are left out.
     """
     report = OpReport(spec.name, dtype, not_covered=subject.missing_features(spec))
     report.planned, report.backward = examples, subject.has_backward(spec)
@@ -151,7 +154,7 @@ def search(
         evidence.add(case, judged)
         tick()
 
-    dealer = Dealer(stream, subject.hard(spec))
+    dealer = Dealer(stream, subject.hard(spec), short)
     for _ in range(examples):
         choices: list[int] = []
         look(subject.draw(spec, dtype, dealer.picks(choices)), choices)
@@ -201,15 +204,19 @@ class Dealer:
     The first cases are the hard ones: some of their choices have a name, and what they have to be.
     """
 
-    def __init__(self, seed: int, hard: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(
+        self, seed: int, hard: Iterable[Mapping[str, Any]] = (), short: bool = False
+    ) -> None:
+        self.rng, self.short = np.random.default_rng(seed), short
         self.decks: dict[tuple[str | int, int], list[int]] = {}
         # NaN hides all else, so it is put into those hard cases alone that are about it
+        hard = (case for case in hard if not (short and case.get("long")))
         self.hard = [{"special": "", **case} for case in hard][::-1]
 
     def picks(self, choices: list[int]) -> Pick:
         """Return what answers the choices of one case, and notes them in ``choices``."""
         wanted: Mapping[str, Any] = self.hard.pop() if self.hard else {}
+        wanted = {**wanted, "long": False} if self.short else wanted
 
         def pick(options: Sequence[Any], name: str = "") -> Any:
             if name in wanted and wanted[name] in options:

@@ -391,12 +391,9 @@ class Subject:
                 return function(*args, **kwargs)
         except self.caught as error:
             raise KernelError(
-                f"{what} raised {type(error).__name__}: {first_line(error)}{self._where(error)}"
+                f"{what} raised {type(error).__name__}: {first_line(error)}"
+                f"{line_of(error, self._file)}"
             ) from error
-
-    def _where(self, error: BaseException) -> str:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
-        return f" ({Path(self._file).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
@@ -412,7 +409,16 @@ def positional_of(parameters: Iterable[inspect.Parameter]) -> list[inspect.Param
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def line_of(error: BaseException, path: str) -> str:
+    """Return where in a file an error came from, as `` (FILE.py:LINE)``; "" if not in it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    return f" ({Path(path).name}:{frames[-1].lineno})" if frames else ""
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or as much as a line may hold."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0][:200]
+    """Return the first line of what an error says, or as much as a line may hold.
+
+    Numba's first one names the stage of compiling, and the one after it what is wrong.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return lines[len(lines) > 1 and lines[0].startswith("Failed in nopython mode")][:200]

@@ -6,6 +6,8 @@ docstring of the module goes.
 """
 
 import ast
+import re
+from textwrap import fill
 
 from dist.study.exercise import Exercise, source_of
 
@@ -26,8 +28,12 @@ def exercise_text(exercise: Exercise, level: int, command: str) -> str:
     """
     blank, home = exercise.levels[level - 1], exercise.home_of(level)
     about = [f"Exercise {exercise.name}, level {level}: write {blank}.", "", exercise.says.strip()]
+    # the forward kernel beside a blank backward shows how such a thing is written
+    beside = {f"_{exercise.name}_forward"} if home == exercise.kernels else set()
+    code = cut(source_of(home), blank, {*wanted(exercise, blank), *beside})
     if home == exercise.kernels:
-        about += ["", KERNEL]
+        told = [says for name, says in KERNEL.items() if re.search(rf"\b{name}\b", code)]
+        about += ["", fill(" ".join(told), WIDTH)]
     path = home.replace(".", "/") + ".py"
     about += [
         "",
@@ -37,17 +43,21 @@ def exercise_text(exercise: Exercise, level: int, command: str) -> str:
         "",
         f"The solution is {path}: for when yours is right, or you are stuck.",
     ]
-    opening = '"""' + "\n".join(about) + '\n"""\n\n'
-    # the forward kernel beside a blank backward shows how such a thing is written
-    beside = {f"_{exercise.name}_forward"} if home == exercise.kernels else set()
-    return opening + cut(source_of(home), blank, {*wanted(exercise, blank), *beside})
+    return '"""' + "\n".join(about) + f'\n"""\n\n{code}'
 
 
-KERNEL = """\
-A kernel is compiled by Numba and gets addresses: pointer(x, one) makes something to index of one,
-at(p, n) is the same n elements further on. prange shares pieces among threads, so no two of them
-may write to one place; sums over rows go to a row of partial for each piece. inv is 1/width, one
-is 1 in the element type."""
+# What is said of a kernel's language, by the names that occur in it.
+KERNEL = {
+    "pointer": "A kernel is compiled by Numba and gets addresses: pointer(x, like) makes something "
+    "to index of one, at(p, n) is the same n elements further on.",
+    "prange": "prange shares pieces among threads, so no two of them may write to one place.",
+    "partial": "Sums over rows go to a row of partial for each piece.",
+    "inv": "inv is 1/width.",
+    "plus": "plus is the address of what is added to dx, 0 where nothing is.",
+    "one": "one is 1 in the element type.",
+    "landing": "part, landing, ask, leave and settle take large arrays past the caches where far "
+    "says so; a loop that reads and writes its arrays without them is right as well.",
+}
 
 
 def wanted(exercise: Exercise, blank: str) -> set[str]:

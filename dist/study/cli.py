@@ -6,11 +6,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
+
+from threadpoolctl import threadpool_limits
 
 from accel.help import Wrapped
 from dist.study.blank import exercise_text
 from dist.study.exercise import Exercise, path_of, source_of
-from dist.study.grade import TIMEOUT, grade
+from dist.study.grade import TIMEOUT, grade, home_of
 from dist.study.tracks import EXERCISES, TRACKS
 from reference.study import LADDER
 
@@ -94,7 +97,8 @@ def listing() -> str:
     width = max(len(_rung(module)) for module in LADDER)
     for module in LADDER:
         about = (ast.get_docstring(ast.parse(source_of(module))) or "").split("\n")[0]
-        lines.append(f"  {_rung(module):<{width}}  {about}")
+        hanging = " " * (width + 4)
+        lines.append(fill(f"  {_rung(module):<{width}}  {about}", 80, subsequent_indent=hanging))
     lines += ["", "Exercises: myllm study NAME writes one, --check FILE grades it.", ""]
     width = max(map(len, EXERCISES))
     for track, exercises in TRACKS.items():
@@ -122,7 +126,10 @@ def _run_rung(module: str, rest: list[str], name: str) -> int:
     before, sys.argv = sys.argv, [f"myllm study {name}", *rest]
     try:
         # by its path, as it may be imported already, where an exercise is made of it
-        runpy.run_path(str(path_of(module)), run_name="__main__")
+        with threadpool_limits(
+            1, "blas"
+        ):  # whose threads only wait for each other in small products
+            runpy.run_path(str(path_of(module)), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -154,6 +161,6 @@ def _check(exercise: Exercise, path: Path, timeout: float) -> int:
     if not found.right:
         print(found.text)
         return 1
-    home = exercise.home.replace(".", "/") + ".py"
+    home = home_of(exercise, path).replace(".", "/") + ".py"
     print(f"{exercise.name}: right in {found.calls} cases. Compare yours with {home}.")
     return 0

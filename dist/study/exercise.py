@@ -45,6 +45,7 @@ class Exercise:
     cases: Cases | None = None
     arguments: int = 0  # of a method; what comes before in a case makes the object
     bits: bool = False  # whether results must be the same to the last bit
+    keeps: bool = False  # whether the arguments must stay as they are
 
     @property
     def levels(self) -> list[str]:

@@ -11,15 +11,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from accel.system import end_with_parent, out_of_reach
 from accel.verify import check
 from accel.verify.apart import Source, check_apart
-from accel.verify.calls import Call, Verdict, judge, outcome, short
+from accel.verify.calls import Call, Raised, Verdict, difference, judge, outcome, short
 from accel.verify.load import import_file
 from accel.verify.report import failure_text
 from dist.study.blank import MARK, parameters
@@ -43,6 +45,12 @@ def grade(exercise: Exercise, path: Path, *, timeout: float = TIMEOUT) -> Verdic
     return (_grade_function if exercise.cases else _grade_op)(exercise, path, timeout)
 
 
+def home_of(exercise: Exercise, path: Path) -> str:
+    """Return the module that holds the solution of the level that a file is of."""
+    kernels = f"def _{exercise.name}_" in path.read_text(encoding="utf-8")
+    return exercise.kernels if exercise.kernels and kernels else exercise.home
+
+
 def check_file(exercise: Exercise, path: Path) -> None:
     """Raise unless a file can be an attempt at an exercise, with a sentence on what to do."""
     name, again = exercise.name, f"myllm study {exercise.name} -o ANOTHER.py"
@@ -60,11 +68,10 @@ def check_file(exercise: Exercise, path: Path) -> None:
     if of != name:
         raise ValueError(f"{path} is of the exercise {of}: myllm study {of} --check {path}")
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    kernels = any(f"_{name}_" in found for found in functions)
     wanted = [exercise.function] if exercise.cases else exercise.levels[:2]
-    home = exercise.home
-    if kernels and exercise.kernels:
-        wanted, home = [f"_{name}_forward", f"_{name}_backward"], exercise.kernels
+    home = home_of(exercise, path)
+    if home == exercise.kernels:
+        wanted = [f"_{name}_forward", f"_{name}_backward"]
     for function in wanted:
         short = function.split(".")[-1]
         if short not in functions:
@@ -91,7 +98,7 @@ def check_file(exercise: Exercise, path: Path) -> None:
 
 
 def _grade_op(exercise: Exercise, path: Path, timeout: float) -> Verdict:
-    options = check.Options(ops=(exercise.name,), dtypes=("float64",), seed=SEED)
+    options = check.Options(ops=(exercise.name,), dtypes=("float64",), seed=SEED, short=True)
     source = Source(module=str(path), op=exercise.name)
     report = check_apart(source, options, timeout=timeout)
     texts = []
@@ -111,7 +118,7 @@ def _grade_function(exercise: Exercise, path: Path, timeout: float) -> Verdict:
         code = f"import sys; sys.path[:] = {sys.path!r}; from dist.study.grade import work; work()"
         words = [sys.executable, "-c", code, exercise.name, str(path), str(answer)]
         try:
-            done = subprocess.run(words, timeout=timeout, stdout=2, check=False)
+            done = subprocess.run(words, timeout=timeout, stdout=2, check=False, **out_of_reach())
         except subprocess.TimeoutExpired:
             return Verdict(False, 0, f"FAIL {exercise.name}: no answer within {timeout:g} s")
         if not answer.exists():
@@ -126,6 +133,7 @@ def _grade_function(exercise: Exercise, path: Path, timeout: float) -> Verdict:
 def work() -> None:
     """Grade the file that the command line names, and write what was found, in the process."""
     name, path, answer = sys.argv[1:]
+    end_with_parent()
     with redirect_stdout(sys.stderr):
         try:
             module = import_file(path)
@@ -152,6 +160,7 @@ def grade_module(exercise: Exercise, module: Any) -> Verdict:
         [[result] for result in results(source_of(exercise.home))],
         [(m.says, partial(results, mistaken(exercise, m))) for m in exercise.mistakes],
         0.0 if exercise.bits else CLOSE,
+        getattr(module, "__file__", ""),
     )
 
 
@@ -173,4 +182,10 @@ def _called(exercise: Exercise, module: Any, case: tuple[Any, ...]) -> Any:
         function, case = getattr(module, owner[0])(*case[:fields]), case[fields:]
     named = [part for part in case if isinstance(part, Options)]
     plain = [part for part in case if not isinstance(part, Options)]
-    return getattr(function, name)(*plain, **(named[0] if named else {}))
+    given = deepcopy(plain) if exercise.keeps else plain
+    found = getattr(function, name)(*plain, **(named[0] if named else {}))
+    for i, (before, after) in enumerate(zip(given, plain, strict=True), 1):
+        if exercise.keeps and difference(before, after, 0.0):
+            says = f"changes its argument {i}, {short(before)}, to {short(after)}"
+            return Raised("", f"{says}: it is to stay as it is")
+    return found

@@ -181,7 +181,7 @@ def main() -> None:
     print("Each function beside the one before it: the largest difference\n")
     for name, a, b in rows:
         print(f"  {name:<46}{np.max(np.abs(a - b)):8.0e}")
-    print(f"\nKept of each token while a text is written: {2 * H * d} numbers with {H} key/value "
+    print(f"\nKept of each token while a text is written: {2 * H * d} numbers with {H} key/value\n"
           f"heads, {2 * Hkv * d} with {Hkv}.")  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def main() -> None:
 
     X, y = teacher_forced(two_tides(train, 0.0), 4)
     w, by_formula = fit(X, y), fit_by_normal_equations(X, y)
-    print("Without noise four hours suffice. How far each way of solving is from the exact w:")
+    print("Without noise four hours suffice. How far each solution is from the exact w:")
     exact = exact_weights()
     print(f"  lstsq on X          cond(X)   = {np.linalg.cond(X):8.1e}", end="")
     print(f"   error {np.max(np.abs(w - exact)):.1e}")

@@ -185,13 +185,14 @@ def report(ids: Ids, words: list[str], choices: Choices) -> None:
     """Print how far each model comes down, and what the transformer recites."""
     entropy = bigram_entropy(bigram_counts(ids, len(words)))
     print(f"{len(ids) - 2} words, {len(words) - 2} different; entropy of bigrams {entropy:.4f}.\n")
-    print("  sees                            loss at step 1      30     100     500   words right")
+    print(f"  {'sees':<34}loss at step 1     30    100    500   right")
     for attends, placed, name in SEES:
         this = choices._replace(attention=attends, positions=placed)
         p, losses = learn(ids, len(words), this)
         said = recite(p, ids[:1], len(ids), this)
-        shown = "".join(f"{losses[step - 1]:8.4f}" for step in (1, 30, 100, 500))
-        print(f"  {name:<38}{shown}{np.sum(said[1:] == ids[1:]):>6} of {len(ids) - 1}")
+        shown = "".join(f"{losses[step - 1]:7.3f}" for step in (1, 30, 100, 500))
+        print(f"  {name:<41}{shown}{np.sum(said[1:] == ids[1:]):>8}")
+    print(f"\n  right: of {len(ids) - 1} words, when the model writes on from the first")
     print(f"\nGiven <start>, the transformer recites:\n\n{decode(said[1:], words)}\n")
 
 

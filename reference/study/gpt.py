@@ -189,7 +189,7 @@ def main() -> None:
     print(f"A GPT learns a text of {len(text)} characters, {len(characters)} different ones.\n")
     for step, loss, p in train(ids, len(characters), steps=600):
         if step in (1, 50, 100, 200, 300, 600):
-            said = "".join(characters[i] for i in write(p, start, 150 if step == 600 else 60, H=4))
+            said = "".join(characters[i] for i in write(p, start, 150 if step == 600 else 40, H=4))
             print(f"step {step}, loss {loss:.3f}: Beautiful⟦{said}⟧\n")
     drawn = write(p, start, 150, H=4, rng=np.random.default_rng(0))
     print(f"Drawn rather than the likeliest: Beautiful⟦{''.join(characters[i] for i in drawn)}⟧")

@@ -119,8 +119,8 @@ def main() -> None:
     counts = bigram_counts(ids, len(vocabulary))[vocabulary.index("the")]
     q = counts / counts.sum()
     followers = np.flatnonzero(q)
-    print("squared error on ids: a word that never follows. After 'the' the poem has")
-    print("  " + ", ".join(f"{vocabulary[y]} (id {y}) {counts[y]:.0f} times" for y in followers))
+    print("squared error on ids: a word that never follows. After 'the' the poem has (id)")
+    print("  " + ", ".join(f"{vocabulary[y]} ({y}) {counts[y]:.0f} x" for y in followers))
     mean = float(q @ np.arange(len(q)))
     nearest = round(mean)
     print(f"  the mean id is {mean:.2f}: it predicts 'the {vocabulary[nearest]}'\n")

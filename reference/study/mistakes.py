@@ -20,6 +20,8 @@ They train, they print losses that fall, and so they are copied. The model is ``
     python -m reference.study.mistakes
 """
 
+from textwrap import fill
+
 import numpy as np
 
 from reference.adamw import adamw
@@ -97,14 +99,14 @@ def main() -> None:
     p, _ = classroom.learn(ids, len(words))
     whole = classroom.recite(p, ids[:1], len(ids))
     last = recite_by_last_word(p, ids[:1], len(ids))
-    print("Mistake 1, generation feeds only the last word: the same model, asked in two ways\n")
+    print("Mistake 1, generation feeds only the last word: one model, asked in two ways\n")
     for name, said in (("whole prefix", whole), ("last word", last)):
         right = np.sum(said[1:] == ids[1:])
-        shown = " ".join(words[i] for i in said[1:18]).replace("\n", "/")
-        print(f"  {name:<14}{right:>3} of {len(ids) - 1} words right   {shown} …")
+        shown = " ".join(words[i] for i in said[1:14]).replace("\n", "/")
+        print(f"  {name:<14}{right:>3} of {len(ids) - 1} words right:\n    {shown} …")
     print()
 
-    print("Mistake 2, a tied table given to the optimizer under two names: AdamW's first step\n")
+    print("Mistake 2, a tied table that AdamW knows by two names: its first step\n")
     for name, twice in (("one name", False), ("two names", True)):
         moved = first_step(twice)
         print(f"  {name:<14}E moves by {moved['E']:.2f} lr, W_up by {moved['W_up']:.2f} lr")
@@ -114,10 +116,11 @@ def main() -> None:
     print(f"  base k        {spread(place_as_base(56, 48), 5):.1e}\n")
 
     print("Mistake 4, three indices into a table of two axes\n")
-    print(f"  E[b, t, w]    IndexError: {three_indices()}")
+    says = f"  E[b, t, w]    IndexError: {three_indices()}"
+    print(fill(says, 80, subsequent_indent=" " * 16))
     E = np.arange(20.0).reshape(5, 4)
     print(f"  E[1, 2]       {E[1, 2]:g}: one number, and no error")
-    print(f"  E[[1, 2]]     {E[[1, 2]].tolist()}: the rows of words 1 and 2")
+    print(f"  E[[1, 2]]     the rows of words 1 and 2:\n    {E[[1, 2]].tolist()}")
 
 
 if __name__ == "__main__":

@@ -109,13 +109,13 @@ def last_of(words: list[int], places: bool) -> Array:
 
 def main() -> None:
     """Print how well each way tells who bites, and what attention makes of order."""
-    print("Who bites, in 'dog bites man'? The loss after 300 steps; a guess costs log 2 = "
+    print("Who bites, in 'dog bites man'? The loss after 300 steps; a guess costs "
           f"{np.log(2):.4f}\n")  # fmt: skip
     print("  positions        straight before the mean   bent before the mean")
     for places in PLACES:
         print(f"  {places:<16}{learn(places, False):>25.4f}{learn(places, True):>23.4f}")
     dog, man, owl = (NAMES.index(name) for name in ("dog", "man", "owl"))
-    print("\nOne head of attention, at the end of 'dog man bites owl' and 'man dog bites owl':")
+    print("\nOne head of attention, at the end of 'dog man bites owl', 'man dog bites owl':")
     for name, told in (("without positions", False), ("positions added", True)):
         a, b = (last_of([*two, BITES, owl], told) for two in ((dog, man), (man, dog)))
         print(f"  {name:<20}{np.abs(a - b).max():.0e} apart")

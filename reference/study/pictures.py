@@ -4,6 +4,7 @@ python -m reference.study.pictures            # into reference/study/pictures
 python -m reference.study.pictures FOLDER
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 
 from reference import gelu, gelu_tanh, ops, relu, swiglu
 from reference.schedule import learning_rate
-from reference.study import classroom, losses, rnn, svg
+from reference.study import classroom, losses, rnn, shown, svg
 from reference.study.poem import POEM, between_marks
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -132,7 +133,13 @@ PICTURES = {
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Write every picture into a folder."""
-    folder = Path(arguments[0]) if arguments else FOLDER
+    parser = argparse.ArgumentParser(
+        prog="python -m reference.study.pictures", description="Draw the pictures of these pages."
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=FOLDER, help="(the one they lie in)"
+    )
+    folder: Path = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         path = folder / f"{name}.svg"
@@ -141,4 +148,4 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    shown(main, sys.argv[1:])

@@ -151,18 +151,18 @@ def main() -> None:
     steps = 20
     N = len(task()[0])
     print(f"The weights of a GPT of {N:,} parameters after {steps} steps of {M} micro-batches:\n")
-    print("  ranks   added in turn   along the tree   bytes sent   2N(W-1)/W    moments kept")
-    print("          (CRC-32)        (CRC-32)         a step, each  · 4 bytes    by each, bytes")
+    print("  ranks  added in turn   along the tree   bytes sent  2N(W-1)/W    moments kept")
+    print("         (CRC-32)        (CRC-32)      a step, each   · 4 bytes  by each, bytes")
     for W in (1, 2, 4, 8):
         *_, (in_turn_ranks, _) = train(W, in_turn, steps)
         *_, (ranks, wires) = train(W, along_the_tree, steps)
         crc = [f"{zlib.crc32(each[0].master.tobytes()):08x}" for each in (in_turn_ranks, ranks)]
         sent = sum(wires.sent) / W / steps
         kept = ranks[0].m.nbytes + ranks[0].v.nbytes
-        print(f"{W:>5}     {crc[0]:<16}{crc[1]:<17}{sent:>10,.0f}{2 * 4 * N * (W - 1) / W:>13,.0f}"
-              f"{kept:>15,}")  # fmt: skip
-    print("\nIn turn the bits depend on W (8 ranks with a leaf each have the brackets of 1 rank);")
-    print("along the tree they are the same for any number of ranks.")
+        print(f"{W:>5}    {crc[0]:<16}{crc[1]:<17}{sent:>10,.0f}{2 * 4 * N * (W - 1) / W:>12,.0f}"
+              f"{kept:>16,}")  # fmt: skip
+    print("\nIn turn the bits depend on W (8 ranks with a leaf each have the brackets of 1")
+    print("rank); along the tree they are the same for any number of ranks.")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def backward(dh: Array, cache: RNNCache) -> tuple[Array, Array, Array, Array]:
 
 
 def reach_of_rnn(T: int, D: int, size: float, rng: np.random.Generator) -> Array:
-    """Return ‖∂ℓ/∂x_u‖ for each u (T,), ℓ read from the last state; ‖U‖ is ``size`` everywhere."""
+    """Return ‖∂ℓ/∂x_u‖ for each u (T,), ℓ read from the last state; ‖U‖₂ is ``size``."""
     U = size * np.linalg.qr(rng.standard_normal((D, D)))[0]  # a rotation, stretched
     W = rng.standard_normal((D, D)) / np.sqrt(D)
     x = 0.1 * rng.standard_normal((T, D))  # small, so that tanh is nearly straight
@@ -85,7 +85,7 @@ def reach_of_attention(T: int, D: int, rng: np.random.Generator) -> Array:
 def reaches(T: int = 64, D: int = 32) -> dict[str, Array]:
     """Return how strongly each of T words reaches the loss at the end, by network."""
     made = {
-        f"recurrent, ‖U‖ = {size}": reach_of_rnn(T, D, size, np.random.default_rng(0))
+        f"recurrent, ‖U‖₂ = {size}": reach_of_rnn(T, D, size, np.random.default_rng(0))
         for size in (0.8, 1.0, 1.2)
     }
     return {**made, "attention": reach_of_attention(T, D, np.random.default_rng(0))}
@@ -95,13 +95,13 @@ def main() -> None:
     """Print how the gradient's norm falls with distance, in both networks."""
     found = reaches()
     T = len(found["attention"])
-    print(f"A loss at the last of {T} words: the norm of its gradient at the word n steps before\n")
+    print(f"A loss at the last of {T} words: ‖its gradient‖ at the word n steps before\n")
     distances = (0, 1, 4, 16, 32, 63)
-    print(f"  {'n':<26}" + "".join(f"{n:>10}" for n in distances))
+    print(f"  {'n':<22}" + "".join(f"{n:>9}" for n in distances))
     for name, norms in found.items():
-        print(f"  {name:<26}" + "".join(f"{norms[T - 1 - n]:>10.1e}" for n in distances))
-    print(f"\nTo the first word a gradient passes U {T - 1} times in a recurrent network, and one")
-    print("share in attention.")
+        print(f"  {name:<22}" + "".join(f"{norms[T - 1 - n]:>9.1e}" for n in distances))
+    print("\n‖U‖₂: how much longer U makes a vector. To the first word a gradient")
+    print(f"passes U {T - 1} times in a recurrent network, and one share in attention.")
 
 
 def _unit(x: Array) -> Array:

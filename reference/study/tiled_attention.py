@@ -158,7 +158,9 @@ def main() -> None:
         apart = max(np.abs(a - b).max() for a, b in zip(tiled(*given), whole(*given), strict=True))
         table, linear = peak_bytes(whole, *given), peak_bytes(tiled, *given)
         print(f"{T:>6}{apart:>21.0e}{table / 2**20:>31.2f} MiB{linear / 2**20:>8.2f} MiB")
-    print("\nTwice the tokens: four times the table, twice the tiles' arrays (O, dQ, dK, dV, lse).")
+    print(
+        "\nTwice the tokens: four times the table, twice the tiles' arrays (O, dQ, dK, dV,\nlse)."
+    )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import njit
+from numba import njit, prange
 
 from accel.cpu import simd
+from accel.cpu.kernels import MAP, address
+from accel.cpu.simd import at, pointer
 
 FLOATS = [np.float32, np.float64]
 
@@ -139,6 +141,19 @@ def test_tile_gemm_rounds_like_one_sum():
     "features",
     ["+avx,+avx2,+fma,+bmi2,+sse4.2", pytest.param("+sse4.2", marks=pytest.mark.slow)],
 )
+@njit(**MAP)
+def double(like, source, target, n):
+    x, z = pointer(source, like), at(pointer(target, like), 0)
+    for i in prange(n):
+        z[i] = x[i] + x[i]
+
+
+def test_a_loop_of_one_store_through_a_pointer_is_kept():
+    x, z = np.arange(5.0), np.zeros(5)
+    double(np.float64(0), address(x), address(z), 5)
+    assert np.array_equal(z, 2 * x)
+
+
 def test_narrower_processors_get_a_register_block_that_fits(features, tmp_path):
     """The same tests on code for a processor with AVX2, and for one with SSE alone."""
     import llvmlite.binding

@@ -56,6 +56,7 @@ def test_the_list_has_every_rung_in_order_and_twenty_exercises_in_four_tracks(
     assert len(EXERCISES) == sum(map(len, TRACKS.values())) >= 20
     for name in EXERCISES:
         assert re.search(rf"^    {name} +\S", said, re.MULTILINE)
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_a_rung_is_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,6 +179,71 @@ def test_a_mistake_in_a_function_is_named_alone(exercise: Exercise, mistake: Mis
     verdict = grade_module(exercise, module_of(mistaken(exercise, mistake), "mistaken"))
     assert not verdict.right
     assert re.findall("hint: (.*)", verdict.text) == [mistake.says]
+
+
+# What a text asks for and no mistake is made of, left out.
+CAUSAL = "        if self.causal:\n            may"
+LEFT_OUT = [
+    ("schedule", {"return peak * step / warmup_steps": "return step / warmup_steps"}),
+    ("schedule", {"        return peak\n": "        return 1.0\n"}),
+    ("schedule", {"    if step < warmup": "    step / warmup_steps\n    if step < warmup"}),
+    ("visibility", {CAUSAL: CAUSAL.replace("causal", "causal or self.key_mask is not None")}),
+    ("visibility", {CAUSAL: CAUSAL.replace("causal", "causal or self.documents is not None")}),
+    ("visibility", {"if self.documents": "if self.key_mask is None and self.documents"}),
+    ("sinusoidal", {".astype(dtype)": ""}),
+    ("alibi", {".astype(dtype)": ""}),
+    ("bpe_merge", {"    return out\n\n\ndef enc": "    symbols[:] = out\n    return symbols\n\n\n"
+     "def enc"}),
+    ("bpe_train", {"ids = [[first_id + byte": "ids = [[byte", "length[symbol - first_id]":
+     "length[symbol]", "new = first_id + n": "new = n", "length[i - first_id]": "length[i]"}),
+    ("bpe_train", {"new = first_id + n_symbols": "new = first_id + 256", "* n_symbols": "* 256"}),
+    ("bpe_train", {"        if -negative < min_count:\n            break\n": ""}),
+    ("bpe_train", {" and sum(length[i - first_id] for i in now) <= max_length": ""}),
+    ("viterbi", {"self.edges(word, without):\n            score": "self.edges(word):\n            "
+     "score"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), LEFT_OUT, ids=lambda x: x if type(x) is str else "")
+def test_what_a_text_asks_for_is_asked_of_the_function(name: str, changes: dict[str, str]) -> None:
+    text = mistaken(EXERCISES[name], Mistake("", changes))
+    assert not grade_module(EXERCISES[name], module_of(text, "lenient")).right
+
+
+def test_arguments_may_be_written_to_where_nothing_is_said() -> None:
+    text = source_of("reference.generate")
+    start = text.index("def filter_logits(")
+    end = text.index("\ndef ", start + 1)
+    body = re.sub(r"\bfilter_logits\b", "_own", text[start:end])
+    into = f"{body}\n\ndef filter_logits(logits, *rest):\n    logits[...] = _own(logits, *rest)\n"
+    text = text[:start] + into + "    return logits\n" + text[end:]
+    assert grade_module(EXERCISES["sampling"], module_of(text, "in_place")).right
+
+
+def test_a_generator_may_yield_one_array_again_and_again() -> None:
+    text = """
+import numpy as np
+def running(s, v, piece):
+    m, l, o = -np.inf, 0.0, np.zeros(v.shape[1])
+    for i in range(0, len(s), piece):
+        part = s[i : i + piece]
+        new = max(m, part.max())
+        shrink, e = np.exp(m - new), np.exp(part - new)
+        m, l = new, l * shrink + e.sum()
+        o *= shrink
+        o += e @ v[i : i + piece]
+        yield m, l, o
+"""
+    verdict = grade_module(EXERCISES["online_softmax"], module_of(text, "one_array"))
+    assert verdict.right, verdict.text
+
+
+def test_an_error_says_in_which_line(tmp_path: Path) -> None:
+    text = solution(EXERCISES["clip"]).replace("return min(1.0,", "return least(1.0,")
+    path = write(tmp_path / "mine.py", text)
+    line = 1 + text[: text.index("return least")].count("\n")
+    found = grade(EXERCISES["clip"], path).text
+    assert f"raises NameError (mine.py:{line}): name 'least' is not defined" in found
 
 
 def refusals() -> Iterator[tuple[Exercise, str]]:
@@ -314,16 +380,19 @@ TRAIN = """
 from collections import Counter
 def train(words, n_merges, *, first_id=0, n_symbols=256, min_count=1, max_length=4096):
     ids = [[first_id + b for b in word] for word in words]
-    merges = []
+    merges, length = [], [1] * n_symbols
     while len(merges) < n_merges:
         pairs = Counter()
         for symbols, n in zip(ids, words.values()):
             for pair in zip(symbols, symbols[1:]):
-                pairs[pair] += n
+                if length[pair[0] - first_id] + length[pair[1] - first_id] <= max_length:
+                    pairs[pair] += n
+        pairs = {pair: n for pair, n in pairs.items() if n >= min_count}
         if not pairs:
             break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         new = first_id + n_symbols + len(merges)
+        length.append(length[best[0] - first_id] + length[best[1] - first_id])
         merges.append(best)
         for w, symbols in enumerate(ids):
             out = []
@@ -380,6 +449,30 @@ def test_what_learners_write_in_words_of_their_own(attempt: Attempt, tmp_path: P
         ok, said = report.ok, report.text()
     assert ok == (attempt.says is None), said
     assert attempt.says is None or attempt.says in said
+
+
+def test_a_jacobian_and_a_list_of_gradients_are_right(tmp_path: Path) -> None:
+    text = solution(EXERCISES["rmsnorm"])
+    start = text.index("def backward")
+    text = (
+        text[:start]
+        + """def backward(dy, cache):
+    x, g, r = cache
+    n, D = x * r, x.shape[-1]
+    jacobian = np.eye(D) - n[..., :, None] * n[..., None, :] / D
+    dx = r * np.einsum("...ij,...j->...i", jacobian, dy * g)
+    return [dx, np.sum(dy * n, axis=tuple(range(dy.ndim - 1)))]
+"""
+    )
+    found = grade(EXERCISES["rmsnorm"], write(tmp_path / "mine.py", text))
+    assert found.right and found.calls >= 50, found.text
+
+
+def test_a_gradient_of_another_shape_is_said_to_have_it_alone(tmp_path: Path) -> None:
+    text = solution(EXERCISES["rmsnorm"]).replace("axis=tuple(range(dy.ndim - 1))", "axis=0")
+    found = grade(EXERCISES["rmsnorm"], write(tmp_path / "mine.py", text))
+    assert found.text.startswith("FAIL rmsnorm: gradient dgain (float64): dgain has shape (")
+    assert "raised" not in found.text
 
 
 def test_the_command_grades_from_blank_to_right(
@@ -465,6 +558,26 @@ def test_a_function_that_never_returns_or_ends_the_process_is_said(
 
 def kernel_solution(name: str) -> str:
     return solution(EXERCISES[name], 3).replace("@jit(", "@njit(")
+
+
+def loop_of(text: str, store: str) -> str:
+    """A kernel's file with a plain loop in place of the backward's."""
+    start = text.index("    for piece", text.index("def _relu_backward"))
+    end = text.index("\n\n\n", start)
+    return f"{text[:start]}    for i in prange(n):\n        {store}{text[end:]}"
+
+
+@pytest.mark.slow  # it compiles
+def test_the_shortest_kernel_is_right_and_a_wrong_name_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = loop_of(kernel_solution("relu"), "z[i] = dy[i] if x[i] > zero else zero")
+    mine = write(tmp_path / "mine.py", text)
+    assert main(["study", "relu", "--check", str(mine)]) == 0
+    assert "Compare yours with accel/cpu/elementwise.py." in capsys.readouterr().out
+    write(mine, text.replace("x[i] > zero", "xx[i] > zero"))
+    assert main(["study", "relu", "--check", str(mine)]) == 1
+    assert "raised TypingError: NameError: name 'xx' is not defined" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # it compiles

@@ -40,10 +40,10 @@ def test_a_state_knows_what_was_read_and_nothing_later() -> None:
 def test_gradients_vanish_with_distance_in_recurrence_and_not_in_attention() -> None:
     found = rnn.reaches(T=48)
     first = {name: norms[0] for name, norms in found.items()}
-    assert first["recurrent, ‖U‖ = 0.8"] <= 0.8**47 * 2  # no larger than U alone makes it
-    assert first["recurrent, ‖U‖ = 0.8"] < 1e-3 * first["attention"]
+    assert first["recurrent, ‖U‖₂ = 0.8"] <= 0.8**47 * 2  # no larger than U alone makes it
+    assert first["recurrent, ‖U‖₂ = 0.8"] < 1e-3 * first["attention"]
     assert found["attention"].min() > 1e-3  # near to a 48th, at every distance
-    assert first["recurrent, ‖U‖ = 1.2"] > found["recurrent, ‖U‖ = 1.2"][-1]  # it grows
+    assert first["recurrent, ‖U‖₂ = 1.2"] > found["recurrent, ‖U‖₂ = 1.2"][-1]  # it grows
 
 
 # ---- order ---------------------------------------------------------------------------------------

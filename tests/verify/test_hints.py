@@ -45,6 +45,21 @@ def test_strides_are_said_to_be_ignored_where_that_gives_what_the_kernel_gave() 
     assert not any("are strides ignored?" in hint for hint in said)
 
 
+def test_plus_that_is_left_out_is_named() -> None:
+    def backward(dout: Array, cache: Any, *, plus: Array | None = None) -> Any:
+        return ops.rmsnorm_backward(dout, cache)
+
+    found = check_op(
+        "rmsnorm",
+        forward=ops.rmsnorm_forward,
+        backward=backward,
+        dtypes=["float64"],
+        raises=False,
+    )
+    said = hints(found, "dx")
+    assert said[0] == "is plus not added to dx?" and not any("stale" in hint for hint in said)
+
+
 # ---- mistakes of the reference -------------------------------------------------------------------
 
 

@@ -93,9 +93,9 @@ class Unigram(NamedTuple):
         return dict(expected), whole
 
     def sample(self, word: str, rng: random.Random, alpha: float = 1.0) -> list[str]:
-        """Draw a segmentation with probability proportional to P(x)^alpha (paper, section 3.4).
+        """Draw a segmentation with probability proportional to P(x)^alpha (paper, section 3.3).
 
-        Forward filtering, backward sampling: exact, where the paper samples among the l best.
+        By forward filtering and backward sampling, as the paper does for all segmentations (l = ∞).
         """
         before = self.forward(word, alpha)
         by_end: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)

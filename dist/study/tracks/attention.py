@@ -17,12 +17,14 @@ def _probabilities(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
 
 def _tables(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for length, width in ((1, 2), (2, 2), (3, 4), (5, 6), (8, 16), (33, 34), (2, 3)):
-        yield length, width, np.float64
+        for dtype in (np.float64, np.float32):
+            yield length, width, dtype
 
 
 def _heads(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for n in range(-1, 21):
-        yield n, np.float64
+        for dtype in (np.float64, np.float32):
+            yield n, dtype
 
 
 def _who(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -30,9 +32,13 @@ def _who(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for T, S in ((1, 1), (2, 2), (3, 3), (2, 3), (3, 2), (1, 4), (5, 7)):
         for causal, window in ((True, 0), (False, 0), (True, 1), (True, 2), (False, 2)):
             yield T, S, causal, window
-        yield T, S, True, 0, None, rng.random((2, S)) < 0.6
-        if S >= T:
-            yield T, S, True, 2, None, None, np.cumsum(rng.random((2, S)) < 0.4, axis=1)
+        for causal in (True, False):
+            mask = rng.random((2, S)) < 0.6
+            yield T, S, causal, 0, None, mask
+            if S >= T:
+                documents = np.cumsum(rng.random((2, S)) < 0.4, axis=1)
+                yield T, S, causal, 2, None, None, documents
+                yield T, S, causal, 0, None, mask, documents
 
 
 def _rows(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -56,7 +62,7 @@ def _choices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         for k in (None, 1, 3):
             for p in (None, 0.1, 0.7, 0.95):
                 for m in (None, 0.3):
-                    yield z, k, p, m
+                    yield z.copy(), k, p, m
 
 
 EXERCISES = (

@@ -13,7 +13,7 @@ def _logits(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         z = rng.normal(size=(*shape, V))
         targets = rng.integers(0, V, shape)
         for mask in (np.ones(shape, bool), rng.random(shape) < 0.5):
-            yield z, np.where(mask, targets, -100), mask
+            yield z.copy(), np.where(mask, targets, -100), mask
     yield np.array([[1000.0, 999.0]]), np.array([0]), np.array([True])
 
 

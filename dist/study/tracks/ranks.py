@@ -19,8 +19,8 @@ def _norms(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
 
 def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for step in (1, 2, 3, 4, 5, 7, 10, 12):
-        for fraction in (0.0, 0.1):
-            given = Options(peak=1.0, warmup_steps=4, total_steps=10, final_fraction=fraction)
+        for peak, warmup, fraction in ((1.0, 4, 0.0), (0.003, 4, 0.1), (0.003, 0, 0.1)):
+            given = Options(peak=peak, warmup_steps=warmup, total_steps=10, final_fraction=fraction)
             for kind in ("cosine", "linear", "constant"):
                 yield step, Options(given, schedule=kind)
             yield step, Options(given, schedule="wsd", decay_steps=3)
@@ -31,7 +31,7 @@ def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         {"warmup_steps": -1},
         *({"peak": peak} for peak in (-1.0, math.inf, math.nan)),
         *({"final_fraction": fraction} for fraction in (-0.1, 1.1)),
-        *({"schedule": "wsd", "decay_steps": n} for n in (None, 0, 7)),
+        *({"schedule": "wsd", "decay_steps": n} for n in (None, 0, 11)),
     )
     for wrong in wrongs:
         yield 2, Options(given, **wrong)

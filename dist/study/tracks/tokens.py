@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dist.study.exercise import Exercise, Mistake
+from dist.study.exercise import Exercise, Mistake, Options
 
 WORDS = (b"aaa", b"abab", b"banana", b"hug", b"pug", b"hugs", b"bun", b"aaaa", b"ababab", b"x")
 
@@ -29,7 +29,11 @@ def _texts(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     yield {b"hug": 10, b"pug": 5, b"pun": 12, b"bun": 4, b"hugs": 5}, 5
     for _ in range(12):
         some = rng.choice(len(WORDS), int(rng.integers(1, 6)), replace=False)
-        yield {WORDS[i]: int(rng.integers(1, 5)) for i in some}, int(rng.integers(1, 8))
+        words = {WORDS[i]: int(rng.integers(1, 5)) for i in some}
+        yield words, int(rng.integers(1, 8))
+        yield words, 8, Options(first_id=300, n_symbols=400)
+        yield words, 8, Options(min_count=3)
+        yield words, 8, Options(max_length=3)
 
 
 def _symbols(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -48,7 +52,9 @@ def _pieces(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for word in ("a", "ab", "ana", "bana", "banana", "abab", "nanana", "x", "ax"):
         for _ in range(3):
             p = rng.dirichlet(np.ones(len(pieces)))
-            yield {piece: math.log(x) for piece, x in zip(pieces, p, strict=True)}, word
+            log_p = {piece: math.log(x) for piece, x in zip(pieces, p, strict=True)}
+            for without in (None, word, "na"):
+                yield log_p, word, Options(without=without)
 
 
 EXERCISES = (
@@ -78,6 +84,7 @@ as it is; a new list is returned.""",
         ),
         function="merge",
         cases=_merges,
+        keeps=True,
     ),
     Exercise(
         "bpe_train",
@@ -86,7 +93,8 @@ as it is; a new list is returned.""",
 Learning repeats one step: count the pairs of neighbours over all words, each as often as its word
 occurs, and merge the most frequent pair everywhere. Among equal counts the smallest pair of ids
 goes first. The k-th merge makes the id first_id + n_symbols + k, and counting anew after each
-merge is right, if slow.""",
+merge is right, if slow. A pair is left out that is rarer than min_count, or that stands for more
+than max_length symbols of the first kind.""",
         (
             Mistake(
                 "is every word counted once? It counts as often as it occurs.",
@@ -164,6 +172,6 @@ from the end; a word without a way gives [] and -inf.""",
         ),
         function="Unigram.viterbi",
         cases=_pieces,
-        arguments=1,
+        arguments=2,
     ),
 )
