@@ -17,6 +17,7 @@ from dist.generate import (
     repeat,
     sampling_of,
     show,
+    warm,
     warn_of_chat,
 )
 from dist.pack import special_id
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--tokens must be at least 1, got {given.tokens}")
     sampling = sampling_of(given)
     model, tokenizer = load(given)
+    warm(model)
     warn_of_chat(model, tokenizer)
     end, assistant = (special_id(tokenizer, name) for name in (END, ASSISTANT))
 

@@ -160,8 +160,11 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"myllm: no command {' '.join(argv[:1])!r}; {say}", file=sys.stderr)
         return 2
     name, rest = found
-    from dist.interrupt import Ended, raising  # imports NumPy, as whatever does something does
-
+    try:
+        from dist.interrupt import Ended, raising  # imports NumPy, as whatever does something does
+    except KeyboardInterrupt:
+        print(f"myllm {name}: interrupted", file=sys.stderr)
+        return 130
     try:
         with raising():
             return loaded(name)(rest)

@@ -252,6 +252,9 @@ def pack(argv: Sequence[str]) -> int:
     left_out = f"; left out: {summary.bad_lines} bad lines, {summary.empty} empty documents"
     if given.drop_near_duplicates:
         left_out += f", {summary.near} near-duplicates"
+    if summary.silent:
+        where = f" within --window {given.window}" if given.window else ""
+        left_out += f", {summary.silent} documents with nothing to predict{where}"
     print(
         f"{bytes_text(summary.n_bytes)} of text in {duration(time.monotonic() - started)}{left_out}"
     )

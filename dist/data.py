@@ -93,6 +93,11 @@ class Windows:
         """Return the windows start .. stop - 1 as they lie."""
         return make_batch([self.read(i) for i in range(start, stop)], self.eos)
 
+    def has_targets(self, n_windows: int) -> bool:
+        """Say whether any token of the first windows is to be predicted."""
+        first = range(min(n_windows, self.dataset.n_windows))
+        return any(self.batch(i, i + 1).mask.any() for i in first)
+
 
 def held_out(config: RunFile) -> list[Windows]:
     """Return the held-out sets of a run, in the order of its file."""

@@ -26,6 +26,7 @@ from dist.model import Model
 from dist.pack import part_ids, special_id
 from dist.use import add_model, load, text_of
 from reference.generate import Sampling
+from reference.model import prefill
 from reference.session import Session
 from tokenizer.read import standard_input
 
@@ -207,6 +208,17 @@ class Stops:
         return held
 
 
+def warm(model: Model) -> None:
+    """Compile and load what reads and writes, before a prompt is shown and a clock runs."""
+    ops, config = model.ops, model.config
+    n = min(4, config.context_length)
+    cache = ops.kv_cache(model.params, config, 1, min(n + 1, config.context_length))
+    ids = np.zeros((1, n), np.int32)
+    prefill(ops, model.params, config, ops.from_numpy(ids), np.array([n]), cache)
+    if n < config.context_length:
+        ops.decode_step(model.params, config, ops.from_numpy(ids[0, :1]), cache, n)
+
+
 def add_sampling(args: Any) -> None:
     """Add the options of sampling."""
     args.add_argument("--tokens", type=int, default=200, help="new tokens, at most (default 200)")
@@ -312,6 +324,7 @@ def main(argv: Sequence[str]) -> int:
             )
     sampling = sampling_of(given)
     model, tokenizer = load(given)
+    warm(model)
     end = set()
     if given.chat:
         warn_of_chat(model, tokenizer)

@@ -22,6 +22,13 @@ from dist.monitor import say_lost
 from dist.stopping import NOHUP
 from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
 
+# What a rank dies of, by number: a system has most of them.
+CRASHES = {
+    number.value: name
+    for name in ("SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGSEGV")
+    if (number := getattr(signal, name, None)) is not None
+}
+
 
 def find_mpirun() -> tuple[str, str]:
     """Return the path of ``mpirun`` and which it is: "openmpi" or "mpich".
@@ -154,6 +161,12 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
             signal.signal(number, handler)
     if status < 0:
         status = 128 - status
+    crash = CRASHES.get(status % 128)  # a shell's way and Open MPI's, or MPICH's
+    if crash and not received:
+        why = " (out of memory, perhaps)" if crash == "SIGKILL" else ""
+        warn(
+            f"a rank was ended by {crash}{why}; the same command goes on from the newest checkpoint"
+        )
     # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
     if received and status != 1:
         if status in (128 + handed_on, handed_on):  # a shell's way, and MPICH's

@@ -278,7 +278,10 @@ def step_line(record: dict[str, Any], total_steps: int, eta: float, columns: int
 def remark(record: dict[str, Any]) -> str | None:
     """Return a sentence on a step that was not as the others, None of one that was."""
     if record.get("skipped"):
-        return f"step {record['step']}: SKIPPED, loss or gradient was not finite"
+        why = "loss or gradient was not finite"
+        if not record["n_valid"]:
+            why = "none of its tokens is to be predicted"
+        return f"step {record['step']}: SKIPPED, {why}"
     z = record.get("z")
     if z is not None and z > 6:
         return f"step {record['step']}: the loss is a spike, {z:.1f} deviations above its mean"

@@ -99,6 +99,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     near: Count = 0  # held-out documents dropped as near-duplicates
     n_bytes: Count = 0
     bad_lines: Count = 0
+    silent: Count = 0  # documents of which no token is to be predicted
 
 
 class Journal(manifest.Record, kw_only=True, frozen=True):
@@ -124,6 +125,7 @@ class Summary(NamedTuple):
     bad_lines: int
     empty: int
     near: int
+    silent: int
 
 
 def special_id(tokenizer: "Tokenizer", *names: str) -> int:
@@ -419,6 +421,9 @@ def _pack(
                 if number in near:
                     counts.near += 1
                     continue
+                if encoded.predict is not None and not encoded.predict.any():
+                    counts.silent += 1
+                    continue
                 split = SPLITS[encoded.heldout]
                 writers[split].write(encoded.ids, encoded.predict)
                 counts.packed[split] += 1
@@ -432,6 +437,11 @@ def _pack(
                     out / JOURNAL, msgspec.structs.replace(journal, counts=counts, writers=states)
                 )
                 saved = time.monotonic()
+        if counts.silent and not counts.packed["train"]:
+            instead = f"; give a larger --window than {settings.window}" if settings.window else ""
+            raise ValueError(
+                f"there is nothing to train on: no document has a token to be predicted{instead}"
+            )
         if not counts.packed["train"] and not counts.packed["heldout"]:
             left_out = f", and {bad_lines} bad lines were left out" if bad_lines else ""
             raise ValueError(
@@ -480,6 +490,7 @@ def _pack(
         bad_lines,
         counts.empty,
         counts.near,
+        counts.silent,
     )
 
 

@@ -344,6 +344,7 @@ def gpu_lines(run: RunFile, ranks: int) -> list[str]:
         f"    gaps {m.gaps / 1e9:.1f}, cuBLAS's workspace and 1 GiB for CUDA and NCCL "
         f"{m.libraries / 1e9:.1f} GB",
     ]
+    found: set[int] = set()
     for size in gpu.SIZES:
         most = {
             level: largest_micro_batch(run, ranks, level, size * 1e9) for level in p.activations
@@ -351,7 +352,9 @@ def gpu_lines(run: RunFile, ranks: int) -> list[str]:
         said = ", ".join(f"{n} ({level})" for level, n in most.items() if n)
         holds = f"train.micro_batch up to {said}" if said else "no micro-batch"
         out.append(f"  {f'{size} GB holds':<18}{holds}")
-    return out
+        found |= set(most.values())
+    share = run.train.global_batch // ranks
+    return out + ([f"  {'':<18}({share}: all that a rank has of global_batch)"] * (share in found))
 
 
 def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:

@@ -225,10 +225,10 @@ class Stepper:
         first_sample : int
             Number of this rank's first window within the step.
 
-        Raises
-        ------
-        ValueError
-            When no rank has a valid target.
+        Returns
+        -------
+        Gradient
+            Where no rank has a valid target, one that is not finite.
         """
         tree, reduction = self._tree, self.reduction
         tree.clear()
@@ -260,10 +260,6 @@ class Stepper:
         self.clock.hidden += reduction.hidden
 
         n_valid = sum(loss.n_valid for loss in everyone)
-        if n_valid == 0:
-            raise ValueError(
-                f"no token of step {step} is to be predicted on any rank: every mask is zero there"
-            )
         started = time.perf_counter()
         ops = self.ops
         own = [
@@ -280,6 +276,8 @@ class Stepper:
         self.clock.comm += time.perf_counter() - started
         # fsum is exact, so neither the leaves' order nor their number per rank can matter
         total = sum_of(loss.total for loss in everyone)
+        if not n_valid:
+            return Gradient(math.nan, 0, math.nan, mine)
         norm = math.sqrt(float(np.sum(sums))) / n_valid
         return Gradient(total / n_valid, n_valid, norm, mine)
 

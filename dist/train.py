@@ -146,6 +146,11 @@ class Trainer:
         self.data = TrainingData(self.config)
         self.heldout = held_out(self.config)
         for windows in self.heldout:
+            if not windows.has_targets(run.eval_windows):
+                raise ValueError(
+                    f"no token of the first {run.eval_windows} windows of {windows.dataset.path} "
+                    "(run.eval_windows) is to be predicted: name another data.heldout"
+                )
             theirs, ours = windows.dataset.tokenizer_sha256, self.data.tokenizer_sha256
             if theirs is not None and ours is not None and theirs != ours:
                 raise ValueError(
@@ -281,7 +286,7 @@ class Trainer:
             if all(done for *_, done in everyone):
                 self._finish_saving()
             if self.guards.exhausted:
-                self._give_up()
+                self._give_up(record["n_valid"])
             last = self.step == config.steps
             if self.heldout and (last or _due(self.step, run.eval_every)):
                 self._evaluate()
@@ -352,14 +357,21 @@ class Trainer:
         except OSError as error:
             self.unwritten = sentence(error)
 
-    def _give_up(self) -> None:
+    def _give_up(self, n_valid: int) -> None:
         self._finish_saving()
         good = checkpoint.pointed(self.out / CHECKPOINTS)
         named = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+        why = "the loss or the gradient was not finite"
+        instead = "A lower train.lr or a smaller optim.clip helps most often"
+        if not n_valid:
+            why = "no token was to be predicted"
+            instead = (
+                "Texts of which more is to be predicted, or a larger train.global_batch or "
+                "run.patience, help"
+            )
         raise AllRanksError(
-            f"the loss or the gradient was not finite in {self.guards.bad_in_a_row} steps in a "
-            f"row, the last of them step {self.step}; {named}. A lower train.lr or a smaller "
-            "optim.clip helps most often"
+            f"{why} in {self.guards.bad_in_a_row} steps in a row, the last of them step "
+            f"{self.step}; {named}. {instead}"
         )
 
     def _introduce(self) -> None:

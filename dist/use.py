@@ -113,8 +113,8 @@ def eval_(argv: Sequence[str]) -> int:
     if not sets:
         raise ValueError("the run has no held-out data: name a packed folder")
     for windows in sets:
-        sha = windows.dataset.tokenizer_sha256
-        if sha is not None and sha != model.state.tokenizer_sha256:
+        theirs, ours = windows.dataset.tokenizer_sha256, model.state.tokenizer_sha256
+        if theirs is not None and ours is not None and theirs != ours:
             path = windows.dataset.path
             raise ValueError(f"{path} was packed with another tokenizer than the model's")
     lengths = None
@@ -185,6 +185,7 @@ def plot(argv: Sequence[str]) -> int:
 
 
 _KINDS = ("png", "svg")
+PICTURES = (".png", ".svg", ".pdf")
 AXES = {"step": "step", "tokens": "tokens", "time": "minutes of steps"}
 EACH = "bits_per_byte/"  # of one of several held-out sets, in metrics.jsonl
 FIRST = 0.1  # of the steps, whose losses may lie above the picture
@@ -224,6 +225,9 @@ def draw(runs: Sequence[Path], outs: Sequence[Path], by: str = "step") -> None:
     ValueError, ImportError
         When a run has no steps, or matplotlib is missing.
     """
+    for out in outs:
+        if out.suffix.lower() not in PICTURES:
+            raise ValueError(f"{out}: the name of a picture ends in {', '.join(PICTURES)}")
     read = [monitor.read_metrics(run) for run in runs]
     several = any(name.startswith(EACH) for records in read for r in records for name in r)
     figure = figure_class()(figsize=(8, 8 if several else 6), layout="constrained")

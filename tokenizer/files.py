@@ -41,6 +41,8 @@ def replace_durably(path: Path, data: bytes) -> None:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file")
     part = path.with_name(f".part-{secrets.token_hex(8)}")
     with writing(path):
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -302,6 +302,11 @@ def planned(
     return Plan(out, text, size, max(setting.vocab_size, text.vocab_size), steps or 0, minutes or 0)
 
 
+def _median(folder: Path) -> float:
+    """Return how many milliseconds a step of a run took."""
+    return statistics.median([r["ms"] for r in read_metrics(folder) if "ms" in r][PROBE_SKIPPED:])
+
+
 class Bench:
     """A measurement in progress."""
 
@@ -330,17 +335,19 @@ class Bench:
         )
 
     def _steps(self, contender: Contender, run: RunFile) -> int:
-        """Return the steps of a contender, by the time of a few."""
-        plan = self.plan
+        """Return the steps of a contender, by a run of it for another share, or by a few steps."""
+        plan, seconds = self.plan, 60 * contender.share * self.plan.minutes
         if plan.steps:
             return max(1, round(contender.share * plan.steps))
+        for share in (1.0, BAR, GOAL):
+            there = plan.out / contender._replace(share=share).folder
+            if (there / "run.toml").exists() and finished(run_file.load(there / "run.toml")):
+                return max(1, round(1e3 * seconds / _median(there)))
         where = replace(run.run, out=str(plan.out / "probes" / contender.folder), eval_windows=1)
         probe = contender.timed(replace(run, run=where), PROBE_STEPS)
         if not finished(probe):
             self._train(contender, probe)
-        times = [r["ms"] for r in read_metrics(Path(where.out)) if "ms" in r][PROBE_SKIPPED:]
-        seconds = 60 * contender.share * plan.minutes
-        return max(1, round(1e3 * seconds / statistics.median(times)))
+        return max(1, round(1e3 * seconds / _median(Path(where.out))))
 
     def _train(self, contender: Contender, run: RunFile) -> None:
         if contender.who == "ours":

@@ -8,6 +8,7 @@ nobody is answered other than they asked.
 import re
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -256,7 +257,12 @@ class Reply:
             "created": int(time.time()),
             "model": name,
         }
-        self._offsets: dict[int, int] = {}  # characters of each choice that were told of
+        from tokenizer import DecodeStream
+
+        # of each choice how many characters were told of, and what shows them
+        self._offsets: defaultdict[int, tuple[int, DecodeStream]] = defaultdict(
+            lambda: (0, DecodeStream(tokenizer))
+        )
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return all of the answer."""
@@ -321,8 +327,10 @@ class Reply:
     def _of_text(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(self._text(token.id))
+            offset, stream = self._offsets[index]
+            offsets.append(offset)
+            if token.id < self._tokenizer.n_vocab:
+                self._offsets[index] = offset + len(stream.step(token.id)), stream
         # the likeliest last: of tokens that read alike it is the one that stays
         best = [{self._text(i): p for i, p in reversed(token.best)} for token in tokens]
         return {

@@ -116,6 +116,14 @@ def _prepare(trials: Sequence[Trial]) -> None:
         warm.compile_kernels(run)
 
 
+def cost(run: RunFile) -> str:
+    """Return all that decides how long a step of a run takes."""
+    train, r = run.train, run.run
+    batch = (train.global_batch, train.micro_batch, run.data.isolate_documents)
+    how = (r.backend, r.compute, r.attention, r.products, r.recompute, run.optim.kind)
+    return repr((run.model, batch, how))
+
+
 class Sweep:
     """A sweep in progress."""
 
@@ -148,13 +156,15 @@ class Sweep:
     def _measure(self, stop: StopRequest) -> None:
         """Let each setting take a few steps, and give its runs the steps of the minutes.
 
-        A setting of which a run was begun keeps that one's steps.
+        Settings whose steps cost the same get as many, by the steps of all of them. One of which a
+        run was begun keeps that one's steps, and so do those that cost what it does.
         """
         probes: dict[str, RunFile] = {}
         begun = self._begun()
-        for trial in self.trials:
+        lengths = [begun.get(json.dumps(t.settings)) or begun.get(cost(t.run)) for t in self.trials]
+        for trial, known in zip(self.trials, lengths, strict=True):
             run, name = trial.run, json.dumps(trial.settings)
-            if name not in probes and name not in begun:
+            if name not in probes and known is None:
                 out = str(self.out / "probes" / trial.name)
                 train = replace(run.train, steps=PROBE_STEPS, warmup_steps=0, decay_steps=1)
                 where = replace(run.run, out=out, eval_every=0, eval_windows=1, sample_every=0)
@@ -165,32 +175,36 @@ class Sweep:
         train_all(left, self.jobs, stop, lambda ended, under_way: None)
         if stop.signal is not None:
             return
-        for number, trial in enumerate(self.trials):
-            run, name = trial.run, json.dumps(trial.settings)
-            if name in begun:
-                train = replace(run.train, **begun[name])
+        took: dict[str, list[float]] = {}  # of steps that cost the same, in ms
+        for probe in filter(finished, probes.values()):
+            steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
+            took.setdefault(cost(probe), []).extend(steps[2:])
+        for number, (trial, known) in enumerate(zip(self.trials, lengths, strict=True)):
+            run = trial.run
+            if known is not None:
+                train = replace(run.train, **known)
                 self.trials[number] = trial._replace(run=replace(run, train=train))
                 continue
-            probe = probes[name]
+            probe = probes[json.dumps(trial.settings)]
             if not finished(probe):
                 self.left_out[trial.run.run.out] = last_words(probe)
                 results.say(
                     f"{trial.label}: NOT begun, as its first steps failed: {last_words(probe)}"
                 )
                 continue
-            steps = [r["ms"] for r in monitor.read_metrics(Path(probe.run.out)) if "ms" in r]
-            seconds = statistics.median(steps[2:]) / 1e3
+            seconds = statistics.median(took[cost(probe)]) / 1e3
             self.trials[number] = trial._replace(run=self.limit.apply(run, seconds))
 
     def _begun(self) -> dict[str, dict[str, Any]]:
-        """Return how long the runs of each setting are of which one was begun."""
+        """Return how long runs are that were begun, by their settings and by what a step costs."""
         found = {}
         runs = [(run["settings"], run["folder"]) for run in self.earlier]
         for settings, folder in [*runs, *((t.settings, t.run.run.out) for t in self.trials)]:
             path = Path(folder) / RUN
             if path.exists():
-                told = run_file.load(path).train
-                found[json.dumps(settings)] = {key: getattr(told, key) for key in LENGTHS}
+                run = run_file.load(path)
+                found[json.dumps(settings)] = {key: getattr(run.train, key) for key in LENGTHS}
+                found.setdefault(cost(run), found[json.dumps(settings)])
         return found
 
     def _tell(self, ended: RunFile | None, under_way: list[RunFile]) -> None:

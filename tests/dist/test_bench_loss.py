@@ -14,6 +14,7 @@ from dist.bench.loss_data import prepare
 from dist.data import Windows, held_out
 from dist.sizing import Size
 from dist.stopping import StopRequest
+from tests.helpers.runs import save_run_file
 
 TINY = Size(0.0, 16, 1, 2, 1, 8, 24, 8, 4, 1e-2, 0, qkv_bias=True)
 EAGER = Contender("PyTorch", "eager", "float32")
@@ -148,6 +149,15 @@ def test_minutes_become_steps_by_the_time_of_a_few(
     assert bench._steps(MUON, MUON.run(plan)) == 720
     part = MUON._replace(share=0.4)
     assert bench._steps(part, part.run(plan)) == 288
+
+    # a whole run of it tells more than a few steps in a slow minute
+    there = Path(part.run(plan).run.out)
+    there.mkdir(parents=True)
+    save_run_file(part.timed(part.run(plan), steps), there / "run.toml")
+    fast = [{**record, "ms": record["ms"] / 2} for record in records]
+    monkeypatch.setattr(loss, "read_metrics", lambda at: fast if at == there else records)
+    quarter = MUON._replace(share=0.25)
+    assert bench._steps(quarter, quarter.run(plan)) == 360
 
 
 def test_windows_of_nanogpt_are_followed_by_their_targets(text: str, tmp_path: Path) -> None:

@@ -190,6 +190,15 @@ def test_eval_refuses_data_of_another_tokenizer(
     assert cli.main(["pack", *words, "-o", str(tmp_path / "d"), "--processes", "1"]) == 0
     assert cli.main(reference("eval", str(run), str(tmp_path / "d" / "train"))) == 1
     assert "another tokenizer" in capsys.readouterr().err
+    # a model that has none, as one of llm.c's files, takes the data's word for it
+    bare = tmp_path / "bare"
+    assert cli.main(["export", str(run), str(bare), "--dtype", "float32"]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (bare / name).unlink(missing_ok=True)
+    assert cli.main(["import", str(bare), "-o", str(tmp_path / "imported")]) == 0
+    capsys.readouterr()
+    assert cli.main(reference("eval", str(tmp_path / "imported"), str(run.parent / "heldout"))) == 0
+    assert "perplexity" in capsys.readouterr().out
 
 
 def test_a_checkpoint_folder_is_enough(run: Path) -> None:

@@ -70,6 +70,26 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     assert NOHUP not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("exit 9", "a rank was ended by SIGKILL (out of memory, perhaps); the same command goes"),
+        ("exit 137", "a rank was ended by SIGKILL (out of memory, perhaps); the same command"),
+        ("exit 139", "a rank was ended by SIGSEGV; the same command goes on from the newest"),
+        ("exit 1", ""),
+        ("exit 2", ""),
+    ],
+)
+def test_what_a_rank_died_of_is_said(
+    script: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
+    monkeypatch.setattr(launch, "command", lambda *given: ["sh", "-c", script])
+    assert launch.launch(2, []) == int(script.split()[1])
+    said = capsys.readouterr().err
+    assert says in said and bool(says) == bool(said)
+
+
 def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own helpers, say; but not what mpirun leaves behind."""
     before = subprocess.Popen(["sleep", "60"])

@@ -277,6 +277,28 @@ def test_truncate_makes_one_window_a_document(
     assert 24 in lengths and min(lengths) < 24
 
 
+def test_documents_whose_answers_lie_behind_the_window_are_left_out(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i} " + "why " * length},
+                      {"role": "assistant", "content": "because"}]}
+        for i, length in enumerate([1, 90, 2, 95, 3])
+    ]  # fmt: skip
+    texts = tmp_path / "chats.jsonl"
+    texts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    more = ["--layout", "truncate", "--window", "24", "--heldout", "0"]
+    assert run(texts, tmp_path / "d", tokenizer_file, *more) == 0
+    assert "2 documents with nothing to predict within --window 24" in capsys.readouterr().out
+    dataset = Dataset(tmp_path / "d" / "train", 24)
+    assert dataset.n_windows == 3 and all(dataset.read(i)[1].any() for i in range(3))
+    texts.write_text(json.dumps(rows[1]), encoding="utf-8")
+    assert run(texts, tmp_path / "e", tokenizer_file, *more) == 1
+    assert "no document has a token to be predicted; give a larger --window than 24" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("inputs", "arguments", "message"),
     [

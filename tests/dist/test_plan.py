@@ -109,6 +109,10 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
         "76.5 hours",
     ):
         assert figure in said
+    assert "(4: all that a rank has of global_batch)" in said  # not all that fits
+    large = ["--set", "train.global_batch=4096", "--set", "train.warmup_steps=9"]
+    assert cli.main(["plan", "myllm-1b", "--ranks", "8", *large]) == 0
+    assert "all that a rank has" not in capsys.readouterr().out
     assert cli.main(["plan", "myllm-1b", "--ranks", "64"]) == 1
     assert "at most 8 ranks" in capsys.readouterr().err
 

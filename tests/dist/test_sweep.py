@@ -245,6 +245,27 @@ def test_minutes_become_steps_by_the_speed_of_a_few(folder: Path, tmp_path: Path
     assert status == 0 and sweep(folder, out, *words)[1]["runs"] == [run]  # the speed is kept
 
 
+def test_settings_that_cost_the_same_get_as_many_steps(folder: Path, tmp_path: Path) -> None:
+    words = ["--minutes", "0.002", "--grid"]
+    grid = ["train.lr=1e-3,2e-3,1e-2", "--grid", "model.d_ff=24,96"]
+    status, report = sweep(folder, tmp_path, *words, *grid)
+    by_width: dict[int, set[int]] = {24: set(), 96: set()}
+    for run in report["runs"]:
+        by_width[run["settings"]["model.d_ff"]].add(run["steps"])
+    assert status == 0 and [len(steps) for steps in by_width.values()] == [1, 1]
+    took: dict[int, list[float]] = {24: [], 96: []}
+    for probe in (tmp_path / "probes").iterdir():
+        ms = [r["ms"] for r in monitor.read_metrics(probe) if "ms" in r]
+        took[96 if "d_ff_96" in probe.name else 24] += ms[2:]
+    for width, steps in by_width.items():
+        assert steps == {max(1, int(SHARE * 60e3 * 0.002 / statistics.median(took[width])))}
+    shutil.rmtree(tmp_path / "probes")
+    grid[0] = "train.lr=1e-3,5e-3"  # one more joins them
+    report = sweep(folder, tmp_path, *words, *grid)[1]
+    assert {run["steps"] for run in report["runs"]} == by_width[24] | by_width[96]
+    assert not (tmp_path / "probes").exists()
+
+
 def test_runs_keep_their_steps_when_the_probes_are_gone(folder: Path, tmp_path: Path) -> None:
     """What begun is not measured again: another speed would make other runs of the same ones."""
     words = ["--minutes", "0.002", "--grid", "train.lr=1e-3,1e-2"]

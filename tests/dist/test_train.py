@@ -423,6 +423,38 @@ def test_a_step_that_is_not_finite_is_not_taken_and_many_end_the_run(
     assert (state.step, state.updates, state.position) == (4, 3, 32)
 
 
+def test_a_step_of_which_nothing_is_to_be_predicted_is_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, train__global_batch=1, train__steps=40)  # a fifth has no target
+    assert train(config) == 0
+    records = [r for r in monitor.read_metrics(tmp_path / "run") if "n_valid" in r]
+    silent = [r["step"] for r in records if r["skipped"]]
+    assert silent and silent == [r["step"] for r in records if not r["n_valid"]]
+    said = [line for line in capsys.readouterr().out.splitlines() if "SKIPPED" in line]
+    assert said == [
+        f"step {step}: SKIPPED, none of its tokens is to be predicted" for step in silent
+    ]
+    state = checkpoint.read_manifest(checkpoint.pointed(tmp_path / "run/checkpoints"))
+    assert (state.step, state.updates) == (40, 40 - len(silent))
+
+
+def test_texts_of_which_nothing_is_to_be_predicted_end_a_run_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__patience=3)
+    ids = random_walk(600)
+    for folder, says in (
+        ("train", "no token was to be predicted in 3 steps in a row, the last of them step 3"),
+        ("heldout", "no token of the first 7 windows of"),
+    ):
+        write_dataset(tmp_path / f"silent-{folder}", ids, np.zeros(len(ids), np.bool_))
+        data = {folder: str(tmp_path / f"silent-{folder}")}
+        other = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+        assert train(other) == 1
+        assert says in capsys.readouterr().err
+
+
 def test_no_checkpoint_of_a_bad_streak_takes_the_place_of_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

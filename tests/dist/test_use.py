@@ -11,6 +11,7 @@ import pytest
 from dist import cli
 from dist.convert import gguf
 from dist.generate import Interrupts, Stops, Writer
+from reference import ops
 from reference.session import Session
 from tests.helpers.runs import learned, reference
 from tokenizer import Tokenizer
@@ -41,6 +42,23 @@ def test_generate_continues_a_prompt_by_every_strategy(
     assert len(greedy) > len("the quick\n")
     assert outputs["--top-k 1"] == outputs["--top-p 1e-9"] == greedy
     assert len(set(outputs.values())) == 3
+
+
+def test_what_writes_is_compiled_before_a_prompt_is_shown(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, shown = ops.decode_step, []
+
+    def watched(*given: Any) -> Any:
+        shown.append(capsys.readouterr().out)
+        return step(*given)
+
+    monkeypatch.setattr(ops, "decode_step", watched)
+    assert cli.main(reference("generate", str(run), "--prompt", "the quick", "--tokens", "2")) == 0
+    assert shown[0] == "" and shown[1].startswith("the quick")
+    monkeypatch.setattr("builtins.input", lambda prompt: (_ for _ in ()).throw(EOFError))
+    assert cli.main(reference("chat", str(run))) == 0
+    assert len(shown) == 3
 
 
 def test_generate_asks_for_prompts_and_reads_standard_input(

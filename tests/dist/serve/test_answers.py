@@ -102,6 +102,18 @@ def test_log_probabilities_are_those_of_score(server: Server, run: Path) -> None
         assert bytes(entry["bytes"]).decode() == entry["token"]
 
 
+def test_offsets_count_a_character_that_is_split_over_tokens_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {server.tokenizer.token_bytes(i): i for i in range(server.tokenizer.n_vocab)}
+    ids = [known[bytes([byte])] for byte in "aé🙂b".encode()]
+    drawn = iter([*ids, *ids])
+    monkeypatch.setattr("dist.serve.engine.sample", lambda *_, **__: next(drawn))
+    (choice,) = server.complete("the", max_tokens=8, logprobs=0)["choices"]
+    assert choice["text"] == "aé🙂b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
+
+
 def test_an_id_beyond_the_tokenizer_stands_for_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
