@@ -8,15 +8,16 @@ from accel.verify.contract import Case
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 
 WEIGHT = 1.5
+_DECAYS: dict[str, Any] = {"long": True, "n_decayed": 65_537, "lr": 0.1, "weight_decay": 0.1}
 HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "length": 17, "step": 1, "fresh": True, "n_decayed": 8, "grad_scale": True},
     {"long": False, "length": 33, "step": 2, "eps": 0.1, "n_decayed": 16, "grad": "tiny"},
-    {"long": True, "length": 131_075, "step": 10, "n_decayed": 65_537},
+    _DECAYS | {"length": 131_075, "step": 10},
     {"long": False, "length": 33, "step": 70_001, "beta2": 0.999, "grad": "tiny"},
     {"long": False, "length": 17, "step": 7_001, "beta2": 0.999},
     {"long": False, "length": 129, "special": "nan", "where": "grad"},
     {"long": False, "length": 7, "step": 2**31 - 1, "n_decayed": 0},
-    {"long": True, "length": 65_537, "step": 3, "n_decayed": 65_537},
+    _DECAYS | {"length": 65_537, "step": 3},
     {"long": False, "length": 1025, "step": 1000, "n_decayed": 1024, "layout": "strided"},
     {"long": False, "length": 7, "special": "inf", "where": "grad"},
 )
@@ -35,8 +36,8 @@ def generate(draw: Draw) -> Draft:
         arrays["m"], arrays["v"] = 0 * arrays["m"], 0 * arrays["v"]
     options: dict[str, Any] = {
         "step": draw.pick((1, 2, 3, 10, 257, 1000, 7_001, 70_001, 2**31 - 1), "step"),
-        "lr": draw.pick((0.1, 1e-3), "lr"),
-        "beta1": draw.pick((0.9, 0.5), "beta1"),
+        "lr": draw.pick((0.1, 1e-3, 0.0), "lr"),
+        "beta1": draw.pick((0.9, 0.5, 0.0), "beta1"),
         "beta2": draw.pick((0.95, 0.999), "beta2"),
         "eps": draw.pick((1e-8, 0.1), "eps"),
         "weight_decay": draw.pick((0.1, 0.0), "weight_decay"),
@@ -48,11 +49,11 @@ def generate(draw: Draw) -> Draft:
 
 
 def magnitude(v: Values, dout: None, u: float) -> Magnitudes:
-    """1 - β and 1 - βᵗ cancel, so each is taken as the sum."""
+    """1 - β and 1 - βᵗ cancel, so each is taken as the sum; m may be m + (1 - β)(g - m)."""
     beta1, beta2, t = v["beta1"], v["beta2"], v["step"]
     grad = np.abs(v["grad"]) * abs(float(v.get("grad_scale", 1.0)))
     master, m = np.abs(v["master"]), np.abs(v["m"])
-    s_m = beta1 * m + (1 + beta1) * grad
+    s_m = max(beta1, 1 - beta1) * m + (1 + beta1) * grad
     s_v = beta2 * v["v"] + (1 + beta2) * grad * grad
     root_v = np.sqrt((beta2 * v["v"] + (1 - beta2) * grad * grad) / (1 - beta2**t))
     exact_m = np.abs(beta1 * v["m"] + (1 - beta1) * v["grad"] * float(v.get("grad_scale", 1.0)))

@@ -37,28 +37,36 @@ LONG = (
     (1, 65_537),
     (65_537, 1),
 )
+WIDE = 16  # the width of a head up to which a table of scores may be as large as any
 WINDOWS = (1, 2, 3, 7, 16, 33, 64, 65, 129, 257, 300, 1025)
 _SHORT: dict[str, Any] = {"long": False}
+_ALL_SEE: dict[str, Any] = {
+    **{"long": True, "documents": False, "key_mask": False},
+    "dropout_p": False,
+}
 HARD: tuple[dict[str, Any], ...] = (
     _SHORT | {"T": 17, "relation": "S = T", "heads": (2, 3, 1), "d": 8, "causal": True},
     _SHORT | {"T": 33, "relation": "S > T", "more": 16, "heads": (2, 2, 3), "d": 16, "dv": True},
     _SHORT | {"T": 65, "relation": "S = T", "heads": (1, 2, 2), "window": True, "within": 16},
+    _SHORT | {"T": 33, "relation": "S = T", "heads": (2, 2, 2), "d": 128, "causal": True},
     {"long": True, "T S": (3, 4097), "heads": (1, 2, 1), "key_mask": True, "masked": "few"},
     _SHORT | {"T": 17, "relation": "any", "S": 5, "heads": (2, 1, 2), "causal": True},
     _SHORT | {"T": 3, "relation": "S = T", "heads": (3, 3, 1), "d": 3, "dv": False},
-    {"long": True, "T S": (300, 300), "window": True, "within": 129, "causal": True},
+    _ALL_SEE | {"T S": (300, 300), "window": True, "within": 129, "causal": True},
     _SHORT | {"T": 7, "relation": "S = T", "heads": (2, 2, 2), "special": "nan", "where": "k"},
     _SHORT | {"T": 33, "relation": "S = T", "q": "large", "heads": (2, 1, 5), "alibi": True},
     _SHORT | {"T": 64, "relation": "S = T", "heads": (1, 3, 1), "documents": True, "q": "faint"},
     {"long": True, "T S": (1025, 33), "causal": False, "window": False},
     _SHORT | {"T": 16, "relation": "S = T", "heads": (3, 2, 7), "dropout_p": True, "p": 0.5},
-    {"long": True, "T S": (513, 513), "window": True, "within": 257, "causal": False},
+    _ALL_SEE | {"T S": (513, 513), "window": True, "within": 257, "causal": False},
     _SHORT | {"T": 129, "relation": "S = T", "heads": (1, 2, 3), "key_mask": True},
     _SHORT | {"T": 5, "relation": "S = T", "special": "nan", "where": "v", "heads": (2, 3, 2)},
     _SHORT | {"T": 31, "relation": "S > T", "more": 33, "layout": "transposed", "laid": "all"},
     _SHORT | {"T": 65, "relation": "S = T", "heads": (2, 1, 3), "d": 1, "below zero": True},
-    {"long": True, "T S": (1, 65_537), "window": True, "within": 129, "alibi": False},
+    _ALL_SEE | {"T S": (1, 65_537), "window": True, "within": 129, "alibi": False},
     _SHORT | {"T": 7, "relation": "any", "S": 3, "special": "nan", "where": "dout"},
+    _SHORT | {"T": 17, "relation": "S > T", "more": 7, "heads": (1, 2, 2), "d": 256},
+    _SHORT | {"T": 16, "relation": "S = T", "heads": (2, 1, 3), "d": 96, "dv": False},
     _SHORT | {"T": 17, "relation": "S = T", "special": "inf", "where": "q"},
     {"long": True, "T S": (4097, 3), "causal": False},
     {"long": True, "T S": (65_537, 1), "causal": False, "documents": False},
@@ -92,7 +100,9 @@ def generate(draw: Draw) -> Draft:
         if B * Hkv * G * T * S <= MAX_SCORES or B * Hkv * G == 1
     ]
     B, Hkv, G = draw.pick(heads, "heads")
-    d = draw.pick((1, 2, 3, 8) if long else (1, 2, 3, 4, 8, 16, 17, 33, 64, 65), "d")
+    # the widest heads where there is little else
+    wide = [d for d in (80, 96, 128, 129, 256) if B * Hkv * G * T * S * d <= WIDE * MAX_SCORES]
+    d = draw.pick((1, 2, 3, 8) if long else (1, 2, 3, 4, 8, 16, 17, 33, 64, 65, *wide), "d")
     dv = draw.pick((1, 2, 3, 8, 17, 40)) if draw.pick((False, True), "dv") and not long else d
     kinds = ("large", "wide", "faint")
     arrays: dict[str, Any] = {

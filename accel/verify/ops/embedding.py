@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDTHS
+from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDE, WIDTHS
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
 from reference.types import Array
@@ -15,7 +15,15 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "V": 7, "D": 7, "shape": (65,), "ids": "random", "accumulate": "accumulate"},
     {"long": False, "V": 33, "D": 17, "shape": (129,), "ids": "one id"},
     {"long": True, "V D": (70_001, 2), "ids": "ends"},
-    {"long": False, "V": 3, "D": 5, "shape": (2, 33), "special": "nan", "where": "table"},
+    {
+        "long": False,
+        "V": 3,
+        "D": 5,
+        "shape": (2, 33),
+        "ids": "random",
+        "special": "nan",
+        "where": "table",
+    },
     {"long": True, "V D": (33_001, 3), "ids": "random", "layout": "strided", "laid": "ids"},
     {"long": False, "V": 3, "D": 33, "shape": (3, 2, 5), "ids": "ends", "out": "out"},
     {"long": False, "V": 2, "D": 2, "shape": (4_099,), "ids": "random"},
@@ -30,7 +38,7 @@ def generate(draw: Draw) -> Draft:
     if draw.rarely("long"):
         V, D = draw.pick(((33_001, 3), (70_001, 1), (70_001, 2)), "V D")
     else:
-        V, D = draw.pick(WIDTHS, "V"), draw.pick(WIDTHS, "D")
+        V, D = draw.pick(WIDTHS, "V"), draw.pick(WIDE, "D")
     shape = draw.pick([s for s in (*SHAPES, (4_099,)) if math.prod(s) * D <= MAX_ELEMENTS], "shape")
     ids = draw.rng.integers(0, V, shape)
     kind = draw.pick(("random", "one id", "ends"), "ids")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.draw import MAX_ELEMENTS, WIDTHS
+from accel.verify.draw import MAX_ELEMENTS, WIDE, WIDTHS
 from accel.verify.ops import Draft, Draw, Magnitudes, Values
 from accel.verify.rounding import n_rows, sum_rows, summed
 from reference import ops
@@ -27,6 +27,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 3, "shape": (129,), "O": 2, "interleaved": True, "out": "out"},
     {"long": False, "width": 129, "shape": (17,), "O": 257, "x": "normal", "bias": True},
     {"long": False, "width": 2, "shape": (3,), "special": "nan", "where": "dout"},
+    {"long": False, "width": 17, "shape": (2, 3), "O": 1025, "x": "normal"},
     {"long": True, "long shape": ((1,), 65_539)},
     {"long": False, "width": 7, "shape": (2, 33), "special": "nan", "where": "weight"},
     {"long": True, "long shape": ((65_539,), 2)},
@@ -34,9 +35,10 @@ HARD: tuple[dict[str, Any], ...] = (
 
 
 def generate(draw: Draw) -> Draft:
-    widths = (*WIDTHS, 257)
-    x = draw.rows(widths)
-    outs = widths if x.size <= MAX_ELEMENTS and x.shape[-1] <= 257 else (1, 2, 3)
+    x = draw.rows()
+    width, outs = x.shape[-1], [1, 2, 3]
+    if x.size <= MAX_ELEMENTS and width <= 257:
+        outs = [*WIDE] if max(width, n_rows(x)) <= 33 else [*WIDTHS, 257]
     weight = draw.values(x.shape[-1], draw.pick(outs, "O"))
     bias = draw.values(weight.shape[1]) if draw.wants("bias") else None
     return Draft({"x": x, "weight": weight, "bias": bias}, {})

@@ -8,7 +8,7 @@ import numpy as np
 
 from accel.tolerance import Unit
 from accel.verify.contract import Case
-from accel.verify.draw import MAX_SCORES, SHAPES, WIDTHS
+from accel.verify.draw import MAX_SCORES, SHAPES, WIDE, WIDTHS
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from accel.verify.rounding import bend
 from reference import ops
@@ -42,7 +42,7 @@ def generate(draw: Draw) -> Draft:
         shape: tuple[int, ...] = (rows,)
     else:
         V = draw.pick((1, 2, 3, 5, 7, 17, 33, 65, 129, 257, 1025), "V")
-        D = draw.pick(WIDTHS, "D")
+        D = draw.pick(WIDE if V <= 129 else WIDTHS, "D")
         shapes = [s for s in (*SHAPES, (257,), (3, 200)) if math.prod(s) * max(V, D) <= MAX_SCORES]
         shape = draw.pick(shapes, "shape")
     arrays: dict[str, Any] = {

@@ -37,9 +37,10 @@ HARD: tuple[dict[str, Any], ...] = (
 
 
 def generate(draw: Draw) -> Draft:
-    """Rows so small that ε decides, too."""
-    eps = draw.pick((1e-5, 0.5, 1e-6), "eps")
+    """Rows so small that ε decides, too; none of equal numbers where it is zero."""
     x = draw.rows(kinds=("tiny", "zero rows", "offset", "wide"))
+    spread = np.all(np.max(x, axis=-1) > np.min(x, axis=-1))
+    eps = draw.pick((1e-5, 0.5, 1e-6, 0.0) if spread else (1e-5, 0.5, 1e-6), "eps")
     return Draft({"x": x, "gain": draw.values(x.shape[-1], name="gain")}, {"eps": eps})
 
 

@@ -66,8 +66,8 @@ def generate(draw: Draw) -> Draft:
             draw.pick(LENGTHS, "T"),
             draw.pick((1, 2, 3, 4, 7), "H"),
         )
-        widths = [n for n in (2, 4, 6, 8, 16, 34, 64, 128) if B * T * H * n <= 2 * MAX_ELEMENTS]
-        d = draw.pick(widths, "d")
+        widths = (2, 4, 6, 8, 16, 34, 64, 80, 128, 130, 256)
+        d = draw.pick([n for n in widths if B * T * H * n <= 2 * MAX_ELEMENTS], "d")
     options: dict[str, Any] = {"base": draw.pick((10_000.0, 500_000.0, 100.0), "base")}
     if draw.wants("start"):
         kind = draw.pick(("int", "rows", "far", "far rows"), "starts")

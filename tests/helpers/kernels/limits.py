@@ -132,12 +132,36 @@ given("documents in 16 bits", "attention", "out", _documents)
 given("ALiBi halved beyond 1,024 keys", "attention", "out", _alibi_clipped)
 
 
+def _narrowed(a: SimpleNamespace, last: int) -> None:
+    a.x = a.x.copy()
+    a.x[..., last:] = 0
+
+
 def _queries(out: Array, a: SimpleNamespace) -> Array:
     out[:, 512:] = 0
     return out
 
 
+def _set(a: SimpleNamespace, name: str, otherwise: float) -> None:
+    """Take a number that is zero for one that was left out."""
+    setattr(a, name, getattr(a, name) or otherwise)
+
+
 result("queries beyond 512 lost", "attention", "out", _queries)
+result("heads wider than 64", "attention", "out",
+       lambda out, a: out if a.q.shape[-1] <= 65 else 0 * out)  # fmt: skip
+result("heads wider than 128", "attention", "out",
+       lambda out, a: out if a.q.shape[-1] <= 129 else 0 * out)  # fmt: skip
+result("outputs beyond 1,024", "linear", "out", lambda out, a: cut_columns(out, 1024))
+result("columns beyond 128", "embedding", "out", lambda out, a: cut_columns(out, 129))
+result("heads wider than 128", "rope", "out",
+       lambda out, a: out if a.x.shape[-1] <= 128 else 0 * out)  # fmt: skip
+given("inputs beyond 256 ignored", "linear_cross_entropy", "total",
+      lambda a: _narrowed(a, 256))  # fmt: skip
+for _op in ("rmsnorm", "layernorm"):
+    given("ε of zero is the default", _op, "out", lambda a: _set(a, "eps", 1e-6))
+given("a rate of zero is the default", "adamw", "master", lambda a: _set(a, "lr", 1e-3))
+given("β₁ of zero is the default", "adamw", "master", lambda a: _set(a, "beta1", 0.9))
 gradients("dk of the first 8 tiles", "attention", "dk", lambda g, d: cut_keys(g[1], 256))
 gradients("dq of the first 1,024 queries", "attention", "dq", lambda g, d: cut_keys(g[0], 1024))
 
