@@ -137,10 +137,6 @@ def test_tile_gemm_rounds_like_one_sum():
     assert np.all(np.abs(c - exact) <= bound)
 
 
-@pytest.mark.parametrize(
-    "features",
-    ["+avx,+avx2,+fma,+bmi2,+sse4.2", pytest.param("+sse4.2", marks=pytest.mark.slow)],
-)
 @njit(**MAP)
 def double(like, source, target, n):
     x, z = pointer(source, like), at(pointer(target, like), 0)
@@ -154,6 +150,10 @@ def test_a_loop_of_one_store_through_a_pointer_is_kept():
     assert np.array_equal(z, 2 * x)
 
 
+@pytest.mark.parametrize(
+    "features",
+    ["+avx,+avx2,+fma,+bmi2,+sse4.2", pytest.param("+sse4.2", marks=pytest.mark.slow)],
+)
 def test_narrower_processors_get_a_register_block_that_fits(features, tmp_path):
     """The same tests on code for a processor with AVX2, and for one with SSE alone."""
     import llvmlite.binding
