@@ -106,6 +106,21 @@ def test_failures_end_in_one_sentence_and_a_status(
     assert ("Traceback" in capsys.readouterr().err) == (status == 1)
 
 
+def test_ctrl_c_while_a_command_is_imported_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "dist.interrupt":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "dist.interrupt", raising=False)
+    monkeypatch.delattr("dist.interrupt", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert cli.main(["plan", "laptop"]) == 130
+    assert capsys.readouterr().err == "myllm plan: interrupted\n"
+
+
 def test_the_module_runs_and_imports_nothing_heavy() -> None:
     code = "import sys, dist.cli; print(sorted({'numpy', 'numba', 'mpi4py'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

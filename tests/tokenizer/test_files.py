@@ -211,6 +211,9 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_can_foresee(tmp_path: P
     assert not target.is_symlink() and target.stat().st_mode & 0o777 == 0o640
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         files.replace_durably(tmp_path / "nowhere" / "t", b"new")
+    for folder in (tmp_path, Path("."), Path("/")):
+        with pytest.raises(IsADirectoryError, match="is a folder: give the name of a file"):
+            files.replace_durably(folder, b"new")
 
 
 def test_a_replaced_file_is_on_the_disk_before_its_name(
