@@ -11,7 +11,6 @@ state is shared.
 
 import contextlib
 import dataclasses
-import faulthandler
 import importlib
 import os
 import pickle
@@ -24,24 +23,18 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from accel.system import cores, end_with_parent
+from accel.system import cores
 from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
-    asked,
     cases_of,
-    check_one,
     failure_path,
     leave_out,
-    planned,
-    replay,
-    untried,
 )
 from accel.verify.contract import Case
 from accel.verify.files import case_command, save_failure, search_command
@@ -351,7 +344,8 @@ class _Pool:
             if self.stopped:
                 return
             if case is None:
-                raise SubjectError(f"{checked.source.name}: importing it {end}") from None
+                said = f"{checked.source.name}: {op} {end}, before its first case"
+                raise SubjectError(said) from None
             if options.shrink and end.kind == "crash":
                 case = _simplest(checked.source, options, case, self.timeout)
             failure = _failure(checked.source, options, case, calling, end)
@@ -437,10 +431,10 @@ class Worker:
     """
 
     def __init__(self, source: Source, timeout: float) -> None:
-        self.timeout, self.free = timeout, True
+        self.timeout, self.free, self._started = timeout, True, False
         trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
         os.close(trace)
-        code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.apart import work; "
+        code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.worker import work; "
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"{code}work({self.trace!r})"],
             stdin=subprocess.PIPE,
@@ -454,7 +448,7 @@ class Worker:
 
     def load(self, source: Source) -> None:
         """Have the process load a subject, which its next jobs are on."""
-        self.source, self._loading = source, True
+        self.source = source
         with contextlib.suppress(BrokenPipeError):  # it ended: the first job tells
             self._tell(source)
 
@@ -476,19 +470,31 @@ class Worker:
     def do(self, job: Job) -> Iterator[tuple[str, Any]]:
         """Yield what the process tells of a job.
 
-        Raises ``Ended`` when it dies or is silent for too long, and what it raised when it raised.
+        Raises ``Ended`` when it dies or is silent for too long, ``SubjectError`` when it does that
+        while it loads the subject, and what it raised when it raised.
         """
+        loaded = False
+        try:
+            for kind, content in self._heard(job):
+                self._started, loaded = True, loaded or kind == "loaded"
+                if kind not in ("started", "loaded"):
+                    yield kind, content
+        except Ended as end:
+            if loaded:
+                raise
+            self.end()
+            raise SubjectError(f"{self.source.name}: importing it {end}") from None
+
+    def _heard(self, job: Job) -> Iterator[tuple[str, Any]]:
         try:
             self._tell(job)
-            # loading a subject may compile it, which is no case that hangs
-            patience = max(self.timeout, TIMEOUT) if self._loading else self.timeout
-            self._loading = False
             while True:
+                # how long an interpreter takes to start is not the module's doing
+                patience = self.timeout if self._started else max(self.timeout, TIMEOUT)
                 try:
                     told = self._told.get(timeout=patience)
                 except queue.Empty:
                     raise Silent(f"gave no answer within {patience:g} s and was stopped") from None
-                patience = self.timeout
                 if told is None:
                     raise EOFError
                 kind, content = told
@@ -523,77 +529,3 @@ def _how(status: int, trace: str, source: Source) -> str:
     path = re.escape(str(Path(source.module).absolute()))
     line = re.search(rf'File "{path}", line (\d+)', trace) if source.module else None
     return how + (f" ({source.name}:{line[1]})" if line else "")
-
-
-def work(trace: str) -> None:
-    """Do jobs that come as stdin, in a worker, and tell about them as what was its stdout.
-
-    Whatever a module prints goes to stderr: it must not stand between the lines of ``--json``.
-    """
-    end_with_parent(kill=True)  # whatever a kernel is doing then
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
-    faulthandler.enable(open(trace, "w", encoding="utf-8"))
-    told = open(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-
-    def tell(kind: str, content: Any) -> None:
-        left = memoryview(pickle.dumps((kind, content)))
-        while left:
-            left = left[told.write(left) :]
-
-    try:
-        _serve(tell)
-    except EOFError:
-        return  # no more jobs
-    except BrokenPipeError:
-        sys.exit(1)  # nobody listens any more
-    except Exception:
-        tell("error", RuntimeError(traceback.format_exc()))
-
-
-def _serve(tell: Callable[[str, Any], None]) -> None:
-    """Load the sources that come, and do the jobs that come on the last of them."""
-    subject: Subject | Exception = AssertionError("a job comes before a source")
-    while True:
-        given = pickle.load(sys.stdin.buffer)
-        try:
-            if isinstance(given, Source):
-                subject = given.load()
-                subject.watch, subject.caught = tell, (BaseException,)
-            elif isinstance(subject, Exception):
-                raise subject
-            else:
-                _do(subject, given, tell)
-                tell("done", None)
-        except (ImportError, ValueError) as error:
-            if not isinstance(error, (SubjectError, ImportError)) and type(error) is not ValueError:
-                raise
-            if isinstance(given, Source):
-                subject = error  # told when a job comes
-            else:
-                tell("error", error)
-
-
-def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
-    if job.case is not None:
-        tell("failures", replay(subject, job.case))
-    elif job.part is None:
-        plan = planned(subject, job.options)
-        report = Report(subject.name, job.options.seed, partial=job.options.partial)
-        report.untried = untried(subject, job.options, plan)
-        report.notes = sorted(subject.notes)
-        parts = [(spec.name, dtype, count) for spec, dtype, count in plan]
-        tell("plan", (report, parts, asked(subject, job.options)))
-    else:
-        op, dtype, count = job.part
-        (spec,) = (spec for spec in subject.specs() if spec.name == op)
-        found = check_one(
-            subject,
-            job.options,
-            spec,
-            dtype,
-            count,
-            lambda op, dtype, done, count: tell("tick", done),
-            seconds=job.options.budget,
-        )
-        tell("found", (found, set(subject.notes)))

@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=TIMEOUT,
         metavar="S",
-        help="seconds after which a case without an answer is given up (default %(default)g)",
+        help="seconds after which an import or a case is given up (default %(default)g)",
     )
     add("--save", type=Path, default=Path("verify-failures"), metavar="DIR", help="failing cases")
     add("--case", type=Path, metavar="FILE.npz", help="run one saved case again")

@@ -143,6 +143,45 @@ def test_an_interrupt_that_a_kernel_raises_is_told_as_any_other_error(
     assert "Traceback" not in capfd.readouterr().err
 
 
+ASKING = """
+import pdb
+from reference import ops
+def softmax(x):
+    return x if input() else ops.softmax(x)
+def relu_forward(x):
+    breakpoint()
+    return x
+def gelu_forward(x):
+    pdb.set_trace()
+    return x
+"""
+
+
+def test_a_kernel_that_asks_is_told_that_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    asking, importing = modules(tmp_path, ASKING, "name = input()\n" + GOOD)
+    options = Options(dtypes=("float32",), examples=2)
+    report, error = check_all(
+        [(Source(module=asking), options), (Source(module=importing), options)], timeout=60
+    )
+    assert isinstance(report, Report)
+    said = report.text()
+    assert "softmax raised EOFError: EOF when reading a line (a.py:5)" in said
+    assert "relu_forward raised EOFError: breakpoint() has no terminal here" in said
+    assert "gelu_forward raised BdbQuit" in said
+    assert isinstance(error, SubjectError)
+    assert "b.py does not import: EOFError: EOF when reading a line (line 1)" in str(error)
+
+
+def test_an_import_that_never_ends_is_given_up(tmp_path: Path) -> None:
+    (path,) = modules(tmp_path, "while True: pass\n" + GOOD)
+    (error,) = check_all(asked([path]), timeout=1)
+    assert isinstance(error, SubjectError)
+    assert "a.py: importing it gave no answer within 1 s and was stopped" in str(error)
+
+
 SLOW = """
 import time
 from reference import ops
