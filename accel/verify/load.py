@@ -130,7 +130,7 @@ def import_file(path: str | Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         line = ""
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == spec.origin]
         if frames:
             line = f" (line {frames[-1].lineno})"
         raise SubjectError(

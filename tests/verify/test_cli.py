@@ -365,6 +365,15 @@ def test_what_is_not_there_is_said_in_a_line(
     assert message in capsys.readouterr().err
 
 
+def test_the_line_at_which_an_import_fails_is_named_for_a_path_from_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "broken.py", "import os\nimport nothing_of_that_name")
+    assert main(["verify", "--module", "broken.py"]) == 1
+    assert "'nothing_of_that_name' (line 2)" in capsys.readouterr().err
+
+
 def test_brackets_in_what_a_module_says_are_no_markup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
