@@ -102,6 +102,12 @@ class OpReport:
     def ok(self) -> bool:
         return not self.failures
 
+    def add(self, judged: list[Judged]) -> None:
+        """Count one case."""
+        self.cases += 1
+        for name in dict.fromkeys(j.name for j in judged if j.name):
+            self.results.setdefault(name, Tally()).add([j for j in judged if j.name == name])
+
 
 def search(
     subject: Subject,
@@ -139,12 +145,10 @@ def search(
 
     def look(case: Case, choices: list[int]) -> None:
         judged = subject.run(case)
-        report.cases += 1
+        report.add(judged)
         arrays = [j for j in judged if j.name not in ("total", "n_valid")]
         refused = [j for j in arrays if j.kind in ("raised", "dtype") and not j.ok]
         report.refused += bool(arrays) and len(refused) == len(arrays)
-        for name in dict.fromkeys(j.name for j in judged if j.name):
-            report.results.setdefault(name, Tally()).add([j for j in judged if j.name == name])
         for result in judged:
             if not result.ok:
                 key = (result.name, result.kind)
@@ -162,8 +166,7 @@ def search(
             break
     shown: set[tuple[str, str]] = set()
     for key in _in_order(first, list(report.results)):
-        # what is wrong with any number is wrong with NaN as well, and in a second call
-        if key in shown or (key[1] in ("second", "refilled", "nan") and (key[0], "value") in first):
+        if key in shown or follows(key, first):
             continue
         found = first[key]
         if shrink and key not in known:
@@ -177,6 +180,14 @@ def search(
         report.failures.append(failure)
     report.seconds = time.monotonic() - started
     return report
+
+
+def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:
+    """Whether one failure, (result, kind), comes of another.
+
+    What is wrong with any number is wrong with NaN as well, and in a second call.
+    """
+    return key[1] in ("second", "refilled", "nan") and (key[0], "value") in keys
 
 
 def gather(subject: Subject, spec: Op, dtype: str, cases: int = GATHERED) -> Evidence:
