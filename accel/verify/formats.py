@@ -53,6 +53,12 @@ def to_junit(reports: Sequence[Report]) -> str:
     for report in reports:
         suite = ElementTree.SubElement(root, "testsuite", name=f"myllm verify {report.subject}")
         tests = failed = skipped = 0
+        if report.error:
+            tests += 1
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=report.subject, name="can be checked", time="0"
+            )
+            ElementTree.SubElement(case, "error", message=_xml(report.error))
         for op in report.ops:
             for direction, failures in by_direction(op).items():
                 tests += 1
@@ -65,7 +71,7 @@ def to_junit(reports: Sequence[Report]) -> str:
                 )
                 if op.not_offered:
                     skipped += 1
-                    ElementTree.SubElement(case, "skipped", message=op.not_offered)
+                    ElementTree.SubElement(case, "skipped", message=_xml(op.not_offered))
                 if failures:
                     failed += 1
                     lines = "; ".join(problem_line(failure) for failure in failures)
@@ -79,8 +85,10 @@ def to_junit(reports: Sequence[Report]) -> str:
             kind = "skipped" if report.partial else "failure"
             skipped, failed = skipped + report.partial, failed + (not report.partial)
             ElementTree.SubElement(case, kind, message=_xml("; ".join(report.untried)))
-        for name, count in (("tests", tests), ("failures", failed), ("skipped", skipped)):
-            suite.set(name, str(count))
+        suite.set("tests", str(tests))
+        suite.set("failures", str(failed))
+        suite.set("errors", str(int(bool(report.error))))
+        suite.set("skipped", str(skipped))
         suite.set("time", f"{sum(op.seconds for op in report.ops):.3f}")
     ElementTree.indent(root)
     text = ElementTree.tostring(root, encoding="unicode")
@@ -106,10 +114,15 @@ def to_markdown(reports: Sequence[Report]) -> str:
     """Return a table for each subject, and every failure below it."""
     parts = []
     for report in reports:
+        head = f"## {report.subject}: {report.verdict}"
+        if report.error:
+            parts.append(f"{head}\n\n{report.error}\n")
+            continue
+        cases = f"{report.cases} case{'s' * (report.cases != 1)}"
         lines = [
-            f"## {report.subject}: {report.verdict}",
+            head,
             "",
-            f"{report.cases} cases, seed {report.seed}.",
+            f"{cases}." if report.seed is None else f"{cases}, seed {report.seed}.",
             "",
             "| op | dtype | cases | result | error | allowed | verdict |",
             "| --- | --- | ---: | --- | ---: | ---: | --- |",

@@ -19,17 +19,18 @@ class Report:
     """The result of checking one module or backend."""
 
     subject: str
-    seed: int
+    seed: int | None  # None: no cases were drawn
     ops: list[OpReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     untried: list[str] = dataclasses.field(default_factory=list)  # sentences: what nobody looked at
     partial: bool = False  # whether that is all right
     seconds: float = 0.0  # that all of it took, several processes at once
+    error: str = ""  # why it could not be checked at all, when it could not
 
     @property
     def right(self) -> bool:
         """Whether all that was tried is as the reference."""
-        return all(op.ok for op in self.ops)
+        return not self.error and all(op.ok for op in self.ops)
 
     @property
     def ok(self) -> bool:
@@ -37,6 +38,8 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        if self.error:
+            return "not checked"
         if self.right and self.untried:
             return "what was tried is as the reference, but not all was tried"
         return "all as the reference" if self.right else "not as the reference"
@@ -63,6 +66,7 @@ class Report:
             "subject": self.subject,
             "seed": self.seed,
             "ok": self.ok,
+            "error": self.error,
             "cases": self.cases,
             "seconds": round(self.seconds, 3),
             "notes": self.notes,
@@ -119,7 +123,7 @@ def show(report: Report, console: "Console") -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{escape(report.subject)}, seed {report.seed}",
+        title=escape(report.subject) + ("" if report.seed is None else f", seed {report.seed}"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
