@@ -362,18 +362,20 @@ def _fits(checked: _Checked, worker: "Worker | None") -> int:
     return int(not worker.source.module and not checked.source.module)
 
 
-def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> list[Failure]:
-    """Run one case again, in a process of its own, and return what is wrong with it."""
+def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> Report:
+    """Run one case again, in a process of its own, and report on it."""
     calling = ""
     worker = Worker(source, timeout)
     try:
         for kind, content in worker.do(Job(Options(), case=case)):
             if kind == "calling":
                 calling = content
-            elif kind == "failures":
-                return list(content)
+            elif kind == "report":
+                return cast(Report, content)
     except Ended as end:
-        return [_failure(source, Options(), case, calling, end)]
+        failure = _failure(source, Options(), case, calling, end)
+        found = OpReport(case.op, case.dtype, 1, 1, failures=[failure])
+        return Report(source.name, None, [found])
     finally:
         worker.end()
     raise AssertionError("a worker ends with what it found, or by Ended")

@@ -21,7 +21,7 @@ from accel.verify.like.case import OwnOp
 from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
-from accel.verify.search import Failure, OpReport, gather, search
+from accel.verify.search import Failure, OpReport, follows, gather, search
 from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError
 from reference.contract import Op
 from reference.ops import OPS
@@ -188,16 +188,18 @@ def check_case(
     Raises
     ------
     AssertionError
-        When a result is wrong, with what is wrong as its message.
+        When a result is wrong, or a module has nothing that gives what the case is of, with that
+        as its message.
     ValueError
         When the file holds no case, or the op of the case is not offered.
     """
     case = load_failure(path)
     if module is None or forward is not None or backward is not None:
         module = _of_functions(case.spec, module, forward, backward)
-    failures = replay(module if isinstance(module, Subject) else as_subject(module), case)
-    if failures:
-        raise AssertionError("\n\n".join(failure_text(failure) for failure in failures))
+    report = replay(module if isinstance(module, Subject) else as_subject(module), case)
+    if not report.ok:
+        said = [failure_text(failure) for failure in report.failures] or report.untried
+        raise AssertionError("\n\n".join(said))
 
 
 def _of_functions(spec: Op, module: Any, forward: Any, backward: Any) -> Subject:
@@ -399,21 +401,44 @@ def failure_path(folder: Path, subject: str, failure: Failure) -> Path:
     return case_file(folder, subject, failure.op, failure.dtype, failure.name, failure.kind)
 
 
-def replay(subject: Subject, case: Case) -> list[Failure]:
-    """Run one case again and return what is wrong with it.
+def replay(subject: Subject, case: Case) -> Report:
+    """Run one case again, and report what is wrong with it and what of it was not tried.
 
     Raises
     ------
-    ValueError
+    SubjectError
         When the subject does not offer the op.
     """
     if case.spec not in subject.specs():
-        raise ValueError(f"{subject.name} offers no {case.op}, which the case is of")
-    wrong = [judged for judged in subject.run(case) if not judged.ok]
+        raise SubjectError(f"{subject.name} offers no {case.op}, which the case is of")
+    started = time.monotonic()
+    judged = subject.run(case)
+    gradients = [j for j in judged if j.name[:1] == "d" and j.name[1:] in case.spec.gradients]
+    found = OpReport(case.op, case.dtype, planned=1, backward=bool(gradients))
+    found.add(judged)
+    wrong = [result for result in judged if not result.ok]
+    kinds = {(result.name, result.kind) for result in wrong}
+    wrong = [result for result in wrong if not follows((result.name, result.kind), kinds)]
     evidence = gather(subject, case.spec, case.dtype) if wrong else None
-    failures = []
-    for judged in wrong:
-        failure = Failure(case.op, case.dtype, judged.name, judged.kind, case, judged)
-        failure.hints = subject.hints(case, judged, evidence)[:MAX_HINTS]
-        failures.append(failure)
-    return failures
+    for result in wrong:
+        failure = Failure(case.op, case.dtype, result.name, result.kind, case, result)
+        failure.hints = subject.hints(case, result, evidence)[:MAX_HINTS]
+        found.failures.append(failure)
+    found.seconds = time.monotonic() - started
+    report = Report(subject.name, None, [found], seconds=found.seconds)
+    if not wrong and not subject.alone:
+        lacking = {
+            "a gradient": _differentiated(case) and not gradients,
+            "the value": len(gradients) == len(judged),
+        }
+        report.untried = [
+            f"the case is of {what} of {case.op}, which {subject.name} does not give"
+            for what, lacks in lacking.items()
+            if lacks
+        ]
+    return report
+
+
+def _differentiated(case: Case) -> bool:
+    """Whether a case has a cotangent, of its own or among its arrays."""
+    return case.cotangent is not None or any(name.startswith("dout") for name in case.arrays)

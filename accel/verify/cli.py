@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from accel.help import Wrapped
 from accel.verify.apart import TIMEOUT, Plan, ProgressOfAll, Source, check_all, replay_apart
 from accel.verify.check import Options
 from accel.verify.contract import DTYPES
-from accel.verify.files import load_failure
+from accel.verify.files import case_command, load_failure
 from accel.verify.formats import format_of, to_json, write_reports
 from accel.verify.golden import check_results, write_golden
 from accel.verify.report import Report, failure_text, show
@@ -46,8 +47,8 @@ exit status:
   0  all as the reference
   1  something is not, or could not be checked at all
   2  wrong usage
-  3  what was tried is right, but not all that is offered was (--partial: 0), or
-     a folder of results has files of no golden vector
+  3  what was tried is right, but not all that is offered, or that a case is of,
+     was (--partial: 0), or a folder of results has files of no golden vector
 """
 
 
@@ -141,6 +142,11 @@ def run(argv: list[str]) -> int:
             format_of(path)
     except ValueError as error:
         parser().error(str(error))
+    lacking = {"adapters": ("json", "report"), "golden": ("json", "report"), "against": ("report",)}
+    for kind, options in lacking.items():
+        for option in options:
+            if getattr(arguments, kind) is not None and getattr(arguments, option):
+                parser().error(f"--{kind} makes no such report: leave out --{option}")
     if arguments.adapters is not None:
         from accel.verify import adapters
 
@@ -169,41 +175,59 @@ def run(argv: list[str]) -> int:
             return 1
         return UNTRIED if results.unread and not arguments.partial else 0
 
-    sources, broken = _sources(arguments), False
     if arguments.case is not None:
-        return _again(arguments, sources or [Source(backend="cpu")], out)
-    reports: list[Report] = []
-    for source, found in zip(sources, _check(sources, arguments, err), strict=True):
-        if isinstance(found, Report):
-            reports.append(found)
-        elif source.module or isinstance(found, SubjectError):
-            err.print(f"myllm verify: {found}", markup=False, highlight=False, soft_wrap=True)
-            broken = True
-        else:
-            err.print(
-                f"{source.name} is not here: {found}", markup=False, highlight=False, soft_wrap=True
-            )
-            # a backend that was named has to be there in one mode at least
-            names = [s.backend for s in sources if s.backend == source.backend]
-            last = source == [s for s in sources if s.backend == source.backend][-1]
-            here = [r for r in reports if r.subject.startswith(f"{source.backend} (")]
-            broken |= bool(arguments.backend) and bool(names) and last and not here
-    if not reports and not broken:
-        err.print("no fast backend runs here, so the reference checks itself", highlight=False)
-        (found,) = _check([Source(backend="reference")], arguments, err)
-        if isinstance(found, Exception):
-            raise found
-        reports.append(found)
+        return _told(_again(arguments, err), arguments, partial(_show_case, out=out))
+    return _told(_reports(arguments, err), arguments, partial(show, console=out))
+
+
+def _told(
+    reports: Sequence[Report], arguments: argparse.Namespace, tell: Callable[[Report], None]
+) -> int:
+    """Write and print reports, and return the exit status."""
     for path in arguments.report:
         write_reports(path, reports)
     if arguments.json:
         print(to_json(reports), end="")
     else:
         for report in reports:
-            show(report, out)
-    if broken or not all(report.right for report in reports):
+            if not report.error:
+                tell(report)
+    if not all(report.right for report in reports):
         return 1
     return 0 if all(report.ok for report in reports) else UNTRIED
+
+
+def _reports(arguments: argparse.Namespace, err: Console) -> list[Report]:
+    """Check all that was asked for; what cannot be checked is said."""
+    sources, reports = _sources(arguments), list[Report]()
+    for source, found in zip(sources, _check(sources, arguments, err), strict=True):
+        if isinstance(found, Report):
+            reports.append(found)
+        elif source.module or isinstance(found, SubjectError):
+            reports.append(_broken(source, found, err))
+        else:
+            missing = _broken(source, found, err)
+            # a backend that was named has to be there in one mode at least
+            last = source == [s for s in sources if s.backend == source.backend][-1]
+            here = [r for r in reports if r.subject.startswith(f"{source.backend} (")]
+            if arguments.backend and last and not here:
+                reports.append(missing)
+    if not reports:
+        err.print("no fast backend runs here, so the reference checks itself", highlight=False)
+        (found,) = _check([Source(backend="reference")], arguments, err)
+        if isinstance(found, Exception):
+            raise found
+        reports.append(found)
+    return reports
+
+
+def _broken(source: Source, error: Exception, err: Console) -> Report:
+    """Say why a subject cannot be checked, and return that as its report."""
+    said = f"myllm verify: {error}"
+    if source.backend and isinstance(error, ImportError):
+        said = f"{source.name} is not here: {error}"
+    err.print(said, markup=False, highlight=False, soft_wrap=True)
+    return Report(source.name, None, error=str(error))
 
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:
@@ -272,20 +296,29 @@ def _check(
         return check_all(asked, begin=begin, timeout=arguments.timeout, jobs=arguments.jobs)
 
 
-def _again(arguments: argparse.Namespace, sources: list[Source], out: Console) -> int:
+def _again(arguments: argparse.Namespace, err: Console) -> list[Report]:
     """Run one saved case on every subject."""
-    case = load_failure(arguments.case)
-    failed = False
+    case, sources = load_failure(arguments.case), [Source(backend="cpu")]
+    if arguments.module or arguments.backend:
+        sources = _sources(arguments)
+    reports = []
     for source in sources:
         try:
-            failures = replay_apart(source, case, timeout=arguments.timeout)
-        except ImportError as error:
-            raise ValueError(f"{source.name} is not here: {error}") from None
-        failed |= bool(failures)
-        for failure in failures:
-            out.print(failure_text(failure), markup=False, highlight=False, soft_wrap=True)
-        if not failures:
-            out.print(
-                f"{source.name}: {case.op} is right in this case", markup=False, highlight=False
-            )
-    return int(failed)
+            report = replay_apart(source, case, timeout=arguments.timeout)
+        except (ImportError, ValueError) as error:
+            report = _broken(source, error, err)
+        report.partial = arguments.partial
+        for failure in report.failures:
+            failure.rerun = case_command(source.command, arguments.case)
+        reports.append(report)
+    return reports
+
+
+def _show_case(report: Report, out: Console) -> None:
+    """Print what became of one case."""
+    lines = [failure_text(failure) for failure in report.failures]
+    if report.right:
+        far = ", as far as it was tried" if report.untried else ""
+        lines.append(f"{report.subject}: {report.ops[0].op} is right in this case{far}")
+    for line in (*lines, *(f"not tried: {sentence}" for sentence in report.untried)):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -79,7 +79,7 @@ def _serve(jobs: IO[bytes], tell: Callable[[str, Any], None]) -> None:
 
 def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
     if job.case is not None:
-        tell("failures", replay(subject, job.case))
+        tell("report", replay(subject, job.case))
     elif job.part is None:
         plan = planned(subject, job.options)
         report = Report(subject.name, job.options.seed, partial=job.options.partial)

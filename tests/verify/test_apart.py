@@ -51,7 +51,9 @@ def test_a_broken_module_keeps_its_place_among_right_ones(
     few = ["--op", "softmax", "--dtype", "float32", "--examples", "3", "--json", "--jobs", "2"]
     assert main(["verify", *words, *few]) == 1
     said = capsys.readouterr()
-    assert [report["subject"] for report in json.loads(said.out)] == ["a.py", "c.py"]
+    reports = json.loads(said.out)
+    assert [report["subject"] for report in reports] == ["a.py", "b.py", "c.py", "d.py"]
+    assert [report["ok"] for report in reports] == [True, False, True, False]
     assert said.err.index("b.py does not import") < said.err.index("d.py: importing it ended")
     assert {"a.py: softmax float32", "c.py: softmax float32"} == {
         line.partition(" ")[2] for line in said.err.splitlines() if "/2 " in line

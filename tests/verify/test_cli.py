@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -154,36 +153,6 @@ def test_what_nobody_tries_is_said_and_fails_unless_allowed(
 
 def test_no_backend_has_what_nobody_tries() -> None:
     assert as_subject(ops).untried(OPS.values()) == []
-
-
-def test_a_report_is_written_in_three_formats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "wrong.py", WRONG)
-    files = ["r/report.json", "report.xml", "report.md"]
-    few = ["verify", "--module", "wrong.py", "--dtype", "float32", "--examples", "6"]
-    assert main([*few, *(word for file in files for word in ("--report", file))]) == 1
-    (report,) = json.loads(Path(files[0]).read_text())
-    assert not report["ok"]
-    suite = ElementTree.parse(files[1]).getroot()[0]
-    assert suite.attrib["tests"] == "3" and suite.attrib["failures"] == "2"
-    outcomes = {
-        f"{case.attrib['classname']} {case.attrib['name']}": [part.tag for part in case]
-        for case in suite
-    }
-    assert outcomes == {
-        "wrong.py.relu float32-forward": [],
-        "wrong.py.relu float32-backward": ["failure"],
-        "wrong.py.softmax float32-forward": ["failure"],
-    }
-    page = Path(files[2]).read_text()
-    assert "| softmax | float32 | 6 | out |" in page and "**FAIL** in" in page
-    assert "### relu: gradient dx (float32)" in page and "again: myllm verify" in page
-    with pytest.raises(SystemExit) as exit:
-        main([*few, "--report", "report.doc"])
-    assert exit.value.code == 2
-    assert "ends in .json, .xml, .md" in capsys.readouterr().err
 
 
 def test_a_table_fits_a_terminal_of_80_columns(

@@ -1,0 +1,195 @@
+"""The reports of ``myllm verify`` as files: whatever a run finds stands in them."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from accel.verify import check_case
+from accel.verify.cli import UNTRIED
+from dist.cli import main
+
+WRONG = """
+from reference import ops
+def softmax(x):
+    return ops.softmax(x) * 2
+def relu_forward(x):
+    return ops.relu_forward(x)
+def relu_backward(dout, cache):
+    return dout
+"""
+FORWARD = "from reference.ops import relu_forward\n"
+BACKWARD = """
+import numpy as np
+def relu_backward(dout, inputs):
+    return np.where(inputs.x > 0, dout, 0)
+"""
+RIGHT = FORWARD + "from reference.ops import relu_backward\n"
+CASE = "verify-failures/wrong/relu-dx-float32.npz"
+FILES = ("r/report.json", "report.xml", "report.md")
+REPORTS = [word for file in FILES for word in ("--report", file)]
+FEW = ("--dtype", "float32", "--examples", "6")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a folder of its own, with modules of which one is wrong."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("wrong", WRONG), ("forward", FORWARD), ("backward", BACKWARD)):
+        Path(f"{name}.py").write_text(text, encoding="utf-8")
+    Path("right.py").write_text(RIGHT, encoding="utf-8")
+
+
+def verify(*words: str) -> int:
+    return main(["verify", *words])
+
+
+def written() -> tuple[list[dict[str, Any]], list[ElementTree.Element], str]:
+    """Return the reports as JSON, JUnit's suites and Markdown, and remove the files."""
+    texts = [Path(file).read_text(encoding="utf-8") for file in FILES]
+    for file in FILES:
+        Path(file).unlink()
+    return json.loads(texts[0]), list(ElementTree.fromstring(texts[1].encode())), texts[2]
+
+
+def outcomes(suite: ElementTree.Element) -> dict[str, list[str]]:
+    return {
+        f"{case.attrib['classname']} {case.attrib['name']}": [part.tag for part in case]
+        for case in suite
+    }
+
+
+def test_a_report_is_written_in_three_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--module", "wrong.py", *FEW, *REPORTS) == 1
+    (report,), (suite,), page = written()
+    assert not report["ok"] and not report["error"]
+    assert suite.attrib["tests"] == "3" and suite.attrib["failures"] == "2"
+    assert outcomes(suite) == {
+        "wrong.py.relu float32-forward": [],
+        "wrong.py.relu float32-backward": ["failure"],
+        "wrong.py.softmax float32-forward": ["failure"],
+    }
+    assert "| softmax | float32 | 6 | out |" in page and "**FAIL** in" in page
+    assert "### relu: gradient dx (float32)" in page and "again: myllm verify" in page
+    with pytest.raises(SystemExit) as exit:
+        verify("--module", "wrong.py", "--report", "report.doc")
+    assert exit.value.code == 2
+    assert "ends in .json, .xml, .md" in capsys.readouterr().err
+
+
+def test_what_cannot_be_checked_stands_in_every_report_as_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("broken.py").write_text("import nothing_of_that_name", encoding="utf-8")
+    modules = ("--module", "broken.py", "--module", "right.py")
+    assert verify(*modules, "--backend", "nowhere", *FEW, *REPORTS, "--json") == 1
+    says = "does not import: ModuleNotFoundError: No module named 'nothing_of_that_name'"
+    said = capsys.readouterr()
+    reports, suites, page = written()
+    assert json.loads(said.out) == reports
+    broken, right, nowhere = reports
+    assert broken["subject"] == "broken.py" and right["subject"] == "right.py"
+    assert not broken["ok"] and says in broken["error"] and says in said.err
+    assert right["ok"] and not right["error"]
+    assert not nowhere["ok"] and "there is no backend 'nowhere'" in nowhere["error"]
+    assert [suite.attrib["errors"] for suite in suites] == ["1", "0", "1"]
+    assert outcomes(suites[0]) == {"broken.py can be checked": ["error"]}
+    assert says in suites[0][0][0].attrib["message"]
+    assert re.search(rf"## broken\.py: not checked\n\n.*{re.escape(says)}", page)
+
+
+def test_a_case_that_is_run_again_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--module", "wrong.py", *FEW) == 1
+    capsys.readouterr()
+    modules = ("--module", "wrong.py", "--module", "right.py", "--module", "none.py")
+    assert verify(*modules, "--case", CASE, *REPORTS, "--json") == 1
+    reports, suites, page = written()
+    assert json.loads(capsys.readouterr().out) == reports
+    assert [report["ok"] for report in reports] == [False, True, False]
+    assert [report["seed"] for report in reports[:2]] == [None, None]
+    (failure,) = reports[0]["ops"][0]["failures"]
+    assert failure["result"] == "dx" and failure["rerun"].endswith(f"wrong.py --case {CASE}")
+    assert reports[1]["ops"][0]["results"]["dx"]["cases"] == 1
+    assert "there is no file none.py" in reports[2]["error"]
+    assert outcomes(suites[0]) == {
+        "wrong.py.relu float32-forward": [],
+        "wrong.py.relu float32-backward": ["failure"],
+    }
+    assert [suite.attrib["errors"] for suite in suites] == ["0", "0", "1"]
+    assert "## right.py: all as the reference\n\n1 case.\n" in page
+
+
+def test_a_gradient_that_is_not_called_is_not_called_right(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verify("--module", "wrong.py", *FEW) == 1
+    for name, lacks in (("forward", "a gradient"), ("backward", "the value")):
+        capsys.readouterr()
+        case = ("--module", f"{name}.py", "--case", CASE)
+        assert verify(*case, *REPORTS) == UNTRIED
+        sentence = f"the case is of {lacks} of relu, which {name}.py does not give"
+        said = capsys.readouterr().out
+        assert f"not tried: {sentence}" in said and "is right in this case, as far as" in said
+        (report,), (suite,), page = written()
+        assert not report["ok"] and sentence in report["untried"][0]
+        assert suite.attrib["failures"] == "1" and sentence in page
+        assert verify(*case, "--partial") == 0
+        with pytest.raises(AssertionError, match=sentence):
+            check_case(CASE, f"{name}.py")
+    assert verify("--module", "right.py", "--case", CASE) == 0
+
+
+def test_a_case_that_crashes_again_names_the_case_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "import os\ndef softmax(x):\n    os._exit(3)\n"
+    Path("crash.py").write_text(text, encoding="utf-8")
+    assert verify("--module", "crash.py", *FEW) == 1
+    (again,) = re.findall(r"again: myllm verify (.*)", capsys.readouterr().out)
+    assert "--case" in again
+    assert verify(*shlex.split(again), *REPORTS) == 1
+    assert f"again: myllm verify {again}\n" in capsys.readouterr().out
+    (report,), _, _ = written()
+    assert report["ops"][0]["failures"][0]["kind"] == "crash"
+
+
+def test_a_case_without_a_module_is_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--module", "wrong.py", *FEW) == 1
+    capsys.readouterr()
+    assert verify("--case", CASE) == 0
+    assert capsys.readouterr().out == "cpu (float32): relu is right in this case\n"
+
+
+def test_an_op_that_a_subject_has_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--module", "wrong.py", *FEW) == 1
+    capsys.readouterr()
+    Path("other.py").write_text("from reference.ops import softmax\n", encoding="utf-8")
+    assert verify("--module", "other.py", "--case", CASE, *REPORTS) == 1
+    sentence = "other.py offers no relu, which the case is of"
+    said = capsys.readouterr()
+    assert said.err == f"myllm verify: {sentence}\n" and not said.out
+    assert written()[0][0]["error"] == sentence
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--adapters", "a.py", "--report", "r.xml"),
+        ("--adapters", "a.py", "--json"),
+        ("--golden", "g", "--report", "r.xml"),
+        ("--golden", "g", "--json"),
+        ("--against", "g", "--report", "r.xml"),
+    ],
+)
+def test_what_makes_no_report_says_so(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        verify(*words)
+    assert exit.value.code == 2
+    assert f"{words[0]} makes no such report: leave out {words[2]}" in capsys.readouterr().err
+    assert not Path("g").exists()
