@@ -11,6 +11,7 @@ and ``parameter`` in the file say what else they are.
 
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -154,7 +155,9 @@ def _as_op(module: Any, name: str, arrays: Arrays, options: Options) -> Verdict:
     texts = []
     for failure in report.failures:
         failure.rerun = ""
-        texts.append(failure_text(failure).replace(f"FAIL {op}:", f"FAIL {name}:", 1))
+        problem = re.sub(rf"^{OPS[op].forward_name}\b", name, failure.judged.problem)
+        failure.judged = failure.judged._replace(problem=problem)
+        texts.append(re.sub(rf"^FAIL {op}\b", f"FAIL {name}", failure_text(failure)))
     return Verdict(report.ok, report.cases, "\n".join(texts))
 
 
@@ -164,15 +167,23 @@ def _trial(module: Any, trial: Any, arrays: Arrays, seed: int) -> Verdict:
     def cases() -> Iterator[tuple[Any, ...]]:
         return trial.cases(np.random.default_rng(seed))
 
-    calls = [
-        Call(trial.text(*case), partial(trial.call, adapter, arrays, *case)) for case in cases()
-    ]
+    def called(*case: Any) -> Any:
+        return _single(trial.call(adapter, arrays, *case))
+
+    calls = [Call(trial.text(*case), partial(called, *case)) for case in cases()]
     right = [trial.right(*case) for case in cases()]
     mistakes = [
         (says, lambda wrong=wrong: [outcome(partial(wrong, *case)) for case in cases()])
         for says, wrong in trial.mistakes
     ]
     return judge(trial.adapter, calls, right, mistakes, CLOSE)
+
+
+def _single(value: Any) -> Any:
+    """Return float64 as float32: a result may be wider than it has to be."""
+    if isinstance(value, np.ndarray) and value.dtype == np.float64:
+        return value.astype(np.float32)
+    return [_single(part) for part in value] if isinstance(value, list) else value
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -26,9 +26,21 @@ class Wrong(NamedTuple):
 
 
 WRONG = [
-    Wrong("run_linear", "in_features @ weights.T", "in_features @ weights", "raised ValueError"),
+    Wrong(
+        "run_linear",
+        "in_features @ weights.T",
+        "in_features @ weights",
+        "FAIL run_linear (float32): run_linear raised ValueError",
+    ),
     Wrong("run_embedding", "weights[token_ids]", "weights[token_ids - 1]", "FAIL run_embedding"),
     Wrong("run_silu", "(1 + np.exp(-in_features))", "(1 + np.exp(in_features))", "FAIL run_silu"),
+    Wrong(
+        "run_silu",
+        "in_features / (1 +",
+        "in_features() / (1 +",
+        "FAIL run_silu (float32): run_silu raised TypeError: 'numpy.ndarray' object is not "
+        "callable (adapters.py:22)",
+    ),
     Wrong(
         "run_swiglu",
         "(run_silu(in_features @ w1_weight.T) * (in_features @ w3_weight.T))",
