@@ -10,21 +10,28 @@ and ``parameter`` in the file say what else they are.
 """
 
 import dataclasses
-import pickle
+import faulthandler
+import json
+import os
+import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 from rich.console import Console
 
-from accel.verify.adapter_trials import TRIALS, Arrays
+from accel.system import end_with_parent
+from accel.verify.adapter_trials import TRIALS, Arrays, Trial
+from accel.verify.apart import TIMEOUT, Ended, Silent, Source, _how
 from accel.verify.calls import Call, Raised, Verdict, judge, outcome
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
@@ -44,6 +51,12 @@ class Found(NamedTuple):
 
     missing: list[str]  # adapters that are not there, or not written yet
     verdicts: dict[str, Verdict]  # by adapter
+
+    def add(self, name: str, verdict: Verdict | None) -> None:
+        if verdict is None:
+            self.missing.append(name)
+        else:
+            self.verdicts[name] = verdict
 
 
 # ---- adapters that are ops -----------------------------------------------------------------------
@@ -113,70 +126,77 @@ ADAPTERS = tuple(dict.fromkeys((*OPS_OF, *(trial.adapter for trial in TRIALS))))
 # ---- all of one file -----------------------------------------------------------------------------
 
 
+class Adapter(NamedTuple):
+    """One adapter of a file."""
+
+    name: str
+    run: Run
+    arrays: Arrays
+    file: str
+    tell: Callable[[str], None]  # told how a call is written before it is made
+
+
 def check_adapters(module: Any, options: Options) -> Found:
     """Hold the adapters of a module to the reference, in this process."""
-    arrays = Arrays.of(module)
     found = Found([], {})
     for name in ADAPTERS:
-        if not callable(getattr(module, name, None)) or _unwritten(module, name, arrays):
-            found.missing.append(name)
-            continue
-        verdicts = []
-        if name in OPS_OF:
-            verdicts.append(_as_op(module, name, arrays, options))
-        for trial in TRIALS:
-            if trial.adapter == name:
-                verdicts.append(_trial(module, trial, arrays, options.seed))
-        texts = [verdict.text for verdict in verdicts if verdict.text]
-        calls = sum(verdict.calls for verdict in verdicts)
-        found.verdicts[name] = Verdict(not texts, calls, "\n".join(texts))
+        found.add(name, check_adapter(module, name, options))
     return found
 
 
-def _unwritten(module: Any, name: str, arrays: Arrays) -> bool:
-    """Whether an adapter raises NotImplementedError in the first case that there is."""
+def check_adapter(
+    module: Any, name: str, options: Options, tell: Callable[[str], None] = lambda call: None
+) -> Verdict | None:
+    """Hold one adapter to the reference; None when it is missing, or not written yet."""
+    run = getattr(module, name, None)
+    if not callable(run):
+        return None
+    adapter = Adapter(name, run, Arrays.of(module), str(module.__file__), tell)
+    if _unwritten(adapter):
+        return None
+    verdicts = [_trial(adapter, trial, options.seed) for trial in TRIALS if trial.adapter == name]
     if name in OPS_OF:
-        text = _as_op(module, name, arrays, Options(examples=1, shrink=False)).text
+        verdicts.insert(0, _as_op(adapter, options))
+    texts = [verdict.text for verdict in verdicts if verdict.text]
+    return Verdict(not texts, sum(verdict.calls for verdict in verdicts), "\n".join(texts))
+
+
+def _unwritten(adapter: Adapter) -> bool:
+    """Whether an adapter raises NotImplementedError in the first case that there is."""
+    if adapter.name in OPS_OF:
+        text = _as_op(adapter, Options(examples=1, shrink=False)).text
         return "raised NotImplementedError" in text
-    (trial, *_) = (trial for trial in TRIALS if trial.adapter == name)
-    case = next(trial.cases(np.random.default_rng(0)))
-    found = outcome(partial(trial.call, getattr(module, name), arrays, *case))
+    (trial, *_) = (trial for trial in TRIALS if trial.adapter == adapter.name)
+    found = outcome(partial(_called, adapter, trial, next(trial.cases(np.random.default_rng(0)))))
     return isinstance(found, Raised) and found.kind == "NotImplementedError"
 
 
-def _as_op(module: Any, name: str, arrays: Arrays, options: Options) -> Verdict:
-    op, of_contract = OPS_OF[name]
-    forward = partial(of_contract, getattr(module, name), arrays)
+def _as_op(adapter: Adapter, options: Options) -> Verdict:
+    op, of_contract = OPS_OF[adapter.name]
+    forward = partial(of_contract, adapter.run, adapter.arrays)
     offered = SimpleNamespace(
-        **{OPS[op].forward_name: forward}, __file__=module.__file__, DTYPES="float32"
+        **{OPS[op].forward_name: forward}, __file__=adapter.file, DTYPES="float32"
     )
-    subject: Subject = as_subject(offered, name)
+    subject: Subject = as_subject(offered, adapter.name)
+
+    def watch(kind: str, content: Any) -> None:
+        if kind == "case":
+            adapter.tell(f"{adapter.name} of {content.describe()}")
+
+    subject.watch = watch
     report: Report = check_subject(subject, dataclasses.replace(options, ops=(op,)))
     texts = []
     for failure in report.failures:
         failure.rerun = ""
-        problem = re.sub(rf"^{OPS[op].forward_name}\b", name, failure.judged.problem)
+        problem = re.sub(rf"^{OPS[op].forward_name}\b", adapter.name, failure.judged.problem)
         failure.judged = failure.judged._replace(problem=problem)
-        texts.append(re.sub(rf"^FAIL {op}\b", f"FAIL {name}", failure_text(failure)))
+        texts.append(re.sub(rf"^FAIL {op}\b", f"FAIL {adapter.name}", failure_text(failure)))
     return Verdict(report.ok, report.cases, "\n".join(texts))
 
 
-def _trial(module: Any, trial: Any, arrays: Arrays, seed: int) -> Verdict:
-    adapter = getattr(module, trial.adapter)
-
-    def cases() -> Iterator[tuple[Any, ...]]:
-        return trial.cases(np.random.default_rng(seed))
-
-    def called(*case: Any) -> Any:
-        return _single(trial.call(adapter, arrays, *case))
-
-    calls = [Call(trial.text(*case), partial(called, *case)) for case in cases()]
-    right = [trial.right(*case) for case in cases()]
-    mistakes = [
-        (says, lambda wrong=wrong: [outcome(partial(wrong, *case)) for case in cases()])
-        for says, wrong in trial.mistakes
-    ]
-    return judge(trial.adapter, calls, right, mistakes, CLOSE)
+def _called(adapter: Adapter, trial: Trial, case: tuple[Any, ...]) -> Any:
+    adapter.tell(trial.text(*case))
+    return _single(trial.call(adapter.run, adapter.arrays, *case))
 
 
 def _single(value: Any) -> Any:
@@ -184,6 +204,19 @@ def _single(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         return value.astype(np.float32)
     return [_single(part) for part in value] if isinstance(value, list) else value
+
+
+def _trial(adapter: Adapter, trial: Trial, seed: int) -> Verdict:
+    def cases() -> Iterator[tuple[Any, ...]]:
+        return trial.cases(np.random.default_rng(seed))
+
+    calls = [Call(trial.text(*case), partial(_called, adapter, trial, case)) for case in cases()]
+    right = [trial.right(*case) for case in cases()]
+    mistakes = [
+        (says, lambda wrong=wrong: [outcome(partial(wrong, *case)) for case in cases()])
+        for says, wrong in trial.mistakes
+    ]
+    return judge(trial.adapter, calls, right, mistakes, CLOSE, adapter.file)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -197,19 +230,20 @@ def run(path: Path, out: Console, *, seed: int, examples: int | None, timeout: f
     SubjectError
         When there is no such file, it does not import, or it has no adapter at all.
     """
-    found = _apart(path, seed, examples, timeout)
 
     def say(text: str, style: str = "") -> None:
         out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    width = max(map(len, ADAPTERS))
-    for name in ADAPTERS:
-        if name in found.missing:
-            say(f"{name:<{width}}  missing", "yellow")
-        elif name in found.verdicts:
-            verdict = found.verdicts[name]
-            said = f"ok in {verdict.calls} cases" if verdict.right else "FAIL"
-            say(f"{name:<{width}}  {said}", "" if verdict.right else "red")
+    found, width = Found([], {}), max(map(len, ADAPTERS))
+    options = Options(seed=seed, examples=examples)
+    with out.status("") as status:  # on a terminal
+        for name, verdict in each_apart(path, options, timeout, status.update):
+            found.add(name, verdict)
+            if verdict is None:
+                say(f"{name:<{width}}  missing", "yellow")
+            else:
+                said = f"ok in {verdict.calls} cases" if verdict.right else "FAIL"
+                say(f"{name:<{width}}  {said}", "" if verdict.right else "red")
     for verdict in found.verdicts.values():
         if verdict.text:
             say(f"\n{verdict.text}")
@@ -220,37 +254,122 @@ def run(path: Path, out: Console, *, seed: int, examples: int | None, timeout: f
     return int(bool(wrong or found.missing))
 
 
-def _apart(path: Path, seed: int, examples: int | None, timeout: float) -> Found:
-    """Check in a new interpreter, which a file may crash or never give back."""
-    with tempfile.TemporaryDirectory(prefix="myllm-verify-") as folder:
-        answer = Path(folder) / "found"
+# ---- the process ---------------------------------------------------------------------------------
+
+
+def each_apart(
+    path: Path, options: Options, timeout: float, begin: Callable[[str], None] = lambda name: None
+) -> Iterator[tuple[str, Verdict | None]]:
+    """Yield what is found of each adapter, by processes which a file may crash or never give back.
+
+    The adapter in which one ends is wrong, and the next process goes on after it. ``begin`` is told
+    which adapter is next.
+    """
+    left = list(ADAPTERS)
+    while left:
+        call = ""
+        with _Worker(path, options, left, timeout) as worker:
+            try:
+                for kind, content in worker.told():
+                    if kind == "refused":
+                        raise SubjectError(content)
+                    if kind == "begins":
+                        begin(content)
+                    elif kind == "call":
+                        call = content
+                    elif kind == "found":
+                        yield left.pop(0), Verdict(*content) if content else None
+            except Ended as end:
+                if not worker.loaded:
+                    raise SubjectError(f"{path}: importing it {end}") from None
+                name = left.pop(0)
+                yield name, Verdict(False, 0, f"FAIL {name}: {end}\n  in {call}")
+
+
+class _Worker:
+    """A process that checks adapters of a file, one after the other.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds of silence after which it is given up.
+    """
+
+    def __init__(self, path: Path, options: Options, names: list[str], timeout: float) -> None:
+        self.path, self.timeout, self.loaded = path, timeout, False
+        self.left = len(names)
+        trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
+        os.close(trace)
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.adapters import work; "
-        words = [sys.executable, "-c", f"{code}work()", str(path), str(seed), str(examples or 0)]
-        try:
-            done = subprocess.run([*words, str(answer)], timeout=timeout, stdout=2, check=False)
-        except subprocess.TimeoutExpired:
-            raise SubjectError(
-                f"{path}: no answer within {timeout:g} s (--timeout); is there an endless loop?"
-            ) from None
-        if not answer.exists():
-            raise SubjectError(f"{path} ended the process with status {done.returncode}")
-        found = pickle.loads(answer.read_bytes())
-    if isinstance(found, str):
-        raise SubjectError(found)
-    assert isinstance(found, Found)
-    return found
+        given = [self.trace, path, options.seed, options.examples or 0, *names]
+        words = [sys.executable, "-c", f"{code}work()", *map(str, given)]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        Path(self.trace).unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        with cast(IO[bytes], self.process.stdout) as lines:
+            for line in lines:
+                self._lines.put(line)
+
+    def _wait(self) -> None:
+        """Hand on that the process has ended, after what it told."""
+        self.process.wait()
+        self._listener.join(1)  # what an adapter has forked may hold the pipe
+        self._lines.put(b"")
+
+    def told(self) -> Iterator[tuple[str, Any]]:
+        """Yield what the process tells; raise ``Ended`` when it dies or is silent for too long."""
+        while self.left:
+            # importing a file may compile it, which is no call that hangs
+            patience = self.timeout if self.loaded else max(self.timeout, TIMEOUT)
+            try:
+                line = self._lines.get(timeout=patience)
+            except queue.Empty:
+                after = f"gave no answer within {patience:g} s (--timeout) and was stopped"
+                raise Silent(f"{after}: is there an endless loop?") from None
+            if not line.endswith(b"\n"):  # the end, or a line that was cut off there
+                trace = Path(self.trace).read_text(encoding="utf-8", errors="replace")
+                raise Ended(_how(self.process.wait(), trace, Source(module=str(self.path))))
+            kind, content = json.loads(line)
+            self.loaded |= kind == "begins"
+            self.left -= kind == "found"
+            yield kind, content
 
 
 def work() -> None:
-    """Check the file that the command line names, in the process, and write what was found."""
-    path, seed, examples, answer = sys.argv[1:]
-    found: Any
+    """Check what the command line names, in the process, and tell as what was its stdout.
+
+    Whatever a module prints goes to stderr: it must not stand between what is told.
+    """
+    trace, path, seed, examples, *names = sys.argv[1:]
+    end_with_parent(kill=True)  # whatever an adapter is doing then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
+    faulthandler.enable(open(trace, "w", encoding="utf-8"))
+    lines = open(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(kind: str, content: Any) -> None:
+        print(json.dumps([kind, content]), file=lines, flush=True)
+
     try:
         module = import_file(path)
         if not any(hasattr(module, name) for name in ADAPTERS):
             raise SubjectError(f"{path} has no adapter: none of {', '.join(ADAPTERS)}")
-        options = Options(seed=int(seed), examples=int(examples) or None)
-        found = check_adapters(module, options)
-    except (SubjectError, ImportError) as error:
-        found = str(error)
-    Path(answer).write_bytes(pickle.dumps(found))
+    except SubjectError as error:
+        tell("refused", str(error))
+        return
+    options = Options(seed=int(seed), examples=int(examples) or None)
+    for name in names:
+        tell("begins", name)
+        tell("found", check_adapter(module, name, options, partial(tell, "call")))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from accel.verify.adapters import ADAPTERS, check_adapters
+from accel.verify.adapters import ADAPTERS, check_adapters, each_apart
+from accel.verify.calls import Verdict
 from accel.verify.check import Options
 from accel.verify.load import import_file
 from dist.cli import main
@@ -181,17 +182,88 @@ def get_adamw_cls():
         ("import nothing_of_that_name", "does not import: ModuleNotFoundError"),
         ("def f(): pass", "has no adapter: none of run_linear"),
         ("def f(:", "does not import: SyntaxError"),
-        ("def run_silu(x):\n    import os\n    os._exit(3)", "ended the process with status 3"),
-        ("def run_silu(x):\n    while True: pass", "no answer within 2 s"),
+        (
+            "import os\ndef run_silu(x): pass\nos.abort()",
+            "importing it ended the process by SIGABRT",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_checked_is_said_in_a_sentence(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, text)
-    timeout = "2" if "while" in text else "120"
-    assert main(["verify", "--adapters", str(path), "--timeout", timeout]) == 1
+    assert main(["verify", "--adapters", str(path)]) == 1
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
     assert main(["verify", "--adapters", str(tmp_path / "none.py")]) == 1
     assert "there is no file" in capsys.readouterr().err
+
+
+CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "body", "says"),
+    [
+        ("run_rope", CRASH, r"ended the process by SIGSEGV \(.*\) \(adapters\.py:\d+\)"),
+        ("run_rope", "import os; os._exit(3)", "ended the process with status 3"),
+        ("run_silu", CRASH, r"ended the process by SIGSEGV \(.*\) \(adapters\.py:\d+\)"),
+        (
+            "run_silu",
+            "while True: pass",
+            r"gave no answer within 2 s \(--timeout\) and was stopped: is there an endless loop\?",
+        ),
+    ],
+)
+def test_one_that_ends_the_process_is_wrong_and_the_others_are_checked(
+    adapter: str, body: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = re.sub(rf"\b{adapter}\(", f"right_{adapter}(", RIGHT)  # for the first two calls
+    text += f"""
+calls = []
+
+def {adapter}(*args):
+    calls.append(args)
+    if len(calls) > 2:
+        {body}
+    return right_{adapter}(*args)
+"""
+    path = write(tmp_path, text)
+    timeout = "2" if "while" in body else "120"
+    words = ["verify", "--adapters", str(path), "--examples", "3", "--timeout", timeout]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert re.search(rf"^FAIL {adapter}: {says}\n  in {adapter}\W.*\d", said, re.MULTILINE), said
+    assert re.findall(r"^(\w+) +FAIL$", said, re.MULTILINE) == [adapter]
+    assert re.findall(r"^(\w+) +(?:ok in|FAIL)", said, re.MULTILINE) == list(ADAPTERS)
+    assert "12 of 13 adapters right, 1 wrong, 0 missing" in said
+
+
+def test_the_timeout_is_for_a_call_and_not_for_all(tmp_path: Path) -> None:
+    text = RIGHT.replace("    omega =", "    __import__('time').sleep(0.12)\n    omega =")
+    text = re.sub(r"^def (?!run_rope)", "def other_", text, flags=re.MULTILINE)
+    found = dict(each_apart(write(tmp_path, text), Options(), timeout=2))
+    assert {name for name in found if found[name]} == {"run_rope"}
+    assert found["run_rope"] == Verdict(True, 20, "")  # 20 calls, 2.4 s
+
+
+def test_a_verdict_comes_before_the_next_adapter_is_through(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    text = f"""
+import os, time
+
+def run_linear(d_in, d_out, weights, in_features):
+    return in_features @ weights.T
+
+def run_embedding(vocab_size, d_model, weights, token_ids):
+    while not os.path.exists({str(flag)!r}):
+        time.sleep(0.01)
+    return weights[token_ids]
+"""
+    begun: list[str] = []
+    verdicts = each_apart(write(tmp_path, text), Options(examples=3), 60, begun.append)
+    assert next(verdicts) == ("run_linear", Verdict(True, 3, "")) and begun == ["run_linear"]
+    flag.touch()
+    assert next(verdicts) == ("run_embedding", Verdict(True, 3, ""))
+    assert [verdict for _, verdict in verdicts] == [None] * 11
+    assert begun == list(ADAPTERS)
