@@ -2,17 +2,12 @@
 
 import math
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import regex
 
 from accel.verify.calls import short
 from reference import ops
@@ -66,7 +61,9 @@ class Trial(NamedTuple):
     text: Callable[..., str]  # (*case) -> how the call is written
 
 
-def _text(name: str, *arguments: str) -> Callable[..., str]:
+def written(name: str, *arguments: str) -> Callable[..., str]:
+    """Return what writes a call of such arguments."""
+
     def text(*case: Any) -> str:
         given = (f"{n} = {short(a)}" for n, a in zip(arguments, case, strict=True))
         return f"{name}({', '.join(given)})"
@@ -237,77 +234,6 @@ def _cosine(x: float, most: float, least: float) -> float:
     return least + (most - least) * (1 + math.cos(math.pi * x)) / 2
 
 
-# ---- byte-pair encoding --------------------------------------------------------------------------
-
-END = "<|endoftext|>"
-TEXT = f"""low low low low low lower lower widest widest widest newest newest newest newest
-aaaa aaa aa abab baba 3.14 and 2026; it's we'll don't{END}Über den Wolken — naïve café 北京 🙂
-the cat sat on the mat, the cat that the dog saw{END}  two spaces\n\n\ttabs and\nlines end.
-"""
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def _bpe_cases(rng: np.random.Generator) -> Iterator[Case]:
-    yield "ab cd", 257, []
-    yield "low low low lower", 262, []
-    yield TEXT, 300, [END]
-    yield TEXT, 256 + 1, [END]
-
-
-def _bpe(
-    text: str,
-    vocab_size: int,
-    special: list[str],
-    *,
-    greater: bool = True,
-    words: bool = True,
-    cut: bool = True,
-    extra: int = 0,
-) -> tuple[list[tuple[bytes, bytes]], list[bytes]]:
-    """Return (the merges; the tokens, sorted), counting anew before each merge.
-
-    ``greater``: ties go to the lexicographically greater pair; ``words``: the text is cut into
-    words first; ``cut``: special tokens are cut out before.
-    """
-    parts = regex.split("|".join(map(regex.escape, special)), text) if cut and special else [text]
-    pieces = [w for part in parts for w in (regex.findall(PATTERN, part) if words else [part])]
-    counts = {tuple(bytes([b]) for b in piece.encode()): n for piece, n in Counter(pieces).items()}
-    merges: list[tuple[bytes, bytes]] = []
-    while len(merges) < vocab_size - 256 - len(special) + extra:
-        pairs: Counter[tuple[bytes, bytes]] = Counter()
-        for word, n in counts.items():
-            for pair in pairwise(word):
-                pairs[pair] += n
-        if not pairs:
-            break
-        top = max(pairs.values())
-        best = (max if greater else min)(pair for pair, n in pairs.items() if n == top)
-        merges.append(best)
-        counts = {_merged(word, best): n for word, n in counts.items()}
-    tokens = {bytes([b]) for b in range(256)} | {a + b for a, b in merges}
-    return merges, sorted(tokens | {s.encode() for s in special})
-
-
-def _merged(word: tuple[bytes, ...], pair: tuple[bytes, bytes]) -> tuple[bytes, ...]:
-    found: list[bytes] = []
-    i = 0
-    while i < len(word):
-        both = word[i : i + 2] == pair
-        found.append(word[i] + word[i + 1] if both else word[i])
-        i += 2 if both else 1
-    return tuple(found)
-
-
-def _call_bpe(run: Any, arrays: Arrays, text: str, size: int, special: list[str]) -> Any:
-    with tempfile.TemporaryDirectory(prefix="myllm-verify-") as folder:
-        path = Path(folder) / "text.txt"
-        path.write_text(text, encoding="utf-8", newline="")
-        vocabulary, merges = run(str(path), size, special)
-    if len(set(vocabulary.values())) != len(vocabulary):
-        raise ValueError("two ids of the vocabulary have the same bytes")
-    return [tuple(pair) for pair in merges], sorted(vocabulary.values())
-
-
 # ---- all of them ---------------------------------------------------------------------------------
 
 TRIALS = (
@@ -320,7 +246,7 @@ TRIALS = (
             ("is dim ignored, and the last axis taken?", lambda x, axis: _softmax(x, -1)),
             ("is the sum taken over all elements?", lambda x, axis: np.exp(x) / np.exp(x).sum()),
         ),
-        _text("run_softmax", "in_features", "dim"),
+        written("run_softmax", "in_features", "dim"),
     ),
     Trial(
         "run_swiglu",
@@ -341,7 +267,7 @@ TRIALS = (
                 lambda w1, w2, w3, x: ((x @ w1.T) * _sigmoid(x @ w1.T)) @ w2.T,
             ),
         ),
-        _text("run_swiglu", "w1_weight", "w2_weight", "w3_weight", "in_features"),
+        written("run_swiglu", "w1_weight", "w2_weight", "w3_weight", "in_features"),
     ),
     Trial(
         "run_rope",
@@ -360,7 +286,7 @@ TRIALS = (
                 lambda x, theta, where: _rope(x, theta, where + 1),
             ),
         ),
-        _text("run_rope", "in_query_or_key", "theta", "token_positions"),
+        written("run_rope", "in_query_or_key", "theta", "token_positions"),
     ),
     Trial(
         "get_adamw_cls",
@@ -387,7 +313,7 @@ TRIALS = (
                 lambda start, grads, o: _adamw(start, grads, o | {"decay": 0.0}),
             ),
         ),
-        _text("AdamW", "parameter", "gradients", "options"),
+        written("AdamW", "parameter", "gradients", "options"),
     ),
     Trial(
         "run_gradient_clipping",
@@ -412,7 +338,7 @@ TRIALS = (
                 lambda grads, most: grads,
             ),
         ),
-        _text("run_gradient_clipping", "gradients", "max_l2_norm"),
+        written("run_gradient_clipping", "gradients", "max_l2_norm"),
     ),
     Trial(
         "run_get_lr_cosine_schedule",
@@ -437,36 +363,10 @@ TRIALS = (
                 lambda it, a, b, w, c: _schedule(it, a, 0.0, w, c),
             ),
         ),
-        _text(
+        written(
             "run_get_lr_cosine_schedule",
             *("it", "max_learning_rate", "min_learning_rate", "warmup_iters"),
             "cosine_cycle_iters",
         ),
-    ),
-    Trial(
-        "run_train_bpe",
-        _bpe_cases,
-        _call_bpe,
-        lambda *case: [_bpe(*case)],
-        (
-            (
-                "do equal counts go to the smaller pair? Here the lexicographically greater wins.",
-                partial(_bpe, greater=False),
-            ),
-            (
-                "is the text not cut into words first? Merges do not cross them.",
-                partial(_bpe, words=False),
-            ),
-            (
-                "are special tokens not cut out? No merge may touch or cross them.",
-                partial(_bpe, cut=False),
-            ),
-            (
-                "one merge too many? vocab_size counts the bytes and the special tokens.",
-                partial(_bpe, extra=1),
-            ),
-            ("one merge too few?", partial(_bpe, extra=-1)),
-        ),
-        _text("run_train_bpe", "text", "vocab_size", "special_tokens"),
     ),
 )

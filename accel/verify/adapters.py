@@ -30,7 +30,9 @@ import numpy as np
 from rich.console import Console
 
 from accel.system import end_with_parent
-from accel.verify.adapter_trials import TRIALS, Arrays, Trial
+from accel.verify import adapter_trials
+from accel.verify.adapter_bpe import BPE
+from accel.verify.adapter_trials import Arrays, Trial
 from accel.verify.apart import TIMEOUT, Ended, Silent, Source, _how
 from accel.verify.calls import Call, Raised, Verdict, judge, outcome
 from accel.verify.check import Options, check_subject
@@ -41,6 +43,7 @@ from reference.ops import OPS
 from reference.types import Array, Loss
 from reference.visibility import Visibility
 
+TRIALS = (*adapter_trials.TRIALS, BPE)
 CLOSE = 1e-4  # of the largest element, in float32
 
 Run = Callable[..., Any]  # an adapter

@@ -110,6 +110,14 @@ WRONG = [
     ),
     Wrong("run_train_bpe", "if special_tokens:", "if False:", "are special tokens not cut out?"),
     Wrong("run_train_bpe", "regex.findall(PAT, part)", "[part]", "is the text not cut into words"),
+    Wrong(
+        "run_train_bpe",
+        "map(regex.escape, special_tokens)",
+        "special_tokens",
+        "are special tokens not escaped in the pattern that cuts them out?",
+    ),
+    Wrong("run_train_bpe", r"|\s+(?!\S)|\s+", r"|\s+", "is \\s+(?!\\S) missing in the pattern"),
+    Wrong("run_train_bpe", ', newline=""', "", "has \\r\\n become \\n when the file was read?"),
 ]
 
 
