@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.verify.calls import short
+from accel.verify.calls import Raised, short
 from reference import ops
 from reference.schedule import learning_rate
 from reference.types import Array
@@ -141,49 +141,154 @@ def _sigmoid(x: Array) -> Array:
 # ---- AdamW ---------------------------------------------------------------------------------------
 
 
+BETAS, EPS = (0.9, 0.99), 1e-8
+IDLE = np.ones(2, np.float32)  # a parameter that never gets a gradient
+
+
 def _adamw_cases(rng: np.random.Generator) -> Iterator[Case]:
-    for n, steps in ((1, 1), (1, 2), (3, 5), (7, 10)):
+    """Yield parameters, the gradients of each step, and groups: the last has the last parameter."""
+    for shapes, steps, groups in (
+        ([(1,)], 1, 1),
+        ([(1,)], 2, 1),
+        ([(7,)], 10, 1),
+        ([(3,), (3,)], 5, 1),
+        ([(2,), (2,)], 2, 2),
+        ([(2, 3), (4,), (3, 1)], 5, 2),
+    ):
         for decay in (0.0, 0.1):
-            start, grads = _floats(rng, n), _floats(rng, steps, n)
-            yield start, grads, {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "decay": decay}
+            starts = [_floats(rng, *shape) for shape in shapes]
+            grads = [[_floats(rng, *shape) for shape in shapes] for _ in range(steps)]
+            first = {"lr": 0.1, "weight_decay": decay}
+            yield starts, grads, [first, {"lr": 0.03, "weight_decay": 0.1 - decay}][:groups]
 
 
-def _call_adamw(get: Any, arrays: Arrays, start: Array, grads: Array, o: dict[str, Any]) -> Array:
-    """Take the steps; a second parameter never gets a gradient."""
-    parameter, idle = arrays.parameter(start), arrays.parameter(start)
-    options = {"lr": o["lr"], "betas": o["betas"], "eps": o["eps"], "weight_decay": o["decay"]}
-    optimizer = get()([parameter, idle], **options)
-    for grad in grads:
-        parameter.grad = arrays.give(grad)
-        optimizer.step()
-    return np.stack([arrays.take(parameter.data), arrays.take(idle.data)])
+def _adamw_text(starts: list[Array], grads: list[list[Array]], groups: list[dict[str, Any]]) -> str:
+    steps = ", ".join(map(short, grads))
+    options = f"groups = {groups}, betas = {BETAS}, eps = {EPS}"
+    return f"AdamW(parameters = {short(starts)}, gradients = [{steps}], {options})"
+
+
+def _call_adamw(
+    get: Any,
+    arrays: Arrays,
+    starts: list[Array],
+    grads: list[list[Array]],
+    groups: list[dict[str, Any]],
+) -> Any:
+    parameters = [arrays.parameter(start) for start in (*starts, IDLE)]
+    cut = len(starts) - len(groups) + 1
+    members = [parameters] if len(groups) == 1 else [parameters[:cut], parameters[cut:]]
+    optimizers = _optimizers(get(), members, groups)
+    for step in grads:
+        for parameter, grad in zip(parameters, step, strict=False):
+            parameter.grad = arrays.give(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        for parameter, grad in zip(parameters, step, strict=False):
+            after = arrays.take(parameter.grad)
+            if not np.array_equal(grad, after):
+                says = f"step changes a gradient, {short(grad)}, to {short(after)}"
+                return Raised("", f"{says}: it is to stay; the training loop calls zero_grad")
+    return [arrays.take(parameter.data) for parameter in parameters]
+
+
+def _optimizers(make: Any, members: list[Any], groups: list[dict[str, Any]]) -> list[Any]:
+    """Return one optimizer of all groups, or, where it knows no groups, one of each."""
+    first = {**groups[0], "betas": BETAS, "eps": EPS}
+    optimizer = make(members[0], **first)
+    if len(groups) == 1:
+        return [optimizer]
+    if not hasattr(optimizer, "param_groups"):
+        return [optimizer, make(members[1], **first | groups[1])]
+    return [make([{"params": members[0]}, {"params": members[1], **groups[1]}], **first)]
 
 
 def _adamw(
-    start: Array,
-    grads: Array,
-    o: dict[str, Any],
+    starts: list[Array],
+    grads: list[list[Array]],
+    groups: list[dict[str, Any]],
     *,
     late: bool = False,
     first: int = 1,
     coupled: bool = False,
     pure: bool = False,
-) -> Array:
-    """Return the weights; ``late``: the decay acts on the weights after the step, as well right."""
-    master, m, v = start.astype(np.float64), np.zeros(len(start)), np.zeros(len(start))
-    beta1, beta2 = o["betas"]
-    for t, grad in enumerate(grads.astype(np.float64), first):
-        before = master.copy()
-        decay = 0.0 if late or coupled or pure else o["decay"]
-        ops.adamw(
-            *(master, m, v, grad + (o["decay"] * before if coupled else 0)),
-            **{"step": t, "lr": o["lr"], "beta1": beta1, "beta2": beta2, "eps": o["eps"]},
-            **{"weight_decay": decay, "n_decayed": len(master)},
-        )
-        rate = 1.0 if pure else o["lr"]
-        if late or pure:
-            master -= rate * o["decay"] * (master if late else before)
-    return np.stack([master, start])
+    shared: bool = False,
+    counted: bool = False,
+) -> list[Array]:
+    """Return the weights.
+
+    ``late``: the decay acts on the weights after the step, as well right; ``shared``: there is one
+    m and one v; ``counted``: each parameter counts as a step.
+    """
+    masters = [start.astype(np.float64).reshape(-1) for start in starts]
+    means, squares = ([np.zeros_like(master) for master in masters] for _ in "mv")
+    for step, each in enumerate(grads):
+        for i, (master, grad) in enumerate(zip(masters, each, strict=True)):
+            lr, decay = (groups[-1] if i == len(starts) - 1 else groups[0]).values()
+            t = first + (step * len(starts) + i if counted else step)
+            before, at = master.copy(), 0 if shared else i
+            g = grad.astype(np.float64).reshape(-1) + (decay * before if coupled else 0)
+            ops.adamw(
+                *(master, means[at], squares[at], g),
+                **{"step": t, "lr": lr, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS},
+                **{"weight_decay": 0.0 if late or coupled or pure else decay},
+                n_decayed=len(master),
+            )
+            if late or pure:
+                master -= (1.0 if pure else lr) * decay * (master if late else before)
+    moved = [m.reshape(start.shape) for m, start in zip(masters, starts, strict=True)]
+    return [*moved, IDLE.astype(np.float64)]
+
+
+def _shared(
+    error: type[Exception],
+    starts: list[Array],
+    grads: list[list[Array]],
+    groups: list[dict[str, Any]],
+    **how: bool,
+) -> list[Array]:
+    """Return what one m and one v make; where shapes differ, raise PyTorch's error or NumPy's."""
+    try:
+        return _adamw(starts, grads, groups, shared=True, **how)
+    except ValueError:
+        raise error from None
+
+
+def _with(
+    options: Callable[[dict[str, Any]], dict[str, Any]],
+    starts: list[Array],
+    grads: list[list[Array]],
+    groups: list[dict[str, Any]],
+    **how: bool,
+) -> list[Array]:
+    """Return what comes of other options in all groups, made of those of the first."""
+    changed = [group | options(groups[0]) for group in groups]
+    return _adamw(starts, grads, changed, **how)
+
+
+_SHARED = "are m and v shared by the parameters? Each has its own, and its own count t."
+_OF_FIRST = "of the first group, or the default, for all? Each group has its own."
+_ADAMW_MISTAKES: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("is the bias correction missing? m and v start at zero.", partial(_adamw, first=10**9)),
+    ("is the bias correction off by one step?", partial(_adamw, first=2)),
+    (
+        "is the decay added to the gradient, as in Adam with L2? It acts on the weights.",
+        partial(_adamw, coupled=True),
+    ),
+    ("is the decay not multiplied by the learning rate?", partial(_adamw, pure=True)),
+    ("is weight decay left out?", partial(_with, lambda first: {"weight_decay": 0.0})),
+    (_SHARED, partial(_shared, ValueError)),
+    (_SHARED, partial(_shared, RuntimeError)),
+    (_SHARED, partial(_shared, ValueError, counted=True)),
+    (_SHARED, partial(_shared, RuntimeError, counted=True)),
+    ("is t counted up at each parameter? It counts the steps.", partial(_adamw, counted=True)),
+    (f"is lr that {_OF_FIRST}", partial(_with, lambda first: {"lr": first["lr"]})),
+    (
+        f"is weight_decay that {_OF_FIRST}",
+        partial(_with, lambda first: {"weight_decay": first["weight_decay"]}),
+    ),
+    (f"are lr and weight_decay those {_OF_FIRST}", partial(_with, dict)),
+)
 
 
 # ---- gradient clipping ---------------------------------------------------------------------------
@@ -293,27 +398,12 @@ TRIALS = (
         _adamw_cases,
         _call_adamw,
         lambda *case: [_adamw(*case), _adamw(*case, late=True)],
-        (
-            (
-                "is the bias correction missing? m and v start at zero.",
-                partial(_adamw, first=10**9),
-            ),
-            ("is the bias correction off by one step?", partial(_adamw, first=2)),
-            (
-                "is the decay added to the gradient, as in Adam with L2? It acts on the weights.",
-                partial(_adamw, coupled=True),
-            ),
-            ("is the decay not multiplied by the learning rate?", partial(_adamw, pure=True)),
-            (
-                "is the decay not multiplied by the learning rate?",
-                partial(_adamw, pure=True, late=True),
-            ),
-            (
-                "is weight decay left out?",
-                lambda start, grads, o: _adamw(start, grads, o | {"decay": 0.0}),
-            ),
+        tuple(
+            (says, partial(wrong, late=late))
+            for says, wrong in _ADAMW_MISTAKES
+            for late in (False, True)
         ),
-        written("AdamW", "parameter", "gradients", "options"),
+        _adamw_text,
     ),
     Trial(
         "run_gradient_clipping",

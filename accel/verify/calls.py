@@ -6,6 +6,7 @@ is a hint.
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from types import FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -78,10 +79,10 @@ def judge(
     """
     got = [outcome(call.make, path) for call in calls]
     wrong: dict[int, str] = {}
+    nearest = [min(each, key=partial(_far, have)) for each, have in zip(right, got, strict=True)]
     for i, (each, have) in enumerate(zip(right, got, strict=True)):
-        problems = [difference(want, have, close) for want in each]
-        if all(problems):
-            wrong[i] = problems[0]
+        if all(difference(want, have, close) for want in each):
+            wrong[i] = difference(nearest[i], have, close)
     if not wrong:
         return Verdict(True, len(calls), "")
     least = min(wrong, key=lambda i: len(calls[i].text))
@@ -89,15 +90,24 @@ def judge(
         f"FAIL {name}: wrong in {len(wrong)} of {len(calls)} calls",
         f"  smallest: {calls[least].text}",
         f"    {wrong[least]}",
-        f"    expected {short(right[least][0])}",
+        f"    expected {short(nearest[least])}",
         f"    got      {short(got[least])}",
     ]
     hints: dict[str, None] = {}
     for says, results in mistakes:
         guessed = results()
-        if all(_explains(guessed[i], got[i], right[i][0], close) for i in wrong):
+        if all(_explains(guessed[i], got[i], nearest[i], close) for i in wrong):
             hints[f"  hint: {says}"] = None
     return Verdict(False, len(calls), "\n".join([*lines, *hints]))
+
+
+def _far(got: Any, right: Any) -> float:
+    """Return how far numbers are from right ones, or infinity where they are of no such kind."""
+    found, wanted = _numbers(got), _numbers(right)
+    if found is None or wanted is None or found.shape != wanted.shape:
+        return np.inf
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.linalg.norm(found - wanted), nan=np.inf))
 
 
 def _explains(guess: Any, got: Any, right: Any, close: float) -> bool:

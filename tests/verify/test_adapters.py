@@ -163,6 +163,86 @@ def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path) -> None:
     assert wrong.says in found.verdicts[wrong.adapter].text
 
 
+# as an optimizer of PyTorch: groups of parameters, and state of each
+GROUPED = """
+import math
+import numpy as np
+
+class AdamW:
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        self.defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        self.param_groups = [self.defaults | group for group in groups]
+        self.state = {}
+        self.t = 0
+
+    def step(self):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                lr, decay, g = group["lr"], group["weight_decay"], p.grad
+                state = self.state.setdefault(id(p), {"t": 0, "m": 0.0, "v": 0.0})
+                state["t"] += 1
+                t = state["t"]
+                state["m"] = b1 * state["m"] + (1 - b1) * g
+                state["v"] = b2 * state["v"] + (1 - b2) * g**2
+                a = lr * math.sqrt(1 - b2**t) / (1 - b1**t)
+                p.data -= a * state["m"] / (np.sqrt(state["v"]) + group["eps"])
+                p.data -= lr * decay * p.data
+                # at the end
+
+def get_adamw_cls():
+    return AdamW
+"""
+
+
+def test_an_optimizer_with_groups_passes(tmp_path: Path) -> None:
+    found = check_adapters(import_file(write(tmp_path, GROUPED)), Options())
+    assert found.verdicts == {"get_adamw_cls": Verdict(True, 12, "")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("setdefault(id(p)", "setdefault(0", "are m and v shared by the parameters?"),
+        ("t = state", "self.t += 1; t = self.t #", "is t counted up at each parameter?"),
+        ('= group["lr"]', '= self.param_groups[0]["lr"]', "is lr that of the first group"),
+        (
+            ' group["weight_decay"]',
+            ' self.defaults["weight_decay"]',
+            "is weight_decay that of the first group",
+        ),
+        (
+            "group in self.param_groups:\n            b1",
+            'group in [self.defaults | {"params": g["params"]} for g in self.param_groups]:'
+            "\n            b1",
+            "are lr and weight_decay those of the first group",
+        ),
+        ("# at the end", "g *= 0", "step changes a gradient"),
+        ("# at the end", "p.grad = None", "step changes a gradient"),
+    ],
+)
+def test_a_mistake_with_several_parameters_is_named(
+    old: str, new: str, says: str, tmp_path: Path
+) -> None:
+    assert GROUPED.count(old) == 1
+    text = GROUPED.replace(old, new)
+    verdict = check_adapters(import_file(write(tmp_path, text)), Options()).verdicts[
+        "get_adamw_cls"
+    ]
+    assert not verdict.right and says in verdict.text
+    assert verdict.text.count("hint:") == (not says.startswith("step"))
+
+
+def test_what_is_expected_is_the_right_result_that_is_nearest(tmp_path: Path) -> None:
+    """The first parameter is right, with the decay after the step; the second is not."""
+    text = GROUPED.replace(' group["weight_decay"]', ' self.defaults["weight_decay"]')
+    found = check_adapters(import_file(write(tmp_path, text)), Options())
+    assert "\n    item 1: first difference" in found.verdicts["get_adamw_cls"].text
+
+
 def test_what_is_missing_or_not_written_is_counted_and_not_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
