@@ -34,7 +34,7 @@ from accel.verify import adapter_trials
 from accel.verify.adapter_bpe import BPE
 from accel.verify.adapter_trials import Arrays, Trial
 from accel.verify.apart import TIMEOUT, Ended, Silent, Source, _how
-from accel.verify.calls import Call, Raised, Verdict, judge, outcome
+from accel.verify.calls import Call, Raised, Verdict, difference, judge, outcome, short
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
 from accel.verify.report import Report, failure_text
@@ -124,6 +124,7 @@ OPS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "run_cross_entropy": ("linear_cross_entropy", _cross_entropy),
 }
 ADAPTERS = tuple(dict.fromkeys((*OPS_OF, *(trial.adapter for trial in TRIALS))))
+KEEPS = (*OPS_OF, "run_swiglu", "run_rope")  # the arrays that they are given; others write to them
 
 
 # ---- all of one file -----------------------------------------------------------------------------
@@ -137,6 +138,31 @@ class Adapter(NamedTuple):
     arrays: Arrays
     file: str
     tell: Callable[[str], None]  # told how a call is written before it is made
+
+
+class Keeping:
+    """Calls an adapter, and says where it changes an array that it is given.
+
+    A test gives the same array to PyTorch's function, a model to the next layer.
+    """
+
+    def __init__(self, run: Run, arrays: Arrays) -> None:
+        self.run, self.arrays, self.says = run, arrays, ""
+
+    def __call__(self, *given: Any) -> Any:
+        before = [self._values(each) for each in given]
+        found = self.run(*given)
+        for i, (old, each) in enumerate(zip(before, given, strict=True), 1):
+            new = self._values(each)
+            if difference(old, new, 0.0):
+                says = f"changes its argument {i}, {short(old)}, to {short(new)}"
+                says = f"{says}: it is to stay, as callers look at it again"
+                self.says = min(self.says or says, says, key=len)
+        return found
+
+    def _values(self, given: Any) -> Any:
+        number = given is None or isinstance(given, (int, float))
+        return given if number else np.array(self.arrays.take(given))
 
 
 def check_adapters(module: Any, options: Options) -> Found:
@@ -154,13 +180,18 @@ def check_adapter(
     run = getattr(module, name, None)
     if not callable(run):
         return None
-    adapter = Adapter(name, run, Arrays.of(module), str(module.__file__), tell)
+    arrays = Arrays.of(module)
+    keeping = Keeping(run, arrays)
+    run = keeping if name in KEEPS else run
+    adapter = Adapter(name, run, arrays, str(module.__file__), tell)
     if _unwritten(adapter):
         return None
     verdicts = [_trial(adapter, trial, options.seed) for trial in TRIALS if trial.adapter == name]
     if name in OPS_OF:
         verdicts.insert(0, _as_op(adapter, options))
     texts = [verdict.text for verdict in verdicts if verdict.text]
+    if keeping.says:
+        texts.insert(0, f"FAIL {name}: {keeping.says}")
     return Verdict(not texts, sum(verdict.calls for verdict in verdicts), "\n".join(texts))
 
 

@@ -163,6 +163,46 @@ def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path) -> None:
     assert wrong.says in found.verdicts[wrong.adapter].text
 
 
+@pytest.mark.parametrize(
+    ("adapter", "last", "says"),
+    [
+        (
+            "run_silu",
+            "in_features *= 2",
+            "argument 1, [[[ 1. , -0.75, 0.75]]], to [[[ 2. , -1.5, 1.5]]]",
+        ),
+        ("run_softmax", "in_features -= 1", "argument 1, [[["),
+        ("run_linear", "weights *= 2", "argument 3, [["),
+        ("run_rope", "token_positions += 0; in_query_or_key *= -1", "argument 4, [["),
+        ("run_cross_entropy", "targets += 1", "argument 2, ["),
+        (
+            "run_scaled_dot_product_attention",
+            "mask is not None and np.logical_not(mask, out=mask)",
+            "argument 4, [[[[",
+        ),
+    ],
+)
+def test_an_argument_that_is_changed_is_told_in_a_sentence(
+    adapter: str, last: str, says: str, tmp_path: Path
+) -> None:
+    """All else is right."""
+    text = re.sub(r"\brun_(?=\w+\()", "other_run_", RIGHT)
+    head = re.search(rf"def other_{adapter}(\(.*\)):", text)
+    assert head
+    text += f"""
+
+def {adapter}{head[1]}:
+    out = other_{adapter}{head[1].replace("=None", "")}
+    {last}
+    return out
+"""
+    found = check_adapters(import_file(write(tmp_path, text)), Options(examples=20))
+    verdict = found.verdicts[adapter]
+    assert not verdict.right and verdict.text.startswith(f"FAIL {adapter}: changes its {says}")
+    assert verdict.text.endswith(": it is to stay, as callers look at it again")
+    assert verdict.text.count("\n") == 0
+
+
 # as an optimizer of PyTorch: groups of parameters, and state of each
 GROUPED = """
 import math
