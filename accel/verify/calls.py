@@ -106,7 +106,7 @@ def _far(got: Any, right: Any) -> float:
     found, wanted = _numbers(got), _numbers(right)
     if found is None or wanted is None or found.shape != wanted.shape:
         return np.inf
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         return float(np.nan_to_num(np.linalg.norm(found - wanted), nan=np.inf))
 
 

@@ -381,6 +381,7 @@ def test_a_verdict_comes_before_the_next_adapter_is_through(tmp_path: Path) -> N
 import os, time
 
 def run_linear(d_in, d_out, weights, in_features):
+    print("what an adapter prints is no verdict")
     return in_features @ weights.T
 
 def run_embedding(vocab_size, d_model, weights, token_ids):
