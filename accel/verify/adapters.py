@@ -33,7 +33,7 @@ from accel.system import end_with_parent
 from accel.verify import adapter_trials
 from accel.verify.adapter_bpe import BPE
 from accel.verify.adapter_trials import Arrays, Trial
-from accel.verify.apart import TIMEOUT, Ended, Silent, Source, _how
+from accel.verify.apart import TIMEOUT, Ended, Silent, Source, how_it_ended
 from accel.verify.calls import Call, Raised, Verdict, difference, judge, outcome, short
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
@@ -374,7 +374,7 @@ class _Worker:
                 raise Silent(f"{after}: is there an endless loop?") from None
             if not line.endswith(b"\n"):  # the end, or a line that was cut off there
                 trace = Path(self.trace).read_text(encoding="utf-8", errors="replace")
-                raise Ended(_how(self.process.wait(), trace, Source(module=str(self.path))))
+                raise Ended(how_it_ended(self.process.wait(), trace, Source(module=str(self.path))))
             kind, content = json.loads(line)
             self.loaded |= kind == "begins"
             self.left -= kind == "found"

@@ -506,7 +506,7 @@ class Worker:
                     return
                 yield kind, content
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise Ended(_how(self.process.wait(), self._trace(), self.source)) from None
+            raise Ended(how_it_ended(self.process.wait(), self._trace(), self.source)) from None
 
     def end(self) -> None:
         """Stop the process."""
@@ -522,7 +522,7 @@ class Worker:
         return Path(self.trace).read_text(encoding="utf-8", errors="replace")
 
 
-def _how(status: int, trace: str, source: Source) -> str:
+def how_it_ended(status: int, trace: str, source: Source) -> str:
     """Say how a process ended, and in which line of the module."""
     how = f"ended the process with status {status}"
     if status < 0:
