@@ -337,7 +337,7 @@ class _Worker:
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.adapters import work; "
         given = [self.trace, path, options.seed, options.examples or 0, *names]
         words = [sys.executable, "-c", f"{code}work()", *map(str, given)]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
