@@ -87,7 +87,9 @@ def rows_of(texts: list[str], folder: Path) -> list[Path]:
 def rows_with_more_than_a_text(path: Path) -> Path:
     """Write a row with texts, a prompt, its completion and, but in CSV, a conversation."""
     row: dict[str, Any] = {"text": "the text", "prompt": "the start", "completion": "the end"}
-    row |= {"body": "the body", "messages": [{"role": "user", "content": "hi"}]}
+    said = {"user": "hi", "assistant": "ho"}
+    messages = [{"role": role, "content": content} for role, content in said.items()]
+    row |= {"body": "the body", "messages": messages}
     match path.suffix:
         case ".jsonl":
             path.write_text(json.dumps(row))
