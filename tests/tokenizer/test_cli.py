@@ -304,7 +304,7 @@ def test_the_field_that_is_named_is_read_whatever_else_a_row_has(
     path = rows_with_more_than_a_text(tmp_path / name)
     for field, text in (("body", "the body"), ("text", "the text"), ("prompt", "the start")):
         assert [*Source([str(path)], field).texts()] == [text.encode()]
-    said = [b"the start", b"the end"] if name == "a.csv" else [b"hi"]
+    said = [b"the start", b"the end"] if name == "a.csv" else [b"hi", b"ho"]
     assert [*Source([str(path)]).texts()] == said
     if name != "a.csv":
         assert [*Source([str(path)], "messages").texts()] == said
