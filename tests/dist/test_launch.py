@@ -90,6 +90,16 @@ def test_what_a_rank_died_of_is_said(
     assert says in said and bool(says) == bool(said)
 
 
+def test_of_ranks_that_a_signal_ended_nobody_says_that_they_crashed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = f"trap '' USR1; kill -TERM {os.getpid()}; sleep 0.5; exit 9"
+    monkeypatch.setattr(launch, "find_mpirun", lambda: ("mpirun", "mpich"))
+    monkeypatch.setattr(launch, "command", lambda *given: ["sh", "-c", script])
+    assert launch.launch(2, []) == 128 + signal.SIGTERM
+    assert "SIGKILL" not in capsys.readouterr().err
+
+
 def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own helpers, say; but not what mpirun leaves behind."""
     before = subprocess.Popen(["sleep", "60"])

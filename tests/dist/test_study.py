@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from accel.verify import check
 from accel.verify.load import import_file, load_op
@@ -62,6 +63,21 @@ def test_the_list_has_every_rung_in_order_and_twenty_exercises_in_four_tracks(
 def test_a_rung_is_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "autoregression"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_blas_has_one_thread_in_a_rung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "threads.py").write_text(
+        "import numpy, threadpoolctl\n"
+        "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()\n"
+        "       if pool['user_api'] == 'blas'})\n"
+    )
+    monkeypatch.setattr(study, "LADDER", ("reference.study.threads",))
+    monkeypatch.setattr("reference.study.__path__", [*rungs.__path__, str(tmp_path)])
+    with threadpool_limits(2, "blas"):
+        assert main(["study", "threads"]) == 0
+    assert capsys.readouterr().out == "{1}\n"
 
 
 def test_a_rung_goes_before_an_exercise_of_its_name(
