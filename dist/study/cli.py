@@ -126,9 +126,8 @@ def _run_rung(module: str, rest: list[str], name: str) -> int:
     before, sys.argv = sys.argv, [f"myllm study {name}", *rest]
     try:
         # by its path, as it may be imported already, where an exercise is made of it
-        with threadpool_limits(
-            1, "blas"
-        ):  # whose threads only wait for each other in small products
+        # more threads of BLAS only wait for each other in small products
+        with threadpool_limits(1, "blas"):
             runpy.run_path(str(path_of(module)), run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
