@@ -38,6 +38,7 @@ def check(
     examples: int | None = None,
     shrink: bool = True,
     save: str | Path | None = None,
+    partial: bool = False,
     raises: bool = True,
     **shapes: Any,
 ) -> Report:
@@ -51,7 +52,7 @@ def check(
     init : tuple
         What modules are made with; letters as strings.
     dtypes : iterable of {"float32", "bf16", "float16", "float64"}
-    seed, examples, shrink, save, raises
+    seed, examples, shrink, save, partial, raises
         As in ``accel.verify.check_module``.
     **shapes
         What the arguments are: ``x="B T D"``, ``eps=1e-5``.
@@ -59,7 +60,8 @@ def check(
     Raises
     ------
     VerificationError
-        When a result is wrong; an ``AssertionError``, whose message is the report.
+        When a result is wrong, or ``new`` gives no gradient where ``like`` does; an
+        ``AssertionError``, whose message is the report.
     SubjectError
         When the shapes cannot be read, or do not fit ``like``.
     """
@@ -81,8 +83,9 @@ def check(
         examples=examples,
         shrink=shrink,
         save=None if save is None else Path(save),
+        partial=partial,
     )
     report = check_subject(subject, options)
-    if raises and not report.right:
+    if raises and not report.ok:
         raise VerificationError(report)
     return report

@@ -43,7 +43,7 @@ class Reference:
         self._made: dict[str, Any] = {}
         parameters = parameters_of(self.function) or {}
         self._by_name = {n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-        self.untaken = ""  # why no gradient can be taken
+        self.untaken: str | None = None  # why no gradient can be taken, "" where autograd has one
 
     @property
     def spec(self) -> Op:
@@ -182,6 +182,7 @@ class Reference:
                         function, inputs, dtype, wanted, cotangents
                     )
                     found = {f"d{name}": gradient for name, gradient in found.items()}
+                    self.untaken = ""
                 else:
                     out = self.framework.evaluate(function, inputs, dtype)
         except NoGradient as error:
@@ -193,6 +194,18 @@ class Reference:
         parts = named_parts(out)
         types = {name: self.framework.dtype_of(part) for name, part in parts.items()}
         return {name: self._taken(part) for name, part in {**parts, **found}.items()}, types
+
+    def try_gradient(
+        self,
+        arrays: Mapping[str, Array],
+        options: Mapping[str, Any],
+        init: tuple[Any, ...],
+        results: Results,
+    ) -> None:
+        """See whether autograd has a gradient of these results, if nobody has asked for one."""
+        douts = {f"d{n}": np.ones_like(r) for n, r in results.items() if r.dtype.kind == "f"}
+        if self.untaken is None and douts:
+            self.results({**arrays, **douts}, options, init, "float64")
 
     def _taken(self, value: Any) -> Array:
         array = np.array(self.framework.take(value))

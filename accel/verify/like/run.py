@@ -157,7 +157,7 @@ class Run:
         out, found = self.subject.call(f"{self.reference.name} or its backward", differentiate)
         if found is None:
             self.pair.untaken = str(out)
-            self.subject._differentiates(self.pair)  # says so
+            self.subject.differentiates(self.pair)  # says so
             return None, None
         return out, {f"d{name}": gradient for name, gradient in found.items()}
 

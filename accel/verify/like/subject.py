@@ -49,7 +49,9 @@ class LikeSubject(Subject):
 
     def __init__(self, pairs: Iterable[Pair], module: Any, name: str, command: str) -> None:
         super().__init__(module, name, command)
-        self.left: list[str] = []  # what stands in the file and is not tried, a sentence each
+        # what stands in the file and is not tried, a sentence each; that a gradient is missing is
+        # known when the function was called
+        self.left: list[str] = []
         self.pairs = {pair.reference.name: pair for pair in pairs}
         self._dtype, self._framework = "float32", next(iter(self.pairs.values())).framework
         self.native = self.native and isinstance(self._framework, NumPy)
@@ -124,7 +126,9 @@ class LikeSubject(Subject):
                         f"{'; '.join(f'{n} {shape_of(a)}' for n, a in arrays.items())}; do the "
                         "shapes that are declared hold?"
                     ) from None
-        if self._differentiates(pair):
+        if pair.backward is None and isinstance(pair.framework, NumPy):
+            reference.try_gradient(arrays, resolved, init, results)
+        if self.differentiates(pair):
             for name, value in results.items():
                 if value.dtype.kind == "f":
                     arrays[f"d{name}"] = rounded(_cotangent(draw, value.shape), dtype)
@@ -148,17 +152,23 @@ class LikeSubject(Subject):
             seed=int(draw.rng.integers(2**31)),
         )
 
-    def _differentiates(self, pair: Pair) -> bool:
-        """Say whether there are gradients to be checked; why not is a note."""
-        why = ""
-        if pair.reference.untaken and not isinstance(pair.reference.framework, NumPy):
+    def differentiates(self, pair: Pair) -> bool:
+        """Say whether there are gradients to be checked.
+
+        Why not is a note; where autograd has those of the reference they are left untried.
+        """
+        name, why = pair.reference.name, ""
+        if pair.reference.untaken:
             why = f"the reference has none ({pair.reference.untaken})"
         elif pair.backward is None:
             why = pair.untaken
             if isinstance(pair.framework, NumPy):
-                why = f"there is no {pair.reference.name}_backward(dout, *inputs)"
-        if why:
-            self.notes.add(f"{pair.reference.name}: gradients are not checked: {why}")
+                why = f"there is no {name}_backward(dout, *inputs)"
+        left = f"{name}: no gradient was checked: {why}"
+        if why and pair.reference.untaken != "":
+            self.notes.add(f"{name}: gradients are not checked: {why}")
+        elif why and left not in self.left:
+            self.left.append(left)
         return not why
 
     def cuts(self, case: Case) -> Iterator[Case]:
