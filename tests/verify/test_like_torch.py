@@ -62,3 +62,98 @@ def test_a_line_in_a_test_asks_for_the_gradient_unless_it_is_partial() -> None:
         check(forward_only, like=torch.tanh, x="N D", examples=4)
     report: Report = check(forward_only, like=torch.tanh, x="N D", examples=4, partial=True)
     assert report.untried
+
+
+# ---- what is kept between calls ------------------------------------------------------------------
+
+SILU = """
+import torch
+SHAPES = {"silu": {"x": "N D"}}
+def silu(x):
+    return torch.nn.functional.silu(x)
+"""
+KEPT = """
+import torch
+class Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+    @staticmethod
+    def backward(ctx, dout):
+        x, = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return dout * s * (1 + x * (1 - s))
+silu = Silu.apply
+"""
+WORKSPACE = """        kept = workspace.setdefault((x.shape, x.dtype), torch.empty_like(x))
+        return kept.copy_(dout * s * (1 + x * (1 - s)))
+workspace = {}
+"""
+MISTAKES = {
+    "on the class": (
+        KEPT.replace("ctx.save_for_backward(x)", "Silu.x = x").replace("x, = ctx.saved_tensors",
+                                                                     "x = Silu.x"),
+        ("dx", "value"),
+        "no other forward is called in between",
+    ),
+    "a workspace": (
+        KEPT.replace("        return dout * s * (1 + x * (1 - s))\n", WORKSPACE),
+        ("dx", "overwritten"),
+        "",
+    ),
+    "saved, and written into": (
+        KEPT.replace("ctx.save_for_backward(x)", "ctx.x = x.clone()").replace(
+            "x, = ctx.saved_tensors", "x = ctx.x"
+        ).replace("return dout * s * (1 + x * (1 - s))",
+                  "d = s * (1 + x * (1 - s))\n        return x.copy_(d).mul_(dout).clone()"),
+        ("dx", "second"),
+        "a second backward of the same forward",
+    ),
+}  # fmt: skip
+
+
+def test_a_function_that_keeps_nothing_passes(tmp_path: Path) -> None:
+    report = checked(tmp_path, KEPT, ref=SILU, dtypes=("float32", "bf16"), examples=9)
+    assert report.ok, report.text()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_kept_between_a_forward_and_its_backward_is_found(
+    tmp_path: Path, mistake: str
+) -> None:
+    new, key, hint = MISTAKES[mistake]
+    report = checked(tmp_path, new, ref=SILU, examples=9)
+    assert [(f.name, f.kind) for f in report.failures] == [key], report.text()
+    assert hint in report.text()
+
+
+BY_HAND = """
+import numpy as np
+def silu(x):
+    return x / (1 + np.exp(-x))
+def silu_backward(dout, x):
+    s = 1 / (1 + np.exp(-x))
+    return dout * s * (1 + x * (1 - s))
+"""
+KEPT_BY_HAND = {
+    "a workspace": (
+        "kept, right = {}, silu_backward\ndef silu_backward(dout, x):\n"
+        "    out = kept.setdefault((x.shape, x.dtype), np.empty(x.shape, x.dtype))\n"
+        "    out[...] = right(dout, x)\n    return out\n",
+        ("dx", "overwritten"),
+    ),
+    "by the input": (
+        "kept, right = {}, silu_backward\ndef silu_backward(dout, x):\n"
+        "    return kept.setdefault((x.tobytes(), x.dtype), right(dout, x)).copy()\n",
+        ("dx", "second"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", KEPT_BY_HAND)
+def test_what_a_backward_by_hand_keeps_is_found(tmp_path: Path, mistake: str) -> None:
+    more, key = KEPT_BY_HAND[mistake]
+    assert checked(tmp_path, BY_HAND, ref=SILU, examples=4).ok
+    report = checked(tmp_path, BY_HAND + more, ref=SILU, examples=4)
+    assert key in [(f.name, f.kind) for f in report.failures], report.text()

@@ -6,7 +6,7 @@ No framework is imported before a file that is checked has brought it in.
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from reference.types import Array
 
 Given = Mapping[str, Any]  # arrays of a framework, by the names of a case
 Function = Callable[[Given], Any]
+# cotangents by the names of results -> gradients by the names of arrays; may be called again
+Backward = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Framework(ABC):
@@ -36,15 +38,15 @@ class Framework(ABC):
         """Return the name of a result's precision."""
         return str(np.asarray(value).dtype)
 
-    def differentiate(
-        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives, and the gradients of ⟨cotangents, result⟩ by name.
+    def forward(
+        self, function: Function, given: Given, wanted: list[str], results: Iterable[str]
+    ) -> tuple[Any, Backward]:
+        """Return what a function gives, and its backward: the gradients of ⟨cotangents, results⟩.
 
         Raises
         ------
         NoGradient
-            When there is no way to differentiate it.
+            When there is no way to differentiate it; the backward may raise it, too.
         """
         raise NoGradient(f"{self.name} has no automatic differentiation")
 
@@ -68,7 +70,8 @@ class Framework(ABC):
         """Differentiate a function in a precision."""
         with self.within(dtype):
             given = {name: self.give(a, dtype) for name, a in arrays.items()}
-            return self.differentiate(function, given, wanted, cotangents)
+            out, backward = self.forward(function, given, wanted, cotangents)
+            return out, backward(cotangents)
 
 
 class NoGradient(Exception):
@@ -157,10 +160,10 @@ class Torch(Framework):
         with self.torch.no_grad():
             return super().evaluate(function, arrays, dtype)
 
-    def differentiate(
-        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives and its gradients, by autograd."""
+    def forward(
+        self, function: Function, given: Given, wanted: list[str], results: Iterable[str]
+    ) -> tuple[Any, Backward]:
+        """Return what a function gives, and its backward by autograd."""
         given = dict(given)
         for name in wanted:
             given[name] = given[name].detach().requires_grad_()
@@ -169,30 +172,35 @@ class Torch(Framework):
         parts = named_parts(out)
         tracked = {
             name: parts[name]
-            for name in cotangents
+            for name in results
             if name in parts and getattr(parts[name], "requires_grad", False)
         }
         if not tracked:
             raise NoGradient("its result does not require a gradient")
-        douts = [
-            (c if isinstance(c, self.torch.Tensor) else self.torch.from_numpy(np.array(c))).to(part)
-            for c, part in ((cotangents[name], part) for name, part in tracked.items())
-        ]
         leaves = [given[name] for name in wanted]
-        try:
-            found = self.torch.autograd.grad(
-                list(tracked.values()), leaves, douts, allow_unused=True
-            )
-        except RuntimeError as error:
-            says = str(error).splitlines()[0]
-            if "no autograd formula" in says or "derivative for" in says:
-                raise NoGradient(says) from error  # none was written; all else is a fault
-            raise
-        pairs = zip(wanted, found, strict=True)
-        return out, {
-            name: self.torch.zeros_like(given[name]) if gradient is None else gradient
-            for name, gradient in pairs
-        }
+
+        def backward(cotangents: Mapping[str, Any]) -> dict[str, Any]:
+            douts = [
+                (c if isinstance(c, self.torch.Tensor) else self.torch.from_numpy(np.array(c)))
+                for c in (cotangents[name] for name in tracked)
+            ]
+            douts = [c.to(part) for c, part in zip(douts, tracked.values(), strict=True)]
+            try:
+                found = self.torch.autograd.grad(
+                    list(tracked.values()), leaves, douts, allow_unused=True, retain_graph=True
+                )
+            except RuntimeError as error:
+                says = str(error).splitlines()[0]
+                if "no autograd formula" in says or "derivative for" in says:
+                    raise NoGradient(says) from error  # none was written; all else is a fault
+                raise
+            pairs = zip(wanted, found, strict=True)
+            return {
+                name: self.torch.zeros_like(given[name]) if gradient is None else gradient
+                for name, gradient in pairs
+            }
+
+        return out, backward
 
     @contextmanager
     def within(self, dtype: str) -> Iterator[None]:
@@ -256,31 +264,43 @@ class Jax(Framework):
     def dtype_of(self, value: Any) -> str:
         return super().dtype_of(value).replace("bfloat16", "bf16")
 
-    def differentiate(
-        self, function: Function, given: Given, wanted: list[str], cotangents: Mapping[str, Array]
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return what a function gives and its gradients, by ``jax.vjp``."""
+    def forward(
+        self, function: Function, given: Given, wanted: list[str], results: Iterable[str]
+    ) -> tuple[Any, Backward]:
+        """Return what a function gives, and its backward by ``jax.vjp``."""
         jnp = self.jax.numpy
 
         def of_parts(leaves: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             out = function({**given, **leaves})
             parts = named_parts(out)
-            return {name: parts[name] for name in cotangents if name in parts}, out
+            return {name: parts[name] for name in results if name in parts}, out
 
-        try:
+        with self._ruled():
             leaves = {name: given[name] for name in wanted}
-            parts, backward, out = self.jax.vjp(of_parts, leaves, has_aux=True)
-            douts = {n: jnp.asarray(cotangents[n], part.dtype) for n, part in parts.items()}
-            (found,) = backward(douts)
-        # what JAX raises where it has no rule to differentiate by: NotImplementedError for most of
-        # its primitives, the others for loops and integers. A rule of the function's own that
-        # raises is no such thing, and comes out as it is.
+            parts, vjp, out = self.jax.vjp(of_parts, leaves, has_aux=True)
+
+        def backward(cotangents: Mapping[str, Any]) -> dict[str, Any]:
+            with self._ruled():
+                douts = {n: jnp.asarray(cotangents[n], part.dtype) for n, part in parts.items()}
+                (found,) = vjp(douts)
+            return dict(found)
+
+        return out, backward
+
+    @contextmanager
+    def _ruled(self) -> Iterator[None]:
+        """Tell where JAX has no rule to differentiate by.
+
+        It raises NotImplementedError for most of its primitives, the others for loops and integers.
+        A rule of the function's own that raises is no such thing, and comes out as it is.
+        """
+        try:
+            yield
         except (NotImplementedError, ValueError, TypeError) as error:
             *_, last = traceback.walk_tb(error.__traceback__)
             if not str(last[0].f_globals.get("__name__", "")).startswith("jax"):
                 raise
             raise NoGradient((str(error).splitlines() or [type(error).__name__])[0]) from error
-        return out, dict(found)
 
     def within(self, dtype: str) -> AbstractContextManager[Any]:
         if dtype != "float64":

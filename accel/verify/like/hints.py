@@ -42,6 +42,20 @@ def hints_for(
     """Return what explains a failure, the most telling first; the evidence is of other cases."""
     found: list[str] = []
     comparable = judged.got is not None and judged.exact is not None
+
+    def passes(**changed: Any) -> bool:
+        try:
+            again = subject.run(dataclasses.replace(case, **changed))
+        except (KernelError, ValueError):
+            return False
+        return bool(again) and all(j.ok for j in again if j.name in (judged.name, ""))
+
+    if case.interleaved and judged.kind != "second" and passes(interleaved=False):
+        found.append(
+            "it passes when no other forward is called in between: is what the backward reads kept "
+            "outside of its own call, where the next forward writes? (ctx.save_for_backward keeps "
+            "it.)"
+        )
     if comparable and judged.kind in ("value", "nonfinite", "shape"):
         with np.errstate(all="ignore"):
             found += _of_numbers(case, judged)
@@ -50,18 +64,18 @@ def hints_for(
                 others = evidence.telling((judged.name, judged.kind))
                 likely = _borne_out(subject, reference, likely, others)
             found += likely
-    if judged.kind == "second":
+    if judged.kind == "second" and judged.name.startswith("d"):
+        found.append(
+            "the first backward is right and a second one of the same forward, with -dout, is not: "
+            "does the backward write into what the forward saved, or keep a result?"
+        )
+    elif judged.kind == "second":
         found.append(
             "a stale result? The first call is right and another, of the same shapes with other "
             "values, is not: is something kept between calls?"
         )
     if judged.kind in ("value", "nonfinite", "shape", "raised") and case.layouts:
-        plain = dataclasses.replace(case, layouts={})
-        try:
-            again = subject.run(plain)
-        except (KernelError, ValueError):
-            again = []
-        if again and all(j.ok for j in again if j.name in (judged.name, "")):
+        if passes(layouts={}):
             ignored = comparable and _ignores_strides(reference, case, judged)
             found.append(contiguous(case, ignored=ignored))
     near = judged.closeness

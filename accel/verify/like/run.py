@@ -9,7 +9,14 @@ import numpy as np
 from accel.verify.calling import Judged, first_of, misshapen
 from accel.verify.like.bound import rounded
 from accel.verify.like.case import LikeCase
-from accel.verify.like.frameworks import Framework, NoGradient, NumPy, Torch, named_parts
+from accel.verify.like.frameworks import (
+    Backward,
+    Framework,
+    NoGradient,
+    NumPy,
+    Torch,
+    named_parts,
+)
 from accel.verify.like.reference import STATE, Reference, cotangents_of
 from accel.verify.like.truth import Truth, close
 from accel.verify.subject import KernelError, Placed
@@ -57,22 +64,21 @@ class Run:
         views = {name: at.view for name, at in placed.items() if not name.startswith("dout")}
         function = self._function(views)
         outputs = [name for name in self.truths if not name.startswith("d")]
-        douts = {name: placed[f"d{name}"].view for name in cotangents_of(self.case.arrays)}
-        gradients: dict[str, Any] | None = None
-        out: Any = None
-        if douts and self.pair.backward is None:
-            out, gradients = self._automatic(function, views, douts)
-        if gradients is None:
-            out = self._call(function, views)
+        out, backward = self._forward(function, views)
         parts = self._parts(out, outputs)
-        taken = {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
+        taken = self._taken(parts)
         self._judge(taken, parts)
+        if any(judged.kind in ("missing", "shape") for judged in self.judged):
+            backward = None  # which would be called with a cotangent of another shape
         if self.case.interleaved:
             self._second(function)
-        if douts and self.pair.backward is not None:
-            gradients = self._by_hand(views, douts)
-        if gradients is not None:
-            self._judge({n: np.array(self.subject.to_numpy(g)) for n, g in gradients.items()})
+        if cotangents_of(self.case.arrays) and (backward or self.pair.backward):
+            gradients = self._gradients(backward, placed, views)
+            taken |= self._taken(gradients)
+            self._judge({name: taken[name] for name in gradients})
+            parts |= gradients
+            if gradients:
+                self._turned(backward, views)
         for name, at in placed.items():
             now = self.subject.to_numpy(at.base)
             if not np.array_equal(now, at.before, equal_nan=now.dtype.kind == "f"):
@@ -82,6 +88,9 @@ class Run:
             if not np.array_equal(now, taken[name], equal_nan=now.dtype.kind == "f"):
                 text = f"{name} changed after it was returned, by a later call"
                 self._problem(name, "overwritten", text)
+
+    def _taken(self, parts: Mapping[str, Any]) -> dict[str, Array]:
+        return {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
 
     def _place(self, case: LikeCase) -> dict[str, Placed]:
         return {
@@ -132,11 +141,9 @@ class Run:
             self.reference.name, self.reference.call, function, views, self.options
         )
 
-    def _automatic(
-        self, function: Any, views: dict[str, Any], douts: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any] | None]:
-        """Differentiate the kernel by its own framework."""
-        framework = self.pair.framework
+    def _forward(self, function: Any, views: dict[str, Any]) -> tuple[Any, Backward | None]:
+        """Call the function, so that its own framework differentiates it where that is wanted."""
+        results = list(cotangents_of(self.case.arrays))
         wanted = [
             name for name in self.reference.wanted(self.case.arrays) if f"d{name}" in self.truths
         ]
@@ -148,18 +155,46 @@ class Run:
                 self._leaves = {n: given[f"{STATE}{n}"] for n in self._weights}
             return self.reference.call(function, given, self.options)
 
-        def differentiate() -> Any:
-            try:
-                return framework.differentiate(of, views, wanted, douts)
-            except NoGradient as error:
-                return error, None
+        if results and wanted and self.pair.backward is None and not self.pair.untaken:
+            found: tuple[Any, Backward] | None = self._unless_none(
+                self.reference.name, self.pair.framework.forward, of, views, wanted, results
+            )
+            if found is not None:
+                return found
+        return self._call(function, views), None
 
-        out, found = self.subject.call(f"{self.reference.name} or its backward", differentiate)
-        if found is None:
-            self.pair.untaken = str(out)
-            self.subject.differentiates(self.pair)  # says so
-            return None, None
-        return out, {f"d{name}": gradient for name, gradient in found.items()}
+    def _unless_none(self, what: str, function: Any, *args: Any) -> Any:
+        """Make a call that may find that there is no gradient: then None."""
+
+        def attempt() -> Any:
+            try:
+                return function(*args)
+            except NoGradient as error:
+                return error
+
+        found = self.subject.call(what, attempt)
+        if not isinstance(found, NoGradient):
+            return found
+        self.pair.untaken = str(found)
+        self.subject.differentiates(self.pair)  # says so
+        return None
+
+    def _gradients(
+        self, backward: Backward | None, placed: Mapping[str, Placed], views: dict[str, Any]
+    ) -> dict[str, Any]:
+        douts = {name: placed[f"d{name}"].view for name in cotangents_of(self.case.arrays)}
+        if backward is None:
+            return self._by_hand(views, douts)
+        found = self._unless_none(f"the backward of {self.reference.name}", backward, douts)
+        return {f"d{name}": gradient for name, gradient in (found or {}).items()}
+
+    def _turned(self, backward: Backward | None, views: dict[str, Any]) -> None:
+        """Call the backward again with -dout, which has to give the same gradients, turned."""
+        arrays = {n: -a if n.startswith("dout") else a for n, a in self.case.arrays.items()}
+        placed = self._place(dataclasses.replace(self.case, arrays=arrays))
+        found = self._taken(self._gradients(backward, placed, views))
+        note = " of a second backward of the same forward, with -dout,"
+        self._judge({name: -gradient for name, gradient in found.items()}, note=note)
 
     def _named(self, name: str) -> bool:
         return name.removeprefix(STATE) in self._weights
@@ -196,9 +231,8 @@ class Run:
         other = dataclasses.replace(self.case, arrays=arrays, layouts={}, interleaved=False)
         truths, _ = self.subject.truths(other)
         views = {name: at.view for name, at in self._place(other).items()}
-        parts = self._parts(self._call(function, views), list(truths))
-        taken = {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
-        self._judge(taken, truths=truths, note=" of a second call")
+        parts = self._parts(self._forward(function, views)[0], list(truths))
+        self._judge(self._taken(parts), truths=truths, note=" of a second call")
 
     def _parts(self, out: Any, owed: list[str]) -> dict[str, Any]:
         parts = named_parts(out)
@@ -231,6 +265,8 @@ class Run:
             broken = ~np.isfinite(value) & truth.finite
             if broken.any():
                 kind, problem = "nonfinite", first_of(f"{name}{note}", value, broken)
+            elif note and not found.ok:
+                problem = f"{name}{note} is off by {found.error:.2e} relative"
             elif parts is not None and name in self.types and not problem:
                 given, due = self.pair.framework.dtype_of(parts[name]), self.types[name]
                 same = type(self.pair.framework) is type(self.reference.framework)
