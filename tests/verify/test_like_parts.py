@@ -53,11 +53,34 @@ def test_a_declaration_is_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shapes", "holds"),
+    [
+        ({"q": "B T D", "k": "B S D, S >= T"}, lambda n: n["S"] >= n["T"]),
+        ({"x": "H W, H == 3*W"}, lambda n: n["H"] == 3 * n["W"]),
+        ({"x": "A B C, A < B, B < C"}, lambda n: n["A"] < n["B"] < n["C"]),
+        ({"x": "N C, C % G == 0, G > 1"}, lambda n: n["C"] % n["G"] == 0 and n["G"] > 1),
+    ],
+)
+def test_sizes_keep_to_what_holds_between_letters(shapes: dict[str, Any], holds: Any) -> None:
+    declared, rng, seen = read(shapes), np.random.default_rng(0), set()
+    for _ in range(60):
+        draw = Draw(lambda options, name="": options[rng.integers(len(options))], "float32")
+        sizes = declared.sizes(draw)
+        assert holds(sizes) and declared.fits(sizes), sizes
+        seen.add(tuple(sizes.values()))
+    assert len(seen) > 10
+    assert holds(declared.sizes(Draw(first, "float32")))
+
+
+@pytest.mark.parametrize(
     ("shapes", "message"),
     [
         ({"eps": 1e-5}, "no array among eps"),
         ({"x": "B, T)"}, "is no expression of sizes"),
         ({"x": "B T!"}, "'T!' where an axis should stand"),
+        ({"x": "B T, T > B, T < B"}, "no sizes keep to T > B, T < B"),
+        ({"x": "B, B > 5000, B < 5001"}, "no sizes keep to B > 5000, B < 5001"),
+        ({"x": "B 50257"}, "no sizes leave every array at most 20,000 elements"),
         ({"y": "B"}, "relu takes no y; it takes x"),
     ],
 )

@@ -33,6 +33,7 @@ from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDE, Draw
 from reference.types import Array
 
 MAX_WORK = 200_000  # the product of all sizes
+NEAR = 256  # how far from a usual size one may be that keeps to the conditions
 Sizes = dict[str, Any]  # letter -> size, and "..." -> the leading shape
 
 _OPERATORS = {
@@ -216,22 +217,57 @@ class Declared:
                 options = [n for n in found[letter] if self.fits(sizes | {letter: n})]
             else:
                 options = self._options(letter, sizes)
+            options = [n for n in options if self._completes(sizes | {letter: n})]
             if not options:
-                raise DeclarationError(
-                    f"no size of {letter} keeps to {', '.join(self.where)} beside {sizes}"
-                )
+                raise self._impossible()
             sizes[letter] = draw.pick(options)
         return {letter: sizes[letter] for letter in letters}
 
+    def check(self) -> None:
+        """See that there are sizes.
+
+        Raises
+        ------
+        DeclarationError
+            When none keep to the conditions.
+        """
+        if not self._completes({}):
+            raise self._impossible()
+
+    def _impossible(self) -> DeclarationError:
+        keep = f"keep to {', '.join(self.where)} and " if self.where else ""
+        return DeclarationError(
+            f"no sizes {keep}leave every array at most {MAX_ELEMENTS:,} elements, and all sizes "
+            f"a product of at most {MAX_WORK:,}; loosen a condition, or a size that is fixed"
+        )
+
+    def _completes(self, sizes: Sizes) -> bool:
+        """Say whether the letters with conditions that are left have sizes beside these."""
+        left = [letter for text in self.where for letter in letters_in(text)]
+        letter = next((letter for letter in left if letter not in sizes), None)
+        if letter is None:
+            return self.fits(sizes)
+        return any(self._completes(sizes | {letter: n}) for n in self._options(letter, sizes))
+
     def _options(self, letter: str, sizes: Sizes) -> list[int]:
         """Return the usual sizes, each moved to the next that keeps to the conditions."""
-        options: set[int] = set()
-        bound = any(letter in letters_in(text) for text in self.where)
-        for n in WIDE:
-            for ends in (range(n, n + 257), range(n, max(n - 257, 0), -1)):
-                near = (m for m in ends if not bound or self._keeps(sizes | {letter: m}))
-                options.add(next(near, 0))
-        return sorted(n for n in options if n and self._small(sizes | {letter: n}))
+        bound = [text for text in self.where if letter in letters_in(text)]
+        beside = {name for text in bound for name in letters_in(text)} & set(sizes)
+        near = self._near(letter, tuple((name, sizes[name]) for name in sorted(beside)))
+        return [n for n in near if self._small(sizes | {letter: n})]
+
+    def _near(self, letter: str, beside: tuple[tuple[str, int], ...]) -> list[int]:
+        if (letter, beside) not in self._known_near:
+            sizes = dict(beside)
+            kept = [n for n in range(1, WIDE[-1] + NEAR + 1) if self._keeps(sizes | {letter: n})]
+            below = [max((m for m in kept if n - NEAR <= m <= n), default=0) for n in WIDE]
+            above = [min((m for m in kept if n <= m <= n + NEAR), default=0) for n in WIDE]
+            self._known_near[letter, beside] = sorted({*below, *above} - {0})
+        return self._known_near[letter, beside]
+
+    @functools.cached_property
+    def _known_near(self) -> dict[tuple[str, tuple[tuple[str, int], ...]], list[int]]:
+        return {}
 
     def words(self, value: Any, sizes: Sizes) -> Any:
         """Return an option or an argument of a module with sizes for letters."""
@@ -278,7 +314,9 @@ def read(declared: Mapping[str, Any]) -> Declared:
         raise DeclarationError(
             f"no array among {', '.join(order) or 'nothing'}: write 'x': 'B T D'"
         )
-    return Declared(arrays, options, order, tuple(where), init)
+    found = Declared(arrays, options, order, tuple(where), init)
+    found.check()
+    return found
 
 
 def _array(name: str, text: str) -> tuple[ArrayOf, Sequence[str]]:

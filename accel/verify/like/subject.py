@@ -22,6 +22,7 @@ from accel.verify.like.bound import (
     working,
 )
 from accel.verify.like.case import LikeCase
+from accel.verify.like.declared import DeclarationError
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.hints import hints_for
 from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
@@ -109,7 +110,10 @@ class LikeSubject(Subject):
         reference = pair.reference
         for attempt in itertools.count(1):
             draw = Draw(pick, dtype)
-            sizes = reference.declared.sizes(draw)
+            try:
+                sizes = reference.declared.sizes(draw)
+            except DeclarationError as error:
+                raise SubjectError(f"{reference.name}: {error}") from None
             arrays, options = reference.draw(draw, sizes)
             arrays = {n: rounded(a, dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()}
             init = reference.init(sizes)
