@@ -7,6 +7,7 @@ import pytest
 
 from accel.verify import VerificationError
 from accel.verify.report import Report
+from accel.verify.subject import SubjectError
 from tests.helpers.like import checked
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -157,3 +158,75 @@ def test_what_a_backward_by_hand_keeps_is_found(tmp_path: Path, mistake: str) ->
     assert checked(tmp_path, BY_HAND, ref=SILU, examples=4).ok
     report = checked(tmp_path, BY_HAND + more, ref=SILU, examples=4)
     assert key in [(f.name, f.kind) for f in report.failures], report.text()
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+HEADS = """
+import torch
+import torch.nn as nn
+class Model(nn.Module):
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        assert n_embd % n_head == 0
+        self.n_head, self.out = n_head, nn.Linear(n_embd, n_embd)
+    def forward(self, x):
+        B, T, C = x.shape
+        q = x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = torch.softmax(q @ q.transpose(-2, -1), -1) @ q
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+batch_size = 16
+seq_len = 64
+n_embd = 96
+n_head = 8
+def get_inputs():
+    return [torch.rand(batch_size, seq_len, n_embd)]
+def get_init_inputs():
+    return [n_embd, n_head]
+"""
+GROUPS = """
+import torch
+import torch.nn as nn
+class Model(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.norm = nn.GroupNorm(num_groups, out_features)
+    def forward(self, x):
+        return self.norm(self.gemm(x))
+batch_size = 128
+in_features = 512
+out_features = 256
+num_groups = 8
+def get_inputs():
+    return [torch.rand(batch_size, in_features)]
+def get_init_inputs():
+    return [in_features, out_features, num_groups]
+"""
+
+
+@pytest.mark.parametrize("problem", [HEADS, GROUPS])
+def test_sizes_that_a_problem_cannot_have_together_are_not_drawn(
+    tmp_path: Path, problem: str
+) -> None:
+    new = problem.replace("class Model(", "class ModelNew(")
+    report = checked(tmp_path, new, ref=problem, examples=12)
+    assert report.right, report.text()
+
+
+def test_a_problem_that_refuses_a_real_run_is_a_sentence(tmp_path: Path) -> None:
+    refuses = "        if x.device.type == 'cpu':\n            raise ValueError('no CPU here')\n"
+    problem = GROUPS.replace("    def forward(self, x):\n", f"    def forward(self, x):\n{refuses}")
+    new = GROUPS.replace("class Model(", "class ModelNew(")
+    with pytest.raises(SubjectError, match=r"ref.py: the reference raised ValueError: no CPU here"):
+        checked(tmp_path, new, ref=problem, examples=2)
+
+
+def test_a_module_that_refuses_its_sizes_is_a_sentence(tmp_path: Path) -> None:
+    ref = HEADS + 'SHAPES = {"Model": {"init": ("C", "H"), "x": "B T C, H <= 8"}}\n'
+    new = HEADS.replace("class Model(", "class ModelNew(")
+    with pytest.raises(SubjectError, match=r"raised \w+: .*do the shapes that are declared hold"):
+        checked(tmp_path, new, "Model=ModelNew", ref=ref)
+    ref = ref.replace("H <= 8", "C % H == 0")
+    report = checked(tmp_path, new, "Model=ModelNew", ref=ref, examples=6)
+    assert report.ok, report.text()

@@ -163,6 +163,7 @@ class Declared:
     where: tuple[str, ...] = ()  # conditions on sizes
     init: tuple[Any, ...] = ()  # of a module: what it is made with, letters as strings
     known: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letters whose sizes were found by trying
+    small: Sizes = dataclasses.field(default_factory=dict)  # of these letters, which surely do
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:

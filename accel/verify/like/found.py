@@ -161,7 +161,8 @@ def declared_by(name: str, function: Any, framework: Framework, example: Any) ->
     base = {letter: sizes[group[0]] for letter, group in letters.items()}
     if not base:
         raise DeclarationError("no size of its example can be changed; declare SHAPES")
-    known = sizes_taken(reduced(base, accepts_letters), accepts_letters)
+    small = reduced(base, accepts_letters)
+    known = sizes_taken(small, accepts_letters)
     made: dict[str, ArrayOf] = {}
     for key, a in arrays.items():
         axes = tuple(of.get((key, axis), str(n)) for axis, n in enumerate(a.shape))
@@ -174,7 +175,7 @@ def declared_by(name: str, function: Any, framework: Framework, example: Any) ->
         kind = {"i": "int", "u": "int", "b": "bool"}.get(a.dtype.kind, "float")
         made[key] = ArrayOf(axes, kind, bounds)
     chosen = {key: (of.get((key, -1), value),) for key, value in options.items()}
-    declared = Declared(made, chosen, tuple(given), known=known)
+    declared = Declared(made, chosen, tuple(given), known=known, small=dict(small))
     return dataclasses.replace(probe, declared=declared)
 
 

@@ -23,7 +23,7 @@ from accel.verify.draw import MAX_ELEMENTS, Draw
 from accel.verify.like.declared import ArrayOf, Declared, Sizes, floats
 from accel.verify.like.found import arguments_of, reduced, sizes_taken, together
 from accel.verify.like.frameworks import Torch, named_parts
-from accel.verify.like.reference import Reference
+from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.run import Pair
 from accel.verify.subject import SubjectError
 from reference.types import Array
@@ -64,12 +64,16 @@ class Problem(Reference):
 class Constants(Declared):
     """Sizes that are no axes: the file makes inputs of them."""
 
+    accepts: Callable[[Sizes], bool] = lambda sizes: True
+
     @property
     def letters(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.known)
 
     def fits(self, sizes: Sizes) -> bool:
-        return all(sizes.get(name, n[0]) in n for name, n in self.known)
+        """Say whether the model takes sizes; those that are left may be the small ones."""
+        known = all(sizes.get(name, n[0]) in n for name, n in self.known)
+        return known and self.accepts(self.small | sizes)
 
 
 def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> Pair:
@@ -135,17 +139,24 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
         def made(sizes: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
             return of_axes({key: sizes[name] for name, group in named.items() for key in group})
 
+    remedy = f"give {like} SHAPES for Model, and the command --function Model=ModelNew"
+    tried: dict[tuple[Any, ...], bool] = {}
+
     def accepts(sizes: Mapping[str, int], *, small: bool = True) -> bool:
-        try:
-            return _runs(torch, problem.Model, *_meta(torch, made, sizes), small=small)
-        except Exception:  # whatever a file's own code makes of sizes that it cannot have
-            return False
+        key = (*sorted(sizes.items()), small)
+        if key not in tried:
+            try:
+                runs = _runs(torch, problem.Model, *_meta(torch, made, sizes), small=small)
+            except Exception:  # whatever a file's own code makes of sizes that it cannot have
+                runs = False
+            tried[key] = runs
+        return tried[key]
 
     small = reduced(base, partial(accepts, small=False))
     if not accepts(small):
         raise SubjectError(
             f"{like}: its sizes cannot be made small enough ({small} is still too large, or Model "
-            "does not run on PyTorch's meta device); declare SHAPES for Model instead"
+            f"does not run on PyTorch's meta device); {remedy}"
         )
     known = sizes_taken(small, accepts)
     kinds = {
@@ -153,17 +164,25 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
         for name, a in arrays.items()
     }
     declared = Constants(
-        {name: ArrayOf((), kind) for name, kind in kinds.items()}, {}, tuple(example), known=known
+        {name: ArrayOf((), kind) for name, kind in kinds.items()},
+        {},
+        tuple(example),
+        known=known,
+        small=small,
+        accepts=accepts,
     )
 
     def make(given: tuple[Any, ...]) -> Any:
         torch.manual_seed(0)
         return problem.Model(*given)
 
-    reference = Problem("Model", problem.Model, framework, declared, make)
+    reference = Problem("Model", problem.Model, framework, declared, make, remedy)
     reference.given = lambda sizes: made(sizes)[0]
     reference.init = lambda sizes: made(sizes)[1]
-    _keep_positive(reference, small)
+    try:
+        _keep_positive(reference, small)
+    except Refused as error:
+        raise SubjectError(f"{like}: {error} with {small}; {remedy}") from None
     return Pair(reference, solution.ModelNew, framework)
 
 

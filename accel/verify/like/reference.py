@@ -22,6 +22,12 @@ STATE = "params."  # begins the names of a module's weights
 class Refused(ValueError):
     """The reference raised."""
 
+    @classmethod
+    def by(cls, error: Exception) -> "Refused":
+        """Return what says which error it raised."""
+        says = (str(error).strip().splitlines() or [""])[0][:200]
+        return cls(f"the reference raised {type(error).__name__}: {says}")
+
 
 def cotangents_of(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return the cotangents among the arrays of a case: ``dout``, ``dout[1]`` → out, out[1]."""
@@ -38,6 +44,7 @@ class Reference:
     declared: Declared
     # makes a module of what it is made with; None where the function is one
     make: Callable[[tuple[Any, ...]], Any] | None = None
+    remedy: str = "do the shapes that are declared hold?"  # where it refuses what was drawn
 
     def __post_init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -89,13 +96,22 @@ class Reference:
     # ---- calling -----------------------------------------------------------------------------
 
     def module(self, init: tuple[Any, ...]) -> Any:
-        """Return the module that is made with these arguments, always the same one."""
+        """Return the module that is made with these arguments, always the same one.
+
+        Raises
+        ------
+        Refused
+            When it cannot be made with them.
+        """
         assert self.make is not None
         key = repr(init)
         if key not in self._made:
             if len(self._made) > 50:
                 self._made.clear()
-            self._made[key] = self.make(init)
+            try:
+                self._made[key] = self.make(init)
+            except Exception as error:  # whatever a file's own code makes of them
+                raise Refused.by(error) from error
         return self._made[key]
 
     def state(self, init: tuple[Any, ...]) -> dict[str, Array]:
@@ -189,8 +205,7 @@ class Reference:
             self.untaken = str(error)
             return self.results(arrays, options, init, dtype)
         except Exception as error:
-            says = (str(error).strip().splitlines() or [""])[0][:200]
-            raise Refused(f"the reference raised {type(error).__name__}: {says}") from error
+            raise Refused.by(error) from error
         parts = named_parts(out)
         types = {name: self.framework.dtype_of(part) for name, part in parts.items()}
         return {name: self._taken(part) for name, part in {**parts, **found}.items()}, types

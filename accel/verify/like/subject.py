@@ -114,6 +114,8 @@ class LikeSubject(Subject):
                 sizes = reference.declared.sizes(draw)
             except DeclarationError as error:
                 raise SubjectError(f"{reference.name}: {error}") from None
+            if attempt == TRIES:
+                sizes |= reference.declared.small
             arrays, options = reference.draw(draw, sizes)
             arrays = {n: rounded(a, dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()}
             init = reference.init(sizes)
@@ -127,8 +129,8 @@ class LikeSubject(Subject):
                 if attempt == TRIES or not reference.declared.known:
                     raise SubjectError(
                         f"{reference.name}: {error} for "
-                        f"{'; '.join(f'{n} {shape_of(a)}' for n, a in arrays.items())}; do the "
-                        "shapes that are declared hold?"
+                        f"{'; '.join(f'{n} {shape_of(a)}' for n, a in arrays.items())}; "
+                        f"{reference.remedy}"
                     ) from None
         if pair.backward is None and isinstance(pair.framework, NumPy):
             reference.try_gradient(arrays, resolved, init, results)
