@@ -24,7 +24,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -310,6 +310,7 @@ def read(declared: Mapping[str, Any]) -> Declared:
                 letters_in(condition)
         else:
             options[name] = tuple(value) if isinstance(value, list) else (value,)
+    refuse_cotangents(arrays)
     order = tuple(name for name in declared if name != "init")
     if not arrays:
         raise DeclarationError(
@@ -318,6 +319,22 @@ def read(declared: Mapping[str, Any]) -> Declared:
     found = Declared(arrays, options, order, tuple(where), init)
     found.check()
     return found
+
+
+def refuse_cotangents(names: Iterable[str]) -> None:
+    """See that no input is taken for a cotangent.
+
+    Raises
+    ------
+    DeclarationError
+        When one is named like it.
+    """
+    for name in names:
+        if name.startswith("dout"):
+            raise DeclarationError(
+                f"{name} is the name of what gradients are taken with; call that input something "
+                "else, such as grad"
+            )
 
 
 def _array(name: str, text: str) -> tuple[ArrayOf, Sequence[str]]:

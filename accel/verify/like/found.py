@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from accel.verify.draw import MAX_ELEMENTS, WIDE
-from accel.verify.like.declared import ArrayOf, DeclarationError, Declared
+from accel.verify.like.declared import ArrayOf, DeclarationError, Declared, refuse_cotangents
 from accel.verify.like.frameworks import Framework, named_parts
 from accel.verify.like.reference import Reference, parameters_of
 from reference.types import Array
@@ -116,6 +116,7 @@ def declared_by(name: str, function: Any, framework: Framework, example: Any) ->
             arrays[key] = np.array(framework.take(value))
         else:
             options[key] = value
+    refuse_cotangents(arrays)
     fixed = Declared({}, {n: (v,) for n, v in options.items()}, tuple(given))
     probe = Reference(name, function, framework, fixed)
 

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from accel.verify.draw import MAX_ELEMENTS, Draw
-from accel.verify.like.declared import ArrayOf, Declared, Sizes, floats
+from accel.verify.like.declared import (
+    ArrayOf,
+    DeclarationError,
+    Declared,
+    Sizes,
+    floats,
+    refuse_cotangents,
+)
 from accel.verify.like.found import arguments_of, reduced, sizes_taken, together
 from accel.verify.like.frameworks import Torch, named_parts
 from accel.verify.like.reference import Reference, Refused
@@ -94,6 +101,10 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
         example = arguments_of(problem.Model, problem.get_inputs())
         init = _listed(problem.get_init_inputs())
     arrays = {name: value for name, value in example.items() if isinstance(value, torch.Tensor)}
+    try:
+        refuse_cotangents(arrays)
+    except DeclarationError as error:
+        raise SubjectError(f"{like}: {error}") from None
     read = {n for f in (problem.get_inputs, problem.get_init_inputs) for n in f.__code__.co_names}
     base: dict[str, int] = {
         n: v for n, v in vars(problem).items() if n in read and type(v) is int and v > 1
