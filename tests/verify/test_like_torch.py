@@ -230,3 +230,57 @@ def test_a_module_that_refuses_its_sizes_is_a_sentence(tmp_path: Path) -> None:
     ref = ref.replace("H <= 8", "C % H == 0")
     report = checked(tmp_path, new, "Model=ModelNew", ref=ref, examples=6)
     assert report.ok, report.text()
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+BACKWARD = """
+import torch
+def silu_bwd(dout, x):
+    s = torch.sigmoid(x)
+    return dout * s * (1 + x * (1 - s))
+"""
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        BACKWARD + 'SHAPES = {"silu_bwd": {"dout": "N D", "x": "N D"}}\n',
+        BACKWARD + 'EXAMPLES = {"silu_bwd": (torch.ones(3, 4), torch.ones(3, 4))}\n',
+        HEADS.replace("self, x)", "self, dout)").replace("x.", "dout."),
+    ],
+)
+def test_an_input_may_not_have_the_name_of_a_cotangent(tmp_path: Path, ref: str) -> None:
+    new = ref.replace("class Model(", "class ModelNew(")
+    with pytest.raises(SubjectError, match=r"ref.py: .*dout .* call that input something else"):
+        checked(tmp_path, new, ref=ref)
+
+
+@pytest.mark.parametrize("code", ["silu(x)[:, :1]", "silu(x).sum(-1)", "silu(x)[None]"])
+def test_a_wrong_shape_is_said_rather_than_what_the_backward_raises(
+    tmp_path: Path, code: str
+) -> None:
+    new = SILU.replace("silu(x)\n", f"{code}\n").replace(f"def {code}", "def silu(x)")
+    report = checked(tmp_path, new, ref=SILU, examples=6)
+    assert {failure.kind for failure in report.failures} == {"shape"}, report.text()
+    assert "out has shape" in report.text() and "should have" in report.text()
+
+
+def test_a_module_that_somebody_made_stays_as_it_is() -> None:
+    import torch
+
+    from accel.verify.torch import check
+
+    def made() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+
+    new, like = made(), made().train()
+    before = [
+        {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        for module in (new, like)
+    ]
+    check(new, like=like, input="N 4, N >= 2", examples=4, dtypes=["bf16"], raises=False)
+    for module, state in zip((new, like), before, strict=True):
+        for name, tensor in module.state_dict().items():
+            assert tensor.dtype == state[name].dtype and torch.equal(tensor, state[name]), name

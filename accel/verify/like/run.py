@@ -1,5 +1,6 @@
 """The calls of one case of a function that is held to a reference of one's own."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ class Run:
         def make() -> Any:
             made = self.pair.function
             if isinstance(made, torch.nn.Module):
-                return made
+                return copy.deepcopy(made)  # which is not for us to change
             torch.manual_seed(0)
             return made(*init)
 

@@ -1,5 +1,6 @@
 """From two files to what is checked: which functions, in which framework, of which shapes."""
 
+import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,7 +165,7 @@ def maker(function: Any, framework: Framework) -> Any:
         return None
     torch = framework.torch
     if isinstance(function, torch.nn.Module):
-        return lambda init: function
+        return lambda init: copy.deepcopy(function)  # whose buffers a call may change
     if inspect.isclass(function) and issubclass(function, torch.nn.Module):
 
         def make(init: tuple[Any, ...]) -> Any:
