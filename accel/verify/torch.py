@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.check import Options, VerificationError, check_subject
+from accel.verify.check import Options, VerificationError, cases_of, check_subject
 from accel.verify.like.declared import DeclarationError
 from accel.verify.like.frameworks import Torch
 from accel.verify.like.run import Pair
@@ -86,6 +86,11 @@ def check(
         partial=partial,
     )
     report = check_subject(subject, options)
+    for failure in report.failures:
+        count = cases_of(failure.case.spec, options)
+        failure.rerun = (
+            f"the same check(…, dtypes=[{failure.dtype!r}], seed={seed}, examples={count})"
+        )
     if raises and not report.ok:
         raise VerificationError(report)
     return report
