@@ -284,3 +284,64 @@ def test_a_module_that_somebody_made_stays_as_it_is() -> None:
     for module, state in zip((new, like), before, strict=True):
         for name, tensor in module.state_dict().items():
             assert tensor.dtype == state[name].dtype and torch.equal(tensor, state[name]), name
+
+
+def hints_of(report: Report) -> list[str]:
+    return [hint for failure in report.failures for hint in failure.hints]
+
+
+def test_a_stale_result_is_not_guessed_where_the_first_call_is_wrong_too(tmp_path: Path) -> None:
+    ref = TANH.replace("torch.tanh(x)", "-x")
+    new = TANH.replace("torch.tanh(x)", "x.float() * 2")
+    report = checked(tmp_path, new, ref=ref, dtypes=("bf16",), examples=12)
+    assert [(f.name, f.kind) for f in report.failures] == [("out", "dtype")], report.text()
+    assert not any("stale" in hint for hint in hints_of(report)), report.text()
+
+
+@pytest.mark.parametrize("dtypes", [("bf16",), ("float32", "bf16")])
+def test_roundings_are_not_blamed_for_what_is_wrong_in_float32_too(
+    tmp_path: Path, dtypes: tuple[str, ...]
+) -> None:
+    new = TANH.replace("torch.tanh(x)", "torch.tanh(x) * 1.5")
+    report = checked(tmp_path, new, ref=TANH, dtypes=dtypes, examples=12)
+    assert "bf16" in {failure.dtype for failure in report.failures}, report.text()
+    assert not any("follows from the roundings" in hint for hint in hints_of(report))
+
+
+def test_nothing_is_guessed_where_nothing_is_known(tmp_path: Path) -> None:
+    ref = """
+import torch
+SHAPES = {"f": {"q": "N D", "k": "N D"}}
+def f(q, k):
+    return torch.softmax(q * k, -1)
+"""
+    new = """
+import torch
+class F(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k):
+        p = torch.softmax(q * k, -1)
+        ctx.save_for_backward(q, k, p)
+        return p
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, p = ctx.saved_tensors
+        dz = p * (dout - (dout * p).sum(-1, keepdim=True))
+        return dz * k * (torch.nan if q.abs().max() > 1e6 else 1), dz * q
+f = F.apply
+"""
+    report = checked(tmp_path, new, ref=ref, examples=8, shrink=True)
+    assert "dq" in {failure.name for failure in report.failures}, report.text()
+    assert "has the right value" not in report.text(), report.text()
+    assert not any("ignored?" in hint for hint in hints_of(report)), report.text()
+
+
+def test_a_line_in_a_test_says_how_it_is_run_again(tmp_path: Path) -> None:
+    import torch
+
+    from accel.verify.torch import check
+
+    report = check(lambda x: -x, like=torch.tanh, x="N D", seed=3, examples=4, raises=False,
+                   save=tmp_path)  # fmt: skip
+    assert not report.right and "<check" not in report.text()
+    assert "again: the same check(…, dtypes=['float32'], seed=3, examples=4)" in report.text()

@@ -43,12 +43,15 @@ def hints_for(
     found: list[str] = []
     comparable = judged.got is not None and judged.exact is not None
 
-    def passes(**changed: Any) -> bool:
+    def again(**changed: Any) -> list[Judged]:
         try:
-            again = subject.run(dataclasses.replace(case, **changed))
+            return subject.run(dataclasses.replace(case, **changed))
         except (KernelError, ValueError):
-            return False
-        return bool(again) and all(j.ok for j in again if j.name in (judged.name, ""))
+            return []
+
+    def passes(**changed: Any) -> bool:
+        found = again(**changed)
+        return bool(found) and all(j.ok for j in found if j.name in (judged.name, ""))
 
     if case.interleaved and judged.kind != "second" and passes(interleaved=False):
         found.append(
@@ -80,7 +83,9 @@ def hints_for(
             found.append(contiguous(case, ignored=ignored))
     near = judged.closeness
     stored = UNIT_ROUNDOFF[case.dtype].stored and not isinstance(reference.framework, NumPy)
-    if judged.kind == "value" and near is not None and near.ratio < FEW and stored:
+    few = judged.kind == "value" and near is not None and near.ratio < FEW and stored
+    wide = again(dtype="float32") if few and "float32" in subject.dtypes() else []
+    if few and all(j.ok for j in wide if j.name == judged.name):
         found.append(
             "what is allowed follows from the roundings that the reference makes. Is that one "
             "fused call, and does the kernel round after each step? Compute in float32, or write "
@@ -217,7 +222,7 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
             return
         off = float(np.linalg.norm((got - truth.exact)[truth.judged]))
         left = float(np.linalg.norm((got - result)[truth.judged]))
-        if np.isfinite(off) and left <= 0.1 * off:
+        if 0 < off < np.inf and left <= 0.1 * off:
             yield text
 
     floats = [n for n, a in case.arrays.items() if a.dtype.kind == "f"]
