@@ -169,12 +169,9 @@ class Model(nn.Module):
     def __init__(self, n_embd, n_head):
         super().__init__()
         assert n_embd % n_head == 0
-        self.n_head, self.out = n_head, nn.Linear(n_embd, n_embd)
+        self.out = nn.Linear(n_embd, n_embd)
     def forward(self, x):
-        B, T, C = x.shape
-        q = x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = torch.softmax(q @ q.transpose(-2, -1), -1) @ q
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        return self.out(x)
 batch_size = 16
 seq_len = 64
 n_embd = 96
@@ -247,7 +244,7 @@ def silu_bwd(dout, x):
     [
         BACKWARD + 'SHAPES = {"silu_bwd": {"dout": "N D", "x": "N D"}}\n',
         BACKWARD + 'EXAMPLES = {"silu_bwd": (torch.ones(3, 4), torch.ones(3, 4))}\n',
-        HEADS.replace("self, x)", "self, dout)").replace("x.", "dout."),
+        HEADS.replace("x)", "dout)"),
     ],
 )
 def test_an_input_may_not_have_the_name_of_a_cotangent(tmp_path: Path, ref: str) -> None:
