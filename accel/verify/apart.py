@@ -336,9 +336,11 @@ class _Pool:
                     tried = content
                     self.progress(at, op, dtype, tried, planned)
                 elif kind == "found":
-                    found, notes = content
+                    found, notes, left = content
                     with self.lock:
                         checked.notes |= notes
+                        told = checked.report.untried
+                        told += [sentence for sentence in left if sentence not in told]
         except Ended as end:
             worker.end()
             if self.stopped:

@@ -285,7 +285,6 @@ def check_subject(
     """Check what a subject offers, op by op; nothing that goes wrong in one stops the others."""
     report, started = Report(subject.name, options.seed, partial=options.partial), time.monotonic()
     plan = planned(subject, options)
-    report.untried = untried(subject, options, plan)
     end = None if options.budget is None else time.monotonic() + options.budget
     for at, (spec, dtype, count) in enumerate(plan):
         known = {
@@ -299,6 +298,7 @@ def check_subject(
             check_one(subject, options, spec, dtype, count, progress, known=known, seconds=left)
         )
     leave_out(report.ops, asked(subject, options), options.save)
+    report.untried = untried(subject, options, plan)  # some of it shows when functions are called
     report.notes = sorted(subject.notes)
     report.seconds = time.monotonic() - started
     return report

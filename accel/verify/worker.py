@@ -99,4 +99,5 @@ def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
             lambda op, dtype, done, count: tell("tick", done),
             seconds=job.options.budget,
         )
-        tell("found", (found, set(subject.notes)))
+        left = subject.untried([spec], among=job.options.ops)
+        tell("found", (found, set(subject.notes), left))

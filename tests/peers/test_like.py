@@ -27,7 +27,8 @@ def needs(*modules: str) -> None:
 
 def held(module: Path, *more: str, **environment: str) -> str:
     """Run the command in a process of its own and return what it says; it must be all right."""
-    words = ["verify", "--like", str(EXAMPLES / "like_torch.py"), "--module", str(module), *more]
+    files = ["--like", str(EXAMPLES / "like_torch.py"), "--module", str(module)]
+    words = ["verify", *files, "--partial", *more]
     done = subprocess.run(
         [sys.executable, "-m", "dist.cli", *words, "--examples=3", "--dtype=float32", "--jobs=1"],
         capture_output=True,
@@ -42,18 +43,18 @@ def held(module: Path, *more: str, **environment: str) -> str:
 def test_kernels_in_triton() -> None:
     needs("triton")
     said = held(EXAMPLES / "like_triton.py", TRITON_INTERPRET="1")
-    assert "dy" in said and "softmax: gradients are not checked" in said
+    assert "dy" in said and "softmax: no gradient was checked" in said
 
 
 def test_kernels_in_jax_and_pallas() -> None:
     needs("jax")
     said = held(EXAMPLES / "like_jax.py")
-    assert "dx" in said and "gated: gradients are not checked" in said
+    assert "dx" in said and "gated: no gradient was checked" in said
 
 
 def test_kernels_in_c() -> None:
     needs("cffi")
-    assert "not checked: there is no gated_backward" in held(EXAMPLES / "like_c.py")
+    assert "no gradient was checked: there is no gated_backward" in held(EXAMPLES / "like_c.py")
 
 
 # ---- one line each -------------------------------------------------------------------------------
@@ -144,8 +145,11 @@ def test_an_op_of_torch_library_in_a_line() -> None:
         return 2 * torch.nn.functional.gelu(x)
 
     op = torch.ops.myllm_tests.double_gelu
-    report = check(op, like=lambda x: 2 * torch.nn.functional.gelu(x), x="... D", examples=8)
-    assert any("gradients are not checked" in note for note in report.notes)
+    like, given = (lambda x: 2 * torch.nn.functional.gelu(x)), {"x": "... D", "examples": 8}
+    report = check(op, like=like, **given, partial=True)
+    assert any("no gradient was checked" in said for said in report.untried)
+    with pytest.raises(VerificationError, match="no gradient was checked"):
+        check(op, like=like, **given)
 
 
 # ---- files ---------------------------------------------------------------------------------------

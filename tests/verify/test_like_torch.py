@@ -8,6 +8,7 @@ import pytest
 from accel.verify import VerificationError
 from accel.verify.report import Report
 from accel.verify.subject import SubjectError
+from dist.cli import main
 from tests.helpers.like import checked
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -63,6 +64,20 @@ def test_a_line_in_a_test_asks_for_the_gradient_unless_it_is_partial() -> None:
         check(forward_only, like=torch.tanh, x="N D", examples=4)
     report: Report = check(forward_only, like=torch.tanh, x="N D", examples=4, partial=True)
     assert report.untried
+
+
+def test_the_command_s_status_says_that_a_gradient_was_not_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ref.py").write_text(TANH, encoding="utf-8")
+    new = TANH.replace("torch.tanh(x)", "torch.tanh(x.detach())")
+    (tmp_path / "new.py").write_text(new, encoding="utf-8")
+    words = ["verify", "--like", "ref.py", "--module", "new.py", "--examples", "4", "--json"]
+    assert main(words) == 3
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [said[:34] for said in found["untried"]] == ["tanh: no gradient was checked: its"]
+    assert main([*words, "--partial"]) == 0
 
 
 # ---- what is kept between calls ------------------------------------------------------------------
