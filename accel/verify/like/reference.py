@@ -166,14 +166,19 @@ class Reference:
 
     def wanted(self, arrays: Mapping[str, Array]) -> list[str]:
         """Return the arrays that gradients are owed of."""
-        kept = set()
-        if self.make is not None and self._made:
-            kept = {f"{STATE}{n}" for n, _ in next(iter(self._made.values())).named_buffers()}
+        kept = self.buffers
         return [
             name
             for name, a in arrays.items()
             if a.dtype.kind == "f" and not name.startswith("dout") and name not in kept
         ]
+
+    @property
+    def buffers(self) -> set[str]:
+        """The arrays that a module keeps for itself, such as running means, which it may change."""
+        if self.make is None or not self._made:
+            return set()
+        return {f"{STATE}{name}" for name, _ in next(iter(self._made.values())).named_buffers()}
 
     def results(
         self,

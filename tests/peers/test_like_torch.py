@@ -278,6 +278,31 @@ def test_a_wrong_shape_is_said_rather_than_what_the_backward_raises(
     assert "out has shape" in report.text() and "should have" in report.text()
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_module_may_write_into_its_buffers_and_not_into_its_weights(grows: bool) -> None:
+    import torch
+
+    from accel.verify.torch import check
+
+    class Net(torch.nn.Module):
+        def __init__(self, grows: bool = False) -> None:
+            super().__init__()
+            self.linear, self.norm = torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)
+            self.grows = grows
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.norm(self.linear(x))
+            if self.grows:
+                self.linear.weight.data.mul_(1 + 2**-20)
+            return y
+
+    report: Report = check(
+        Net(grows), like=Net(), x="N 4, N >= 2", examples=4, dtypes=["float32"], raises=False
+    )
+    assert report.ok != grows, report.text()
+    assert ("params.linear.weight, an argument, was written into" in report.text()) == grows
+
+
 def test_a_module_that_somebody_made_stays_as_it_is() -> None:
     import torch
 
