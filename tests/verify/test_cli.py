@@ -20,6 +20,7 @@ from reference import ops
 from reference.ops import OPS
 from reference.types import Array
 from tests.helpers import ROOT
+from tests.helpers.verified import WRONG
 
 README = ROOT / "accel" / "verify" / "README.md"
 
@@ -27,16 +28,6 @@ GOOD = """
 from reference import ops
 softmax = ops.softmax
 relu_forward, relu_backward = ops.relu_forward, ops.relu_backward
-"""
-WRONG = """
-import numpy as np
-from reference import ops
-def softmax(x):
-    return ops.softmax(x) * 2
-def relu_forward(x):
-    return ops.relu_forward(x)
-def relu_backward(dout, cache):
-    return dout
 """
 
 

@@ -12,16 +12,8 @@ import pytest
 from accel.verify import check_case
 from accel.verify.cli import UNTRIED
 from dist.cli import main
+from tests.helpers.verified import WRONG
 
-WRONG = """
-from reference import ops
-def softmax(x):
-    return ops.softmax(x) * 2
-def relu_forward(x):
-    return ops.relu_forward(x)
-def relu_backward(dout, cache):
-    return dout
-"""
 FORWARD = "from reference.ops import relu_forward\n"
 BACKWARD = """
 import numpy as np
