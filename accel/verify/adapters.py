@@ -34,7 +34,7 @@ from accel.verify import adapter_trials
 from accel.verify.adapter_bpe import BPE
 from accel.verify.adapter_trials import Arrays, Trial
 from accel.verify.apart import TIMEOUT, Ended, Silent, Source, how_it_ended
-from accel.verify.calls import Call, Raised, Verdict, difference, judge, outcome, short
+from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
 from accel.verify.report import Report, failure_text
@@ -152,12 +152,9 @@ class Keeping:
     def __call__(self, *given: Any) -> Any:
         before = [self._values(each) for each in given]
         found = self.run(*given)
-        for i, (old, each) in enumerate(zip(before, given, strict=True), 1):
-            new = self._values(each)
-            if difference(old, new, 0.0):
-                says = f"changes its argument {i}, {short(old)}, to {short(new)}"
-                says = f"{says}: it is to stay, as callers look at it again"
-                self.says = min(self.says or says, says, key=len)
+        for says in changes(before, map(self._values, given)):
+            says = f"{says}, as callers look at it again"
+            self.says = min(self.says or says, says, key=len)
         return found
 
     def _values(self, given: Any) -> Any:

@@ -4,7 +4,7 @@ A guess at a mistake is a function too: one that gives what was got, in every ca
 is a hint.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from types import FunctionType, GeneratorType
@@ -158,6 +158,13 @@ def difference(want: Any, got: Any, close: float) -> str:
                 return f"item {i}: {part}"
         return ""
     return "" if want == got else f"is {short(got)}, should be {short(want)}"
+
+
+def changes(before: Iterable[Any], after: Iterable[Any]) -> Iterator[str]:
+    """Say of each argument that is not as it was before the call what became of it."""
+    for i, (old, new) in enumerate(zip(before, after, strict=True), 1):
+        if difference(old, new, 0.0):
+            yield f"changes its argument {i}, {short(old)}, to {short(new)}: it is to stay"
 
 
 def _raises(got: Raised) -> str:
