@@ -16,18 +16,31 @@ from reference.params import decoder_layout
 from reference.presets import TINY
 from tests.helpers import ROOT
 
-PAGES = sorted(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts)
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "venv"} & set(path.parts))
 # The example that verify's page takes a reader through is run by tests/verify/test_cli.py.
 BLOCK = re.compile(r"(?<!-->\n)```python\n(.*?)```", re.DOTALL)
 # need what is not always installed
 ELSEWHERE = ('load("cuda"', "import jax", "import tiktoken", "import OpenAI")
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what a link may name in a page: its headings, as GitHub spells them, and its ids."""
+    text = page.read_text(encoding="utf-8")
+    told = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        told.add(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
+    return told
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), f"{page}: {target}"
+    for path, place in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page}: {path}"
+        assert not place or place in anchors(target), f"{page}: {path}#{place}"
 
 
 def a_model() -> dict[str, Any]:
@@ -63,7 +76,8 @@ def examples(page: Path) -> list[str]:
 
 
 def test_every_page_with_an_example_is_run() -> None:
-    found = {str(page.parent.relative_to(ROOT)) for page in PAGES if examples(page)}
+    pages = [page for page in PAGES if page.name == "README.md" and examples(page)]
+    found = {str(page.parent.relative_to(ROOT)) for page in pages}
     assert found - {"."} == set(RUN)  # what the first page shows is held below
 
 

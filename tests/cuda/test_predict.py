@@ -286,7 +286,7 @@ def test_bytes_are_those_of_the_arrays_as_often_as_they_move() -> None:
 
 
 def rounds_of(table: str) -> list[list[int]]:
-    """Return what a table says of attention's loops: forward, dq, dk and dv, in README's order."""
+    """Return what a table says of attention's loops, in PROOF.md's order: forward, dq, dkv."""
     found = []
     for kernel in predict.PRODUCTS:
         (note,) = re.findall(rf"{kernel}, its loop.*(a round .*) \|", table)
@@ -320,8 +320,8 @@ def test_the_command_predicts_a_step_that_reaches_its_bar(
         kernels = sum(t for what, t in times[gpu].items() if " of a step" in what)
         assert times[gpu]["training step, 28 layers"] == pytest.approx(kernels, rel=0.01)
     assert tokens["H200"] >= 55_000
-    # the README's table is what the command says
-    text = (ROOT / "accel/cuda/README.md").read_text(encoding="utf-8")
+    # the page's table is what the command says
+    text = (ROOT / "accel/cuda/PROOF.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| (?:forward|dq|dk, dv), 128 × .*? \| (.*) \|$", text, re.MULTILINE)
     told = [[int(cell.replace(",", "")) for cell in line.split(" | ")] for line in lines]
     np.testing.assert_allclose(told, rounds_of(table), rtol=0.03)
