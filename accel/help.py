@@ -13,6 +13,14 @@ def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
     )
 
 
+def minutes(text: str) -> float:
+    """Return a time that an option gives: above 0, and not beyond ten million minutes."""
+    n = float(text)
+    if not 0 < n <= 1e7:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, got {text}")
+    return n
+
+
 class Wrapped(argparse.HelpFormatter):
     """Fills paragraphs, but those with lines further in, as examples are."""
 

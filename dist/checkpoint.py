@@ -40,6 +40,7 @@ from reference.types import Array
 
 FORMAT = "myllm-checkpoint"
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # the folder of a run that they lie in
 STRETCH = 4 * SUM_BLOCK  # elements that are read and checked at once: they stay in a cache
 KEPT = "kept"  # of what was imported: bytes
 ADVICE = "take an older one: train has --from step-N, others are told RUN/checkpoints/step-N"
@@ -172,7 +173,7 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).exists():
         return path
-    for folder in (path, path / "checkpoints") if path.is_dir() else ():
+    for folder in (path, path / CHECKPOINTS) if path.is_dir() else ():
         found = pointed(folder, "best") or to_resume(folder)
         if found is not None:
             return found
@@ -207,7 +208,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def begun_with(init: str, run: Path) -> Manifest | None:
     """Return what the newest checkpoint of a run folder says, if the run began with ``init``."""
-    newest = to_resume(run / "checkpoints")
+    newest = to_resume(run / CHECKPOINTS)
     begun = None if newest is None else read_manifest(newest)
     if begun is None or begun.config.get("train", {}).get("init") != init:
         return None

@@ -145,6 +145,8 @@ def _run(argv: Sequence[str] | None) -> int:
         from accel.system import write_utf8  # imports NumPy, and is not needed elsewhere
 
         write_utf8()
+    elif getattr(sys.stdout, "errors", "") == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # letters that its encoding lacks
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())

@@ -7,8 +7,8 @@ overrides; ``to_toml`` writes the resolved file, every default included.
 
 import dataclasses
 import json
-import math
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ Whole = Annotated[int, Range(0, 2**63 - 1, "a whole number >= 0")]
 Count = Annotated[int, Range(1, 2**63 - 1, "a whole number >= 1")]
 Seed = Annotated[int, Range(0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")]
 Fraction = Annotated[float, Range(0, 1, "a number from 0 to 1")]
-NotNegative = Annotated[float, Range(0, math.inf, "a number >= 0")]
+NotNegative = Annotated[float, Range(0, sys.float_info.max, "a finite number >= 0")]
 Share = Annotated[float, Range(0, 1 - 2**-53, "a number in [0, 1)")]
 
 PRESETS = Path(__file__).parent / "presets"
@@ -254,6 +254,12 @@ def check(config: RunFile) -> None:
     for number, phase in enumerate(data.phases, 1):
         if not phase.sources:
             raise ValueError(f"phase {number} of data.phases needs sources")
+        paths = [Path(source.path) for source in phase.sources]
+        for source, path in zip(phase.sources, paths, strict=True):
+            if paths.count(path) > 1:
+                raise ValueError(
+                    f"phase {number} of data.phases names {source.path} twice: add the weights up"
+                )
     if run.compute == READING:
         raise ValueError(
             f"run.compute {run.compute!r} is for reading and writing with a trained model: nothing "

@@ -7,7 +7,6 @@ interrupted anywhere and goes on when it is given again. What it does is what th
 
 import dataclasses
 import json
-import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from accel import AUTO
 from accel import load as load_backend
-from accel.help import parser
+from accel.help import minutes, parser
 from accel.system import cores
 from dist import cli, config, mode, monitor, pack, sizing, warm
 from dist.comm import Solo
@@ -103,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         "Given again, it goes on where it was.",
         "myllm demo --minutes 5 --ranks 2",
     )
-    args.add_argument("--minutes", type=float, default=5.0, help="for everything (default 5)")
+    args.add_argument("--minutes", type=minutes, default=5.0, help="for everything (default 5)")
     args.add_argument("--ranks", type=int, default=2, help="MPI ranks (default 2)")
     args.add_argument("--out", default="demo", help="folder for all results (default demo)")
     args.add_argument(
@@ -111,8 +110,6 @@ def main(argv: Sequence[str]) -> int:
     )
     given = args.parse_args(argv)
     deadline = time.monotonic() + 60 * given.minutes
-    if not 0 < given.minutes < math.inf:
-        args.error("--minutes must be positive")
     paths = Paths(Path(given.out))
     smallest = settings_of(paths, given.ranks, sizing.SIZES[0], 1, paths.run, "float32")
     smallest.accumulation(given.ranks)

@@ -92,7 +92,8 @@ def environment(ranks: int) -> dict[str, str]:
     if sys.stdout is not None and sys.stdout.isatty():
         name = ""
         if sys.platform != "win32":
-            name = os.ttyname(sys.stdout.fileno())
+            with contextlib.suppress(OSError):  # another namespace's, that has no name here
+                name = os.ttyname(sys.stdout.fileno())
         env.setdefault("MYLLM_TERMINAL", f"{shutil.get_terminal_size().columns}:{name}")
     if ranks > cores():
         # more ranks than cores: one that waits must leave the core to those that work, at once

@@ -88,13 +88,11 @@ class Metrics:
     """The file ``metrics.jsonl``: one JSON object a line, a step or an evaluation."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        """Open the file for appending, with what lies behind ``resumed_step`` cut off."""
+        """Read the file; the first record cuts off what lies behind ``resumed_step``."""
         self.path = folder / METRICS
-        kept = (
-            [r for r in read_metrics(folder) if r["step"] <= resumed_step] if resumed_step else []
-        )
-        replace_durably(self.path, "".join(json.dumps(r) + "\n" for r in kept).encode())
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        records = read_metrics(folder) if resumed_step else []
+        self._kept = [record for record in records if record["step"] <= resumed_step]
+        self._file: TextIO | None = None
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; a number that is not finite becomes null, which JSON has."""
@@ -102,17 +100,24 @@ class Metrics:
             k: None if isinstance(v, float) and not math.isfinite(v) else v
             for k, v in record.items()
         }
+        if self._file is None:
+            before = "".join(json.dumps(r) + "\n" for r in self._kept)
+            replace_durably(self.path, before.encode())
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)
         try:
             self._file.write(json.dumps(clean) + "\n")
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def flush(self) -> None:
-        """Do nothing: every line is written as it comes."""
+        """Have every line on the disk, as what they tell of will be."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
@@ -364,6 +369,7 @@ class Console:
                 file=cast(TextIO, self._stream),
                 force_terminal=True,
                 highlight=False,
+                emoji=False,
                 soft_wrap=True,
             )
             self._progress = Progress(
@@ -381,10 +387,10 @@ class Console:
         """Print a line."""
         if not self.speaks:
             return
-        if self._progress is not None:
-            self._progress.console.print(line, markup=False)
-        else:
-            with self._watch.speaking():
+        with self._watch.speaking():
+            if self._progress is not None:
+                self._progress.console.print(line, markup=False)
+            else:
                 self._stream.write(line + "\n")
                 self._stream.flush()
 
@@ -393,8 +399,9 @@ class Console:
         columns = COLUMNS if self._progress is None else min(COLUMNS, self._columns() - BAR)
         line, step = step_line(record, self._total, eta, columns), record["step"]
         if self._progress is not None:
-            self._progress.start()  # not before: until then a signal ends the process at once
-            self._progress.update(self._task, completed=step, description=line)
+            with self._watch.speaking():  # it waits for a line that is being written
+                self._progress.start()  # not before: until then a signal ends the process at once
+                self._progress.update(self._task, completed=step, description=line)
         elif step % self._every == 0 or step in (1, self._total):
             self.say(line)
         said = remark(record)

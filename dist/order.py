@@ -83,7 +83,8 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     ValueError
         When a source would get none.
     """
-    exact = [weight / sum(weights) * MIX_BLOCK for weight in weights]
+    parts = [weight / max(weights) for weight in weights]  # whose sum is finite
+    exact = [part / sum(parts) * MIX_BLOCK for part in parts]
     counts = [int(e) for e in exact]
     by_remainder = sorted(range(len(exact)), key=lambda j: (counts[j] - exact[j], j))
     for j in by_remainder[: MIX_BLOCK - sum(counts)]:

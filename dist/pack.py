@@ -42,7 +42,7 @@ from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
 from reference.types import Array
-from tokenizer.files import check_folder, replace_durably
+from tokenizer.files import check_folder
 from tokenizer.read import SHOWN_BAD_LINES, expand, is_stream
 from tokenizer.records import is_packed
 
@@ -474,13 +474,13 @@ def _pack(
             "eos": encoder.eos,
             "window": settings.window or None,
         }
-        data = Path(settings.tokenizer).read_bytes()
         for split in reversed(SPLITS):  # the training set's manifest last: it says that all is done
             if counts.packed[split]:
-                replace_durably(out / split / shards.TOKENIZER, data)
+                tokenizer.save(out / split / shards.TOKENIZER)
                 told = {"documents": counts.packed[split], "chats": counts.chats[split]}
                 writers[split].finish(**told, **facts)
             else:
+                (out / split / shards.TOKENIZER).unlink(missing_ok=True)  # of an earlier start
                 (out / split).rmdir()
     (out / JOURNAL).unlink(missing_ok=True)
     return Summary(

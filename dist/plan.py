@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 
 from accel.cpu.keeping import recompute
-from accel.help import parser
+from accel.help import minutes, parser
 from dist import config as run_file
 from dist import gpu, network
 from dist.commands import add_set
@@ -466,7 +466,7 @@ def main(argv: Sequence[str]) -> int:
     add_set(args)
     args.add_argument("--ranks", type=int, default=1)
     args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
-    args.add_argument("--minutes", type=float, help="of training on this machine, on all cores")
+    args.add_argument("--minutes", type=minutes, help="of training on this machine, on all cores")
     args.add_argument("-o", "--out", type=Path, help="with --minutes: the run file (run.toml)")
     args.add_argument(
         "--network",
@@ -484,8 +484,6 @@ def main(argv: Sequence[str]) -> int:
         args.error("CONFIG is needed, or --minutes")
     said: list[str] = []
     if given.minutes is not None:
-        if not 0 < given.minutes < math.inf:
-            args.error("--minutes must be a number of minutes above 0")
         if given.overrides or given.speed is not None:
             args.error("--minutes measures the speed and writes a file: no --set, no --speed")
         from dist import sizing  # which loads a backend

@@ -66,9 +66,9 @@ class Saving:
     """A checkpoint of all ranks that is being written.
 
     With ``aside`` each rank copies its slices there, and a thread writes the copies while training
-    goes on; without, they are written at once. ``finish`` waits for the
-    threads of all ranks, makes the checkpoint whole and points ``latest`` at it. Every rank makes
-    one, and calls ``finish``.
+    goes on; without, they are written at once. ``finish`` waits for the threads of all ranks, makes
+    the checkpoint whole and points ``latest`` at it, before that ``best`` where it is that. Every
+    rank makes one, and calls ``finish``.
 
     Raises
     ------
@@ -83,10 +83,11 @@ class Saving:
         state: State,
         comm: Comm,
         tokenizer: Path | None,
+        best: bool = False,
         *,
         aside: Copies | None = None,
     ) -> None:
-        self.folder, self.state, self.comm = folder, state, comm
+        self.folder, self.state, self.comm, self.best = folder, state, comm, best
         self.path = folder / folder_name(state.step)
         self._part = folder / f"{self.path.name}.tmp"
         self._cutting, self._slices = stepper.cutting, stepper.slices
@@ -96,6 +97,7 @@ class Saving:
 
         def prepare() -> None:
             folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
             if self._part.exists():
                 shutil.rmtree(self._part)
             self._part.mkdir()
@@ -158,11 +160,14 @@ class Saving:
             manifest.write(self._part / MANIFEST, described)
             if self.path.is_symlink():
                 self.path.unlink()  # what it leads to is somebody else's
-            elif self.path.exists():  # of a run that went this far, was set back, and came again
-                shutil.rmtree(_set_aside(self.path))
-            move(self._part, self.path)
+            if self.path.exists():  # of a run that went this far, was set back, and came again
+                _replace(self.path, self._part)
+            else:
+                move(self._part, self.path)
             sync_folder(self.folder)
-            point(self.folder, "latest", self.path.name)
+            # in this order: who goes on from before comes to the best again, and points at it
+            for pointer in ("best", "latest") if self.best else ("latest",):
+                point(self.folder, pointer, self.path.name)
 
         self._together(make_whole, only=0)
         return self.path
@@ -222,6 +227,29 @@ def _settle(file: int) -> None:
 def point(folder: Path, pointer: str, name: str) -> None:
     """Make ``latest`` or ``best`` name a checkpoint, in one step that cannot be half done."""
     replace_durably(folder / pointer, f"{name}\n".encode())
+
+
+def _replace(path: Path, part: Path) -> None:
+    """Put a checkpoint in the place of another, which is named by nothing meanwhile.
+
+    ``latest`` names the one before it then, ``best`` none.
+    """
+    folder = path.parent
+    named = [pointer for pointer in ("best", "latest") if pointed(folder, pointer) == path]
+    before = [step for step in steps(folder) if folder_name(step) < path.name]
+    for pointer in named:
+        if pointer == "latest" and before:
+            point(folder, pointer, folder_name(before[-1]))
+        else:
+            (folder / pointer).unlink()
+    former = _set_aside(path)
+    try:
+        move(part, path)
+    except OSError:
+        move(former, path)
+        for pointer in named:
+            point(folder, pointer, path.name)
+        raise
 
 
 def _set_aside(path: Path) -> Path:

@@ -86,11 +86,6 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def count_windows(n_tokens: int, window: int) -> int:
-    """Return how many whole windows there are; the tokens left over are not used."""
-    return n_tokens // window
-
-
 class Stream:
     """One file behind its header: bytes that are checked, a block at a time, when first read."""
 
@@ -272,7 +267,7 @@ class Dataset:
                 f"there is no dataset {str(self.path)!r}; make one by `myllm pack`"
             )
         self.n_tokens = sum(shard.n_tokens for shard in self.shards)
-        self.n_windows = count_windows(self.n_tokens, window)
+        self.n_windows = self.n_tokens // window
         self._ends = np.cumsum([shard.n_tokens for shard in self.shards], dtype=np.int64)
         if not self.n_windows:
             raise ValueError(

@@ -7,6 +7,7 @@
 All ranks run this same code; rank 0 also speaks and writes the metrics.
 """
 
+import errno
 import math
 import shutil
 import signal
@@ -27,6 +28,7 @@ from accel import load as load_backend
 from accel.system import HANDED_ON
 from dist import checkpoint, manifest, mode, monitor, saving
 from dist.carriers import carrier
+from dist.checkpoint import CHECKPOINTS
 from dist.comm import AllRanksError, Comm, sentence, together
 from dist.config import LEARNING_TABLES, Run, RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
@@ -41,7 +43,6 @@ from reference.params import decoder_layout
 from tokenizer.files import check_folder, replace_durably
 
 CONFIG = "config.toml"
-CHECKPOINTS = "checkpoints"
 
 
 def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
@@ -104,7 +105,7 @@ class Trainer:
         config, self.attention = together(comm, lambda: mode.attending(config, newest), only=0)[0]
         config, self.products = together(comm, lambda: mode.multiplying(config, newest), only=0)[0]
         self.config = config
-        together(comm, self._open)
+        _the_same(together(comm, lambda: self._open(fresh=newest is None)))
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
         first, self.begun = first_weights(
@@ -135,8 +136,9 @@ class Trainer:
         self.saved_step = self.step if newest is not None else -1
         together(comm, self._prepare_folder, only=0)
 
-    def _open(self) -> None:
-        run = self.config.run
+    def _open(self, *, fresh: bool) -> dict[str, str]:
+        """Open what the run reads; return, by path, what tells it from another of that name."""
+        run, init = self.config.run, self.config.train.init
         self.accumulation = self.config.accumulation(self.comm.size)
         self.ops = load_backend(
             run.backend, compute=run.compute, attention=run.attention, products=run.products
@@ -181,6 +183,10 @@ class Trainer:
             from dist.warm import compile_kernels  # with Numba, as long to import as all else
 
             compile_kernels(self.config)
+        known = {str(each.path): f"{each.n_tokens} {each.checksum}" for each in sets}
+        if fresh and init:
+            known[init] = checkpoint.read_manifest(checkpoint.find(init)).checksum
+        return known
 
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
         state: checkpoint.State = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
@@ -193,6 +199,7 @@ class Trainer:
             if state.data.get(path, checksum) != checksum
         )
         differences += [f"{path} was packed anew, and differs" for path in others]
+        best = together(self.comm, lambda: checkpoint.pointed(newest.parent, "best"), only=0)[0]
         if differences and not changed:
             raise AllRanksError(
                 f"{newest} belongs to a run with other settings ({'; '.join(differences)}): pass "
@@ -211,10 +218,21 @@ class Trainer:
                 f"{newest} was learned by the backend {before}: from here on the last bits are "
                 f"those of {now}"
             )
+        taken = self.step * self.config.train.global_batch
+        if state.position != taken:
+            what = "are passed over" if taken > state.position else "come again"
+            self.reservations.append(
+                f"{newest} has taken {state.position:,} windows; by train.global_batch "
+                f"({self.config.train.global_batch}) the data goes on behind {taken:,}: "
+                f"{abs(taken - state.position):,} windows {what}"
+            )
         former = from_tables(state.config)
         measured = measured_on(former, state.data)
-        if measured != measured_on(self.config, self.checksums if state.data else {}):
-            return msgspec.structs.replace(state.monitor, best=None)  # it was of another text
+        of_another_text = measured != measured_on(self.config, self.checksums if state.data else {})
+        # or learned otherwise, behind this step: what is learned now is not held to it
+        of_another_run = differences and best is not None and best.name > newest.name
+        if of_another_text or of_another_run:
+            return msgspec.structs.replace(state.monitor, best=None)
         return state.monitor
 
     def _prepare_folder(self) -> None:
@@ -493,9 +511,8 @@ class Trainer:
             sink.flush()
         folder = self.out / CHECKPOINTS
         self.saving = saving.Saving(
-            folder, self.stepper, state, self.comm, self.tokenizer_path, aside=self.copies
+            folder, self.stepper, state, self.comm, self.tokenizer_path, best, aside=self.copies
         )
-        self.saving_best = best
         self.saved_step = self.step
         self.saving_seconds = time.perf_counter() - began
         if self.copies is None:
@@ -511,8 +528,6 @@ class Trainer:
         self.comm.watch.begin("renaming" if done.written else "disk", self.step)
         path = done.finish()
         if self.comm.rank == 0:
-            if self.saving_best:
-                saving.point(path.parent, "best", path.name)
             doomed = saving.prune(path.parent, self.config.run.keep)
             self.removing = threading.Thread(target=self._remove, args=(doomed,), daemon=True)
             self.removing.start()
@@ -528,15 +543,33 @@ class Trainer:
 
     def _remove(self, doomed: list[Path]) -> None:
         """Remove folders, which takes long if they are large, while training goes on."""
-        try:
-            for path in doomed:
+        for path in doomed:
+            try:
                 shutil.rmtree(path)
-        except OSError as error:
-            self.unwritten = sentence(error)
+            except OSError as error:
+                # somebody on another machine reads it (NFS keeps its files): the next time, then
+                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                    self.unwritten = sentence(error)
 
     def _wait_for_removing(self) -> None:
         if self.removing.is_alive():
             self.removing.join()
+
+
+def _the_same(opened: list[dict[str, str]]) -> None:
+    """Refuse what one rank reads otherwise than another: a copy on its machine, say.
+
+    Raises
+    ------
+    AllRanksError
+        When any of it differs.
+    """
+    for rank, theirs in enumerate(opened):
+        for path, known in opened[0].items():
+            if theirs[path] != known:
+                raise AllRanksError(
+                    f"rank {rank} reads another {path} than rank 0: bring the same to all machines"
+                )
 
 
 def _due(step: int, every: int) -> bool:

@@ -174,6 +174,7 @@ class ShardWriter:
 
     def state(self) -> WriterState:
         """Make what was written durable and return what ``__init__`` needs to go on from here."""
+        sync_folder(self.folder)
         return WriterState(
             finished=tuple(self.finished),
             open=self._open,

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from tokenizer import (
 )
 from tokenizer.arrays import Array
 from tokenizer.fileformat import NAME
-from tokenizer.files import check_folder
+from tokenizer.files import check_folder, replace_durably
 from tokenizer.patterns import machine_of
 from tokenizer.read import SHOWN_BAD_LINES, Source, is_plain, standard_input
 from tokenizer.tokenizer import decode_utf8
@@ -141,7 +142,9 @@ def encode(argv: Sequence[str]) -> int:
             rows.append(np.array(ids, tokenizer.dtype))
     if options.output is not None:
         array = np.concatenate([np.zeros(0, tokenizer.dtype), *rows])
-        np.save(options.output, array)
+        written = io.BytesIO()
+        np.save(written, array)
+        replace_durably(Path(options.output), written.getvalue())
         print(f"{options.output}: {array.size:,} ids, {array.dtype}")
     return 0
 

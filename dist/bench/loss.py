@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from accel import COMPUTE, offered
 from accel.bench import report
 from accel.bench.report import Row
+from accel.help import minutes
 from accel.system import cores
 from dist import config as run_file
 from dist import sizing, warm
@@ -214,16 +215,15 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("setting", choices=SETTINGS, help=about)
     p.add_argument("--text", nargs="+", default=[], metavar="PATH", help="texts to learn from")
     budget = p.add_mutually_exclusive_group()
-    budget.add_argument("--minutes", type=float, help="of each contender (5; wide: 30)")
+    budget.add_argument("--minutes", type=minutes, help="of each contender (5; wide: 30)")
     budget.add_argument("--steps", type=int, help="of each contender (shakespeare: 2,000)")
     p.add_argument(
         "--only", nargs="+", metavar="NAME", help="some contenders, such as ours-muon-float32"
     )
     p.add_argument("-o", "--out", type=Path, help="a folder (bench-loss-SETTING)")
     given = report.parse(p, argv)
-    for name in ("minutes", "steps"):
-        if getattr(given, name) is not None and not 0 < getattr(given, name) < math.inf:
-            p.error(f"--{name} must be a number above 0")
+    if given.steps is not None and given.steps < 1:
+        p.error("--steps must be at least 1")
     known = {contender.folder: contender for contender in contenders()}
     if not set(given.only or []) <= set(known):
         p.error(f"--only takes some of {', '.join(known)}")

@@ -12,7 +12,7 @@ from typing import Any
 from accel import AUTO, COMPUTE
 from accel import load as load_backend
 from accel.bench.report import machine
-from accel.help import parser
+from accel.help import minutes, parser
 from accel.system import cores
 from dist import config as run_file
 from dist import mode, monitor, warm
@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("--seeds", type=int, default=1, help="runs of each setting (default 1)")
     budget = args.add_mutually_exclusive_group()
     for kind, about in BUDGETS.items():
-        budget.add_argument(f"--{kind}", type=float, metavar="N", help=about)
+        kind_of = minutes if kind == "minutes" else float
+        budget.add_argument(f"--{kind}", type=kind_of, metavar="N", help=about)
     args.add_argument(
         "--jobs", type=int, default=cores(), help="runs at once, which share the cores (all cores)"
     )

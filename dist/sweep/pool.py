@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accel import system
+from dist.checkpoint import CHECKPOINTS, folder_name, pointed
 from dist.config import RunFile
 from dist.launch import environment
 from dist.monitor import METRICS, read_metrics
@@ -21,8 +22,10 @@ EVERY = 0.2  # seconds between two looks at the processes
 
 def finished(run: RunFile) -> bool:
     """Whether a run has taken its last step and saved it."""
-    records = read_metrics(Path(run.run.out))
-    return any(r["step"] == run.steps and "save_ms" in r for r in records)
+    out = Path(run.run.out)
+    saved = any(r["step"] == run.steps and "save_ms" in r for r in read_metrics(out))
+    last = out / CHECKPOINTS / folder_name(run.steps)
+    return saved or pointed(last.parent) == last
 
 
 def last_words(run: RunFile) -> str:

@@ -92,6 +92,8 @@ def test_set_overrides_keys_as_toml_or_as_a_bare_string() -> None:
         ("optim.beta2=1.0", r"optim\.beta2 must be a number in \[0, 1\)"),
         ("optim.embedding_rate=0", r"optim\.embedding_rate must be a positive number, got 0"),
         ("optim.embedding_rate=inf", r"optim\.embedding_rate must be a positive number, got inf"),
+        ("optim.clip=inf", r"optim\.clip must be a finite number >= 0, got inf"),
+        ("run.timeout=inf", r"run\.timeout must be a finite number >= 0, got inf"),
         ("run.compute=q8_0", r"nothing can be trained in eight bits; choose 'float32', 'bf16' or"),
         ("run.compute=fp8", r"run\.compute must be one of float32, bf16, auto, got 'fp8'"),
         ("run.backend=gpu", r"run\.backend must be one of reference, cpu, cuda, got 'gpu'"),

@@ -6,7 +6,9 @@ import io
 import math
 import os
 import re
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import pytest
 from accel import launcher
 from dist import mode, monitor
 from dist.watchdog import Watch
-from tests.helpers.runs import prepare, train
+from tests.helpers import ROOT
+from tests.helpers.runs import prepare, save_run_file, train
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -185,6 +188,49 @@ def test_a_terminal_has_one_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> 
     kept = [line for line in lines if "step 24/25" in line or "hello" in line or "spike" in line]
     assert "hello" in kept[0] and "spike" in kept[1] and len(kept) <= 3
     assert "step 25/25" in screen.getvalue() and "61% peak" in screen.getvalue()
+
+
+def test_what_a_terminal_is_told_is_what_it_shows_and_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No letters between colons become pictures; while a reader pauses, the rank does not hang."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if threading.current_thread() is threading.main_thread():
+                spoke.append(watch._speaking)
+            return super().write(text)
+
+    spoke: list[bool] = []
+    watch, screen = Watch(0, 1), Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    console = monitor.Console(True, 3, watch, every=1)
+    console.step(record(1), 1.0)
+    console.say("saved runs/:rocket:/step-1")
+    assert spoke and all(spoke) and ":rocket:" in screen.getvalue()
+    console.close()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_an_encoding_lacks_end_no_run(tmp_path: Path, encoding: str) -> None:
+    path = save_run_file(prepare(tmp_path), tmp_path / "run.toml")
+    given = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [
+        sys.executable,
+        "-m",
+        "dist",
+        "train",
+        str(path),
+        "--set",
+        f"run.out={tmp_path}/Zürich—",
+    ]
+    done = subprocess.run(words, env=given, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\u2014/config.toml" in done.stdout and b"step 6/6" in done.stdout
 
 
 @pytest.mark.parametrize(("said", "columns"), [("120", 120), ("", 0), ("wide", 0), ("70:tty", 70)])

@@ -19,9 +19,7 @@ from tests.helpers.runs import EOS, VOCAB, prepare, random_walk, tables, write_d
 
 
 def test_the_headline_corpus_is_1530776_windows_and_25_gb() -> None:
-    tokens = 12_540_116_992
-    assert shards.count_windows(tokens, 8_192) == 1_530_776
-    assert tokens % 8_192 == 0
+    tokens = 1_530_776 * 8_192
     assert tokens * shards.dtype_for(65_536).itemsize == 25_080_233_984
 
 
@@ -209,6 +207,19 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     phase["sources"][1]["path"] = str(tmp_path / "other2")
     data = TrainingData(from_tables(raw))
     assert len(data.sources) == 2 and len(data.order) == 48
+
+
+def test_a_source_is_one_however_it_is_spelled(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    paths = [f"{tmp_path}/train", f"{tmp_path}/train/"]
+    phases = [{"tokens": 500, "sources": [{"path": path}]} for path in paths]
+    raw = tables(tmp_path, data__train="", data__phases=phases, train__steps=0)
+    data = TrainingData(from_tables(raw))
+    windows = [data.order[p].window for p in range(len(data.order))]
+    assert len(data.sources) == 1 and len(set(windows)) == len(windows)  # it goes on
+    phases[0]["sources"] = [{"path": path} for path in paths]
+    with pytest.raises(ValueError, match=r"phase 1 of data\.phases names .*train twice: add"):
+        from_tables(raw)
 
 
 def test_a_writer_goes_on_from_its_state_with_identical_bytes(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from dist import checkpoint, cli, monitor, saving
+from dist.checkpoint import CHECKPOINTS
 from dist.comm import Solo
 from dist.config import RunFile, load
-from dist.train import CHECKPOINTS, Trainer
+from dist.train import Trainer
 from dist.weights import Weights, load_master
 from reference.config import Config
 from tests.helpers import ROOT

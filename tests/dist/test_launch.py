@@ -28,6 +28,19 @@ def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch
     assert launch.environment(16)["MYLLM_THREADS"] == "1"
 
 
+def test_a_terminal_without_a_name_here_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another namespace, as in a container."""
+
+    def nameless(descriptor: int) -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("os.ttyname", nameless)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
+    monkeypatch.delenv("MYLLM_TERMINAL", raising=False)
+    assert launch.environment(1)["MYLLM_TERMINAL"].endswith(":")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("kind", ["mpich", "openmpi"])
 def test_the_launcher_leaves_ignored_what_its_caller_ignores(

@@ -51,6 +51,11 @@ def test_shares_add_up_and_are_within_one_of_exact(weights: list[float]) -> None
     assert all(abs(c - e) < 1 for c, e in zip(counts, exact, strict=True))
 
 
+def test_weights_may_be_as_large_as_numbers_are() -> None:
+    assert shares([1e308, 1e308]) == (512, 512)
+    assert shares([3e307, 1e307]) == (768, 256)
+
+
 def test_a_source_without_a_share_is_refused() -> None:
     with pytest.raises(ValueError, match="source 2 has less than 1/1024"):
         shares([1.0, 1e-6])

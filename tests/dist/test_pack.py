@@ -4,9 +4,11 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from dist import cli, commands, manifest, pack, writer
 from dist.documents import PIECE_BYTES, pieces
 from dist.shards import Dataset, check_crcs, read_manifest
+from dist.writer import ShardWriter
 from tests.helpers.packing import contents, eos_behind, interrupt, run, tokens_of
 from tests.helpers.runs import text
 from tokenizer import Tokenizer
@@ -356,6 +359,38 @@ def test_a_packed_folder_is_not_packed_over(
     assert usage.value.code == 2
 
 
+def test_a_tokenizer_that_goes_meanwhile_is_the_one_that_encoded(
+    corpus: Path, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.tok"
+    shutil.copy(tokenizer_file, mine)
+    encode_all = pack.encode_all
+
+    def gone(*given: Any) -> Iterator[Any]:
+        for batch in encode_all(*given):
+            mine.unlink(missing_ok=True)
+            yield batch
+
+    monkeypatch.setattr(pack, "encode_all", gone)
+    assert run(corpus, tmp_path / "d", mine, "--heldout", "0") == 0
+    kept = tmp_path / "d" / "train" / "tokenizer.myllm"
+    assert kept.read_bytes() == tokenizer_file.read_bytes()
+
+
+def test_what_an_earlier_start_held_out_does_not_stand_in_the_way(
+    corpus: Path, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ShardWriter, **facts: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "finish", full)
+    assert run(corpus, tmp_path / "d", tokenizer_file, "--heldout", "0.2") == 1
+    assert (tmp_path / "d" / "heldout" / "tokenizer.myllm").exists()
+    monkeypatch.undo()
+    assert run(corpus, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    assert not (tmp_path / "d" / "heldout").exists()
+
+
 def test_a_full_disk_is_named_with_what_to_do(
     corpus: Path,
     tmp_path: Path,
@@ -375,8 +410,9 @@ def test_a_full_disk_is_named_with_what_to_do(
         assert cli.main([*map(str, words), "-o", str(tmp_path / out)]) == 1
         said = "No space left on device; make room there, and give the command again"
         assert f"{tmp_path / file}: {said}\n" in capsys.readouterr().err
-    for module in (manifest, pack):
-        monkeypatch.setattr(module, "replace_durably", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr(manifest, "replace_durably", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr(Tokenizer, "save", lambda self, path: None)
+    monkeypatch.setattr(writer, "sync_folder", lambda folder: None)
     assert run(corpus, tmp_path / "more", tokenizer_file, "--heldout", "0") == 1
     assert f"{tmp_path}/more/train/00000.bin: No space left" in capsys.readouterr().err
 

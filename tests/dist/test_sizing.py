@@ -294,8 +294,9 @@ def test_plan_writes_no_file_that_its_ranks_cannot_share(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--minutes", "0"], "--minutes must be a number of minutes above 0"),
-        (["--minutes", "nan"], "--minutes must be a number of minutes above 0"),
+        (["--minutes", "0"], "--minutes: must be a number of minutes above 0"),
+        (["--minutes", "nan"], "--minutes: must be a number of minutes above 0"),
+        (["--minutes", "1e308"], "--minutes: must be a number of minutes above 0"),
         ([], "CONFIG is needed, or --minutes"),
         (["demo", "-o", "x.toml"], "-o belongs with --minutes"),
         (["--minutes", "1", "--speed", "5"], "no --set, no --speed"),

@@ -156,10 +156,24 @@ def test_a_file_in_place_of_the_folder_is_named(
     assert capsys.readouterr().err == f"myllm sweep: {path} is a file: name another folder\n"
 
 
-@pytest.mark.parametrize("word", ["--steps=2.5", "--tokens=0", "--minutes=nan", "--seeds=0"])
+@pytest.mark.parametrize(
+    "word", ["--steps=2.5", "--tokens=0", "--minutes=nan", "--minutes=1e308", "--seeds=0"]
+)
 def test_a_wrong_number_is_wrong_usage(folder: Path, tmp_path: Path, word: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["sweep", str(folder / "run.toml"), "-o", str(tmp_path / "out"), word])
+
+
+def test_a_run_whose_last_line_was_lost_is_finished(tmp_path: Path) -> None:
+    config = prepare(tmp_path)
+    assert not finished(config)
+    assert train(config) == 0 and finished(config)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if "save_ms" not in line))
+    assert finished(config)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    assert not finished(config)
 
 
 # ---- the runs ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from dist import checkpoint, launch
-from dist.config import RunFile
+from dist.config import RunFile, from_tables
 from dist.monitor import read_metrics
 from dist.weights import load_master
 from tests.helpers import ROOT
@@ -358,6 +359,50 @@ def test_a_shard_that_is_damaged_ends_all_ranks_with_a_sentence(tmp_path: Path) 
     status, _, err = train(config, 2)
     assert status == 1 and "Traceback" not in err
     assert re.search(r"myllm train: rank \d: .*00001\.bin has changed since it was packed", err)
+
+
+ELSEWHERE = """
+import os, sys
+from dist.cli import main
+rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+os.chdir(("first", "second")[rank])
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("what", ["texts", "weights"])
+def test_machines_with_other_copies_end_together_with_a_sentence(tmp_path: Path, what: str) -> None:
+    """Rank 1 is in a folder of its own, as on a machine of its own."""
+    here.write_dataset(tmp_path / "first" / "data", here.random_walk(1900))
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    config = prepare(tmp_path, train__steps=2)
+    begun = with_run(config, out=str(tmp_path / "first" / "init"))
+    assert here.train(begun) == 0
+    shutil.copytree(tmp_path / "first" / "init", tmp_path / "second" / "init")
+    more = {"data__train": "data", "data__heldout": ""}
+    if what == "weights":
+        more |= {"train__init": "init"}
+        other = replace(begun, train=replace(begun.train, lr=0.1, steps=3))
+        assert here.train(with_run(other, out=str(tmp_path / "second/init")), "--changed") == 0
+    else:
+        shutil.rmtree(tmp_path / "second" / "data")
+        here.write_dataset(tmp_path / "second" / "data", here.random_walk(1900, seed=8))
+    config = from_tables(here.tables(tmp_path, **more))
+    path = save_run_file(config, tmp_path / "run.toml")
+    words = launch.command(*launch.find_mpirun(), 2, ["train", str(path)])
+    words[words.index("-m") : words.index("train")] = ["-c", ELSEWHERE]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**launch.environment(2), **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    named = "data" if what == "texts" else "init"
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count(f"rank 1 reads another {named} than rank 0") == 1
 
 
 @pytest.mark.parametrize(

@@ -402,6 +402,14 @@ def test_a_text_is_not_overwritten(
     ):
         for _ in "twice":  # an older one of the same kind gives way
             assert run(monkeypatch, *words)[0] == 0
+    before = array.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert "No space left" in failing(monkeypatch, "encode", tok, "--text", "ab", "-o", array)
+    assert array.read_bytes() == before
 
 
 def test_the_folder_of_what_is_written_is_made(
