@@ -17,7 +17,8 @@ Times of ops are medians between events on the GPU, after a first call that comp
 are queued behind copies that keep the GPU busy, so that it goes from one to the next without
 waiting for Python, which takes longer over a small op than the GPU does. Where it did wait, as for
 ops that read from the device, the row says so. Times of steps and of tokens are a clock's, from an
-idle GPU to an idle GPU.
+idle GPU to an idle GPU. A step's peak memory is the most that CuPy's pool has held, the first step
+included, whose arrays lie singly; beside it stands what the pool holds after the last.
 """
 
 import dataclasses
@@ -391,10 +392,20 @@ class Bench:
         yield OpCase(f"accumulate ({n:,})", "accumulate", tuple(flat[:2]), moved=(12.0 * n, 0))
         yield OpCase(f"square_sums ({n:,})", "square_sums", (flat[0],), moved=(4.0 * n, 0))
 
+    def count_memory(self) -> None:
+        """Give back what is free, and begin to measure memory anew."""
+        self._busy = []  # no part of a step's memory
+        device: Any = current()
+        device.trim()
+        device.most = 0
+
+    def held(self) -> str:
+        """Say what CuPy's pool holds now."""
+        return f"{self.cupy.get_default_memory_pool().total_bytes() / 2**20:,.0f} MiB held after it"
+
     def step(self, config: Config, B: int, T: int, recompute: Recompute = "auto") -> Iterator[Row]:
         """Time a training step, and look at the memory it needed."""
-        self._busy = []  # no part of a step's memory
-        self.cupy.get_default_memory_pool().free_all_blocks()
+        self.count_memory()
         ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
         ours.step()  # shows how large the arena must be
         work = B * T * training_flops(config, T, causal=True)
@@ -402,7 +413,7 @@ class Bench:
         seconds = medians({"step": ours.step}, self.repeats, self.wall)["step"]
         row = self.said(f"training step, {config.n_layers} layers", seconds, 0, work)
         yield row._replace(note=f"{B * T / row.ours:,.0f} tokens/s, {row.note}")
-        yield Row("its peak memory", self.ops.memory(), unit="B")
+        yield Row("its peak memory", self.ops.memory(), unit="B", note=self.held())
 
     def decode(self, config: Config) -> Iterator[Row]:
         """Time tokens that are written, until their logits are the host's."""
@@ -435,8 +446,7 @@ class Bench:
         self, peer: Any, config: Config, B: int, T: int, recompute: Recompute, **how: Any
     ) -> Iterator[Row]:
         """Time our training step and a peer's in turn: ours first, then last, and so on."""
-        self._busy = []  # no part of a step's memory
-        self.cupy.get_default_memory_pool().free_all_blocks()
+        self.count_memory()
         ours = Training(self.ops, config, B, T, recompute=recompute, clip=True)
         for _ in range(2):
             ours.step()
@@ -449,4 +459,5 @@ class Bench:
         times = medians(sides, self.repeats, self.wall)
         name = f"PyTorch {peer.torch.__version__}"
         yield Row(f"training step / {name}", times["ours"], times["theirs"], 1.0)
-        yield Row(f"its peak memory / {name}", self.ops.memory(), peer.peak(), 1.0, "B")
+        peaks = self.ops.memory(), peer.peak()
+        yield Row(f"its peak memory / {name}", *peaks, 1.0, "B", self.held())

@@ -8,7 +8,7 @@ import numpy as np
 from accel.cuda.device import BF16, F32, THREADS, ceil_div, current, empty, is_contiguous, launch
 from reference.types import Array
 
-MAX_GRID_Y = 65_535
+COPIED = frozenset(map(np.dtype, (np.bool_, np.uint16, np.int32, np.float32)))  # by kernels
 
 
 def pack(array: Array) -> int:
@@ -134,6 +134,11 @@ def contiguous(array: Array) -> Array:
 def copy(to: Array, array: Array) -> None:
     """Write an array's values into another of the same shape and dtype, either of them a view."""
     assert to.shape == array.shape and to.dtype == array.dtype
+    if array.dtype not in COPIED:
+        raise TypeError(
+            "the cuda backend copies views of bool, bf16, int32 and float32 arrays, got one of "
+            f"{array.dtype}: convert with .astype before it is sent there"
+        )
     shape, source, target = array.shape, strides(array), strides(to)
     if array.itemsize == 1:
         s, a, b = fold(shape, source, target)
@@ -172,6 +177,6 @@ def sum_rows(
     P, D = partial.shape
     sizes = {"P": P, "D": D, "first": out.size, "accumulate": accumulate}
     to = {"out": out, "more": more}
-    threads = 32 * min(32, P)
+    threads = 32 * max(1, min(32, P))
     blocks, shared = ceil_div(D, 32), 4 * threads
     launch("reduce", "sum_rows", blocks, threads, shared, partial=partial, **to, **sizes)

@@ -143,7 +143,7 @@ class Cublas(Bound):
             *(a, kind, product.lda),
             *(b, kind, product.ldb),
             byref(self._numbers[product.beta]),
-            *(d, CUDA_R_16BF if product.narrow else CUDA_R_32F, product.ldc),
+            *(d, CUDA_R_16BF if product.narrow else CUDA_R_32F, product.m),
             COMPUTE_32F if bf16 else COMPUTE_32F_PEDANTIC,
             GEMM_DEFAULT,
         )

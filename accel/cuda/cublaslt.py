@@ -13,6 +13,7 @@ cuBLASLt API".
 import ctypes
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64
 from ctypes import c_void_p as pointer
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,6 @@ class CublasLt(Bound):
         super().__init__(library, FUNCTIONS)
         number = int(library.cublasLtGetVersion())
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        self._handle: Any = None
         self._described: dict[Product, tuple[Any, ...]] = {}
         self._workspace: Array | None = None
 
@@ -98,15 +98,13 @@ class CublasLt(Bound):
         """Set an attribute of what was made."""
         self.call(name, at, attribute, byref(value), ctypes.sizeof(value))
 
-    @property
+    @cached_property
     def handle(self) -> Any:
         """The library's context, made when it is first wanted."""
-        if self._handle is None:
-            self._handle = self.made("cublasLtCreate")
-        return self._handle
+        return self.made("cublasLtCreate")
 
     def described(self, product: Product) -> tuple[Any, ...]:
-        """Return the descriptors of a product: what is done, and how A, B, C and the result lie."""
+        """Return the descriptors of a product: what is done, and how A, B, and C and D lie."""
         if product not in self._described:
             p = product
             done = self.made("cublasLtMatmulDescCreate", COMPUTE_32F, CUDA_R_32F)
@@ -118,14 +116,15 @@ class CublasLt(Bound):
                 for kind, rows, columns, ld in (
                     (CUDA_R_16BF, *((p.k, p.m) if p.transpose_a else (p.m, p.k)), p.lda),
                     (CUDA_R_16BF, *((p.n, p.k) if p.transpose_b else (p.k, p.n)), p.ldb),
-                    (out, p.m, p.n, p.ldc),
+                    (out, p.m, p.n, p.m),
                 )
             )
-            self._described[product] = done, a, b, c, c
+            self._described[product] = done, a, b, c
         return self._described[product]
 
+    @cached_property
     def wish(self) -> Any:
-        """Return what an algorithm must keep to."""
+        """What an algorithm must keep to."""
         wish = self.made("cublasLtMatmulPreferenceCreate")
         settings = {
             PREF_MAX_WORKSPACE_BYTES: c_uint64(WORKSPACE),
@@ -139,7 +138,8 @@ class CublasLt(Bound):
     def algorithms(self, product: Product, most: int) -> list[bytes]:
         """Return algorithms for a product, at most so many; none where the library has none."""
         found, n = (Heuristic * most)(), c_int()
-        given = (self.handle, *self.described(product), self.wish(), most, found, byref(n))
+        done, a, b, c = self.described(product)
+        given = self.handle, done, a, b, c, c, self.wish, most, found, byref(n)
         try:
             self.call("cublasLtMatmulAlgoGetHeuristic", *given)
         except CublasError as error:
@@ -166,11 +166,18 @@ class ByAlgorithm:
 
     def __init__(self, library: CublasLt, product: Product, algorithm: bytes) -> None:
         self._library, self._described = library, library.described(product)
+        done, a, b, c = self._described
         self._algorithm = Algorithm.from_buffer_copy(algorithm)
         found = Heuristic()
-        given = library.handle, *self._described, byref(self._algorithm), byref(found)
+        given = library.handle, done, a, b, c, c, byref(self._algorithm), byref(found)
         library.call("cublasLtMatmulAlgoCheck", *given)
         self._workspace = int(found.workspace)
+        if self._workspace > WORKSPACE:
+            raise CublasError(
+                f"the algorithm asks for {self._workspace:,} bytes of workspace here, and products "
+                f"have {WORKSPACE:,}",
+                NOT_SUPPORTED,
+            )
         self._one, self._beta = c_float(1), c_float(product.beta)
 
     def __call__(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
@@ -179,7 +186,7 @@ class ByAlgorithm:
         at, bt, ct, dt = (device.address(x) for x in (a, b, c, d))
         if (at | bt | ct | dt) % ALIGNMENT:
             return device.gemm_ex(product, a, b, c, d)
-        done, a_lies, b_lies, c_lies, _ = self._described
+        done, a_lies, b_lies, c_lies = self._described
         self._library.call(
             "cublasLtMatmul",
             self._library.handle,

@@ -38,6 +38,7 @@ IDENTITY = operator.attrgetter("data.ptr", "shape", "strides", "dtype")  # of Cu
 
 # cudaDeviceAttr
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 16, 75, 97
+PAGEABLE_MEMORY_ACCESS = 88
 
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel has without asking
 # what cuLaunchKernel's `extra` is made of, names and values of cuda.h
@@ -147,10 +148,19 @@ class Loaded:
 class CuPyDevice:
     """One GPU.
 
+    Each thread takes the GPU when it first asks for something. One at a time may compute: the
+    arena's steps, and what is being recorded, are the device's. Each that multiplies keeps a handle
+    of cuBLAS and 32 MiB that it works in.
+
     Parameters
     ----------
     index : int
         Which.
+
+    Attributes
+    ----------
+    most : int
+        Bytes that CuPy's pool has held after an array was made; 0 begins anew.
     """
 
     def __init__(self, index: int):
@@ -165,11 +175,13 @@ class CuPyDevice:
             runtime.deviceGetAttribute(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, index)
         )
         self.processors = int(runtime.deviceGetAttribute(MULTIPROCESSORS, index))
+        self._reads_host = bool(runtime.deviceGetAttribute(PAGEABLE_MEMORY_ACCESS, index))
         capability = self._gpu.compute_capability  # "90", say
         self.warpgroups = capability == "90"
         self.attention = ""
         self.products: dict[Product, Multiply] = {}
         self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
+        self.most = 0
         self._cublas: Cublas | None = None
         self._cublaslt: CublasLt | None = None
         # sm_90a has Hopper's own instructions, which sm_90 lacks
@@ -181,14 +193,17 @@ class CuPyDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Return uninitialised memory from CuPy's pool."""
+        self._use()
         try:
-            return cast(Array, self._cupy.empty(shape, dtype))
+            array = cast(Array, self._cupy.empty(shape, dtype))
         except self._cupy.cuda.memory.OutOfMemoryError as error:
             raise OSError(
                 errno.ENOMEM,
                 f"the GPU's memory is full ({first_line(error)}): take a smaller "
                 "train.micro_batch, or run.recompute = 'norms' or 'block'",
             ) from error
+        self.most = self.memory()
+        return array
 
     def piece(
         self, block: Array, start: int, shape: tuple[int, ...], dtype: npt.DTypeLike, owner: Any
@@ -204,10 +219,12 @@ class CuPyDevice:
 
     def trim(self) -> None:
         """Give the pool's free memory back, so that one large block can be had."""
+        self._use()
         self._cupy.get_default_memory_pool().free_all_blocks()
 
     def clear(self, array: Array) -> None:
         """Set every byte to zero."""
+        self._use()
         array.data.memset_async(0, array.nbytes)  # type: ignore[attr-defined]
 
     def upload(self, array: Array) -> Array:
@@ -218,10 +235,14 @@ class CuPyDevice:
 
     def write(self, array: Array, values: Array) -> None:
         """Copy a NumPy array into a GPU array, after all work before it."""
+        self._use()
         array.set(np.ascontiguousarray(values))  # type: ignore[attr-defined]
+        if self._reads_host:  # by itself, maybe after the copy of values is gone
+            self._cupy.cuda.get_current_stream().synchronize()
 
     def download(self, array: Array) -> Array:
         """Copy a GPU array to NumPy, after all work before it."""
+        self._use()
         return cast(Array, self._cupy.asnumpy(array))
 
     def address(self, array: Array) -> int:
@@ -262,6 +283,7 @@ class CuPyDevice:
         defines: Mapping[str, int],
     ) -> None:
         """Run a kernel on the current stream, compiling its file when it is first wanted."""
+        self._use()
         key = (source, kernel, *defines.items())
         loaded = self._kernels.get(key)
         if loaded is None:
@@ -273,7 +295,6 @@ class CuPyDevice:
             for a in arguments
         ]
         block = threads, 1, 1
-        self._use()
         with self._launching:
             loaded.allow(shared)
             at = loaded.given(given)
@@ -287,15 +308,16 @@ class CuPyDevice:
 
     def gemm_ex(self, product: Product, a: Array, b: Array, c: Array, d: Array) -> None:
         """D ← op(A) op(B) + beta·C by cuBLAS."""
+        self._use()
         if product.apart:
             d.data.copy_from_device_async(c.data, c.nbytes)  # type: ignore[attr-defined]
-        self._use()
         if self._cublas is None:
             self._cublas = self._library("cublas", Cublas)
         self._cublas.gemm_ex(product, *map(self.address, (a, b, d)), bf16=a.dtype == BF16)
 
     def cublaslt(self) -> CublasLt:
         """Return the library that cuBLAS itself has loaded, of the same version of CUDA."""
+        self._use()  # as the library's context, made next, is for one GPU
         if self._cublaslt is None:
             self._cublaslt = self._library("cublasLt", CublasLt)
         return self._cublaslt
@@ -312,6 +334,7 @@ class CuPyDevice:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return the launch of a CUDA graph of what ``run`` asks for."""
+        self._use()
         stream = self._cupy.cuda.Stream(non_blocking=True)  # the usual one cannot be captured
         with stream:
             stream.begin_capture()
@@ -323,10 +346,16 @@ class CuPyDevice:
                     stream.end_capture()
                 raise
             graph = stream.end_capture()
-        return cast(Callable[[], None], graph.launch)
+
+        def again() -> None:
+            self._use()
+            graph.launch()
+
+        return again
 
     def stream(self) -> int:
         """Return the handle of the current stream."""
+        self._use()
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def name(self) -> str:
@@ -340,5 +369,6 @@ class CuPyDevice:
         return f"{name} {self.architecture} {nvrtc_version()} {runtime.driverGetVersion()}"
 
     def memory(self) -> int:
-        """Return the bytes of CuPy's pool, which gives nothing back during a run."""
-        return int(self._cupy.get_default_memory_pool().total_bytes())
+        """Return the most bytes of CuPy's pool, which gives some back when the arena grows."""
+        self._use()
+        return max(self.most, int(self._cupy.get_default_memory_pool().total_bytes()))

@@ -28,14 +28,17 @@ BF16 = np.dtype(np.uint16)
 F32 = np.dtype(np.float32)
 NAMES = {F32: "float32", BF16: "bf16"}
 THREADS = 256  # of a block, where a launcher does not say otherwise
+SCRATCH = 32 * 4  # bytes of shared memory for a sum over a block: one float a warp
+MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535  # blocks of a grid; as many along z as along y
 
 
 class Product(NamedTuple):
     """D ← op(A) op(B) + beta·C by the rules of cuBLAS: columns are contiguous.
 
-    op(A) is m × k, op(B) k × n. A and B share a type, C and D have it too or are float32. C is D
-    itself, unless it lies ``apart``. Sums are in float32, and rounded once; where C is bf16, cuBLAS
-    may round a product before it adds C, and its sum again.
+    op(A) is m × k, op(B) k × n. A and B share a type, C and D have it too or are float32. Columns
+    of C and D follow one another without a gap. C is D itself, unless it lies ``apart``. Sums are
+    in float32, and rounded once; where C is bf16, cuBLAS may round a product before it adds C, and
+    its sum again.
     """
 
     transpose_a: bool
@@ -56,11 +59,6 @@ class Product(NamedTuple):
     def ldb(self) -> int:
         """The distance between columns of B."""
         return self.n if self.transpose_b else self.k
-
-    @property
-    def ldc(self) -> int:
-        """The distance between columns of C, and of D."""
-        return self.m
 
 
 Multiply = Callable[[Product, Array, Array, Array, Array], None]  # the product, A, B, C and D
@@ -220,6 +218,12 @@ def launch(
     x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
     if not x * y * z:
         return
+    if x > MAX_GRID_X or max(y, z) > MAX_GRID_Y:
+        raise ValueError(
+            f"{kernel} needs {x:,} x {y:,} x {z:,} blocks at this size, and a GPU takes at most "
+            f"{MAX_GRID_X:,} x {MAX_GRID_Y:,} x {MAX_GRID_Y:,}: take fewer rows, or shorter ones, "
+            "at a time"
+        )
     parameters, elem, macros = signature(source, kernel)
     try:
         arguments = [

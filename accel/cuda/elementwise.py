@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.cuda.arrays import (
-    MAX_GRID_Y,
     contiguous,
     fold,
     numbered,
     packs,
     strides,
 )
-from accel.cuda.device import THREADS, ceil_div, empty, launch
+from accel.cuda.device import MAX_GRID_Y, THREADS, ceil_div, empty, launch
 from accel.cuda.weights import written
 from reference.types import Array, Dropout
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.cuda.arrays import MAX_GRID_Y, check_out, contiguous, packs
-from accel.cuda.device import THREADS, ceil_div, current, empty, launch
+from accel.cuda.arrays import check_out, contiguous, packs
+from accel.cuda.device import MAX_GRID_Y, THREADS, ceil_div, current, empty, launch
 from reference.types import Array
 
 ROWS, LOOKS = 64, 8  # of a block of the backward, and a thread's ids a round, as in embedding.cu

@@ -7,7 +7,6 @@ bf16 the operands are bf16, sums are float32, and weight gradients stay float32.
 from typing import NamedTuple
 
 from accel.cuda.arrays import (
-    MAX_GRID_Y,
     check_out,
     column_sums,
     contiguous,
@@ -15,7 +14,7 @@ from accel.cuda.arrays import (
     packs,
     to_dtype,
 )
-from accel.cuda.device import BF16, F32, Product, current, empty, is_contiguous, launch
+from accel.cuda.device import BF16, F32, MAX_GRID_Y, Product, current, empty, is_contiguous, launch
 from reference.types import Array
 
 

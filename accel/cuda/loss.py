@@ -19,7 +19,7 @@ from accel.cuda.arrays import (
     fours,
     to_dtype,
 )
-from accel.cuda.device import F32, THREADS, ceil_div, current, empty, launch, zeros
+from accel.cuda.device import F32, SCRATCH, THREADS, ceil_div, current, empty, launch, zeros
 from accel.cuda.elementwise import scale_forward
 from accel.cuda.embedding import count_ids
 from accel.cuda.linear import add_bias, matmul, rows_of
@@ -30,7 +30,6 @@ from reference.types import Array, Loss
 CHUNK_ELEMENTS = 1 << 28
 EVEN = 64  # logits of a row, which so begins a cache line of its own
 TILE = 128  # rows that a product takes at once; a chunk has whole tiles, where it has room for one
-SCRATCH = 32 * 4  # bytes: one float a warp
 
 
 class LinearCrossEntropyCache(NamedTuple):

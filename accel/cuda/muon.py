@@ -2,7 +2,8 @@
 
 The mathematics is in ``reference/muon.py``. Of a matrix (I, O) with r the smaller and s the larger
 side the products take 5 (4 r² s + 2 r³) floating-point operations in float32; each of the ten
-passes between them moves 8 or 12 bytes an element. Nothing is read back to the host.
+passes between them moves 12 bytes an element, and the two before them 4 and 8. Nothing is read back
+to the host.
 """
 
 import math

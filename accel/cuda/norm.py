@@ -15,14 +15,13 @@ from accel.cuda.arrays import (
     sum_rows,
     to_dtype,
 )
-from accel.cuda.device import F32, THREADS, ceil_div, empty, launch
+from accel.cuda.device import F32, SCRATCH, THREADS, ceil_div, empty, launch
 from reference.types import Array
 
 # Blocks of a backward pass, of THREADS threads each or more of fewer: each stays for ROWS rows, or
 # as many as it must, and leaves one row of partial sums. How many there are, and with it the order
 # of summation, depends on nothing but the shape.
 BLOCKS, ROWS = 512, 8
-SCRATCH = 32 * 4  # bytes: one float a warp
 
 
 class RMSNormCache(NamedTuple):

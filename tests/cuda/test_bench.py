@@ -53,7 +53,7 @@ class Events:
 
 def fake_cupy(events: Events | None = None) -> Any:
     events = events or Events()
-    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    pool = SimpleNamespace(total_bytes=lambda: 5 << 20)
     cuda = SimpleNamespace(
         Event=events.event,
         get_elapsed_time=lambda begin, end: 2.0,
@@ -181,9 +181,16 @@ def test_the_step_and_its_memory(tried: bench.Bench, monkeypatch: pytest.MonkeyP
     tried.wall = wall  # type: ignore[method-assign]
     tried.queued(lambda: None, 1)
     assert tried.ops.memory() == 2 * bench.FILL
+    device: Any = devices.current()
+    trimmed: list[int] = []
+    device.most = 7 << 40  # what earlier parts held
+    monkeypatch.setattr(device, "trim", lambda: trimmed.append(device.most))
+    monkeypatch.setattr(tried.ops, "memory", lambda: 4 << 20 | device.most)
     step, memory = tried.step(toy(MYLLM_1B), 2, 8)
     assert step.ours == 2e-3 and step.note.startswith("8,000 tokens/s")
-    assert memory.ours > 0 and memory.unit == "B"
+    assert (memory.ours, memory.unit) == (4 << 20, "B")  # of this part alone
+    assert memory.note == "5 MiB held after it"
+    assert trimmed[0] == 7 << 40  # before it is counted anew
     assert not tried._busy  # what kept the GPU busy is no part of it
 
 

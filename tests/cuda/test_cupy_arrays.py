@@ -20,8 +20,10 @@ from tests.helpers.cuda_cases import (
     attention_cases,
     by_the_rule,
     cases,
+    cases_of_no_rows,
     rounded,
     run_backend,
+    run_reference,
 )
 from tests.helpers.cuda_models import batch, bf16_weights, parameters, train
 from tests.helpers.models import MODELS
@@ -34,6 +36,7 @@ require.nvrtc()
 from tests.cuda_shim.cupy_arrays import CuPyArrays, host  # noqa: E402
 
 TILED = [*attention_cases(((64, 64),))]
+EMPTY = [*cases_of_no_rows()]
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,15 @@ def test_attention_keeps_to_the_rule(case: Any) -> None:
     got = run_backend(ops_bf16, op, rounded(arrays), options)
     for name, closeness in attention_by_the_rule(case, got).items():
         assert closeness.ok, (name, closeness)
+
+
+@pytest.mark.parametrize("module", [ops, ops_bf16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("case", EMPTY, ids=[f"{op}: {what}" for op, what, _, _ in EMPTY])
+def test_of_no_rows_there_is_nothing_and_its_sums_are_zero(case: Any, module: Any) -> None:
+    op, _, arrays, options = case
+    exact = run_reference(op, arrays, options, np.float64)
+    for got, expected in zip(run_backend(module, op, arrays, options), exact, strict=True):
+        assert got.shape == expected.shape and not got.any() and not expected.any()
 
 
 @pytest.mark.parametrize("name", ["myllm", "gpt2", "dropout"])

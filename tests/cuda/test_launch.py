@@ -104,6 +104,17 @@ def test_more_shared_memory_than_the_gpu_has_is_an_error(device: Recorder) -> No
         launch("elementwise", "scale", 1, 64, 99 * 1024 + 1, x=X, y=X, n=3, factor=1)
 
 
+def test_more_blocks_than_a_grid_may_have_are_an_error(device: Recorder) -> None:
+    most = (2**31 - 1, 65_535, 65_535)
+    launch("elementwise", "scale", most, x=X, y=X, n=3, factor=1)
+    assert device.given[2] == most
+    for axis in range(3):
+        grid = tuple(n + (i == axis) for i, n in enumerate(most))
+        said = rf"scale needs {' x '.join(f'{n:,}' for n in grid)} blocks .* most 2,147,483,647 x"
+        with pytest.raises(ValueError, match=said):
+            launch("elementwise", "scale", grid, x=X, y=X, n=3, factor=1)
+
+
 def test_a_grid_without_blocks_launches_nothing() -> None:
     launch("elementwise", "scale", 0)
     launch("elementwise", "scale", (3, 0))

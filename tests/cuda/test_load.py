@@ -119,9 +119,8 @@ def test_the_shared_memory_of_a_block_is_asked_of_the_gpu(monkeypatch: pytest.Mo
     gpu = SimpleNamespace(use=lambda: None, compute_capability="89")
     cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda index: gpu))
     # 97 is cudaDevAttrMaxSharedMemoryPerBlockOptin
-    runtime = SimpleNamespace(
-        deviceGetAttribute=lambda what, index: {(97, 3): 101_376, (16, 3): 108}[what, index]
-    )
+    told = {(97, 3): 101_376, (16, 3): 108, (88, 3): 0}
+    runtime = SimpleNamespace(deviceGetAttribute=lambda what, index: told[what, index])
     for name, module in {
         "cupy": cupy,
         "cupy_backends": SimpleNamespace(),
@@ -256,13 +255,145 @@ def test_a_handle_that_could_not_be_made_ready_is_made_again(
     assert library.calls[-1][0] == "cublasGemmEx"
 
 
-def test_each_thread_takes_the_gpu_before_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = with_cublas(monkeypatch, Recorded())
-    taken: list[bool] = []
-    device._use = lambda: taken.append(True)
-    a = np.zeros((4, 4), np.uint16)
-    device.gemm_ex(Product(False, True, 4, 4, 4, 0.0, True), a, a, a, a)
-    assert taken
+class Anything:
+    """Stands in for CuPy and libraries: a call of any part of it is told, and gives another."""
+
+    def __init__(self, tell: Any) -> None:
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return Anything(self._tell)
+
+    def __call__(self, *_: Any, **how: Any) -> Any:
+        self._tell()
+        return Anything(self._tell)
+
+    def __index__(self) -> int:
+        return 7
+
+    __int__ = __index__
+
+    def __bool__(self) -> bool:
+        return False  # no library's status is an error
+
+    def __enter__(self) -> None:
+        self._tell()
+
+    def __exit__(self, *_: Any) -> None:
+        self._tell()
+
+
+ARGUMENTS = [None, None, np.int64(3)]
+CALLS: dict[str, Any] = {  # with a device and one of its arrays
+    "empty": lambda device, x: device.empty((3,), np.float32),
+    "trim": lambda device, x: device.trim(),
+    "clear": lambda device, x: device.clear(x),
+    "upload": lambda device, x: device.upload(np.zeros(3, np.float32)),
+    "write": lambda device, x: device.write(x, np.zeros(3, np.float32)),
+    "download": lambda device, x: device.download(x),
+    "launch": lambda device, x: device.launch(
+        "loss", "softmax", (1, 1, 1), 64, ARGUMENTS, shared=50_000, defines={}
+    ),
+    "gemm_ex": lambda device, x: device.gemm_ex(
+        Product(False, False, 1, 1, 1, 1.0, True, True), x, x, x, x
+    ),
+    "cublaslt": lambda device, x: device.cublaslt().handle,
+    "record": lambda device, x: device.record(lambda: None),
+    "replay": lambda device, x: device.recorded(),
+    "stream": lambda device, x: device.stream(),
+    "memory": lambda device, x: device.memory(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_thread_takes_the_gpu_before_it_asks_for_anything(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, seen = threading.local(), list[int]()
+    anything: Any = Anything(lambda: seen.append(getattr(here, "gpu", 0)))
+    gpu = SimpleNamespace(use=lambda: setattr(here, "gpu", 3), compute_capability="90", id=3)
+    cupy: Any = Anything(anything._tell)
+    cupy.cuda = Anything(anything._tell)
+    cupy.cuda.Device = lambda index: gpu
+    cupy.cuda.memory = SimpleNamespace(OutOfMemoryError=MemoryError)
+    api = SimpleNamespace(driver=anything, runtime=anything)
+    for module, value in {
+        "cupy": cupy,
+        "cupy_backends": SimpleNamespace(),
+        "cupy_backends.cuda": SimpleNamespace(),
+        "cupy_backends.cuda.api": api,
+    }.items():
+        monkeypatch.setitem(sys.modules, module, value)  # type: ignore[arg-type]
+    monkeypatch.setattr(cupy_device, "cubin_file", lambda *_: "a file")
+    device: Any = cupy_device.CuPyDevice(3)
+    device._library = lambda name, bound: bound(anything)
+    monkeypatch.setattr("accel.cuda.device._device", device)
+    device.recorded = device.record(lambda: None)
+    x = SimpleNamespace(dtype=np.dtype(np.uint16), nbytes=2, data=anything, set=anything)
+    seen.clear()
+    thread = threading.Thread(target=CALLS[name], args=(device, x))
+    thread.start()
+    thread.join()
+    assert set(seen) == {3}
+
+
+class Pool:
+    """Stands in for CuPy's pool, which keeps what was freed until it is told, or has no room."""
+
+    def __init__(self) -> None:
+        self.total = self.used = 0
+
+    def total_bytes(self) -> int:
+        return self.total
+
+    def free_all_blocks(self) -> None:
+        self.total = self.used
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> None:
+        if self.total > 100:
+            self.free_all_blocks()
+        self.total += shape[0]
+
+
+def with_pool() -> tuple[Any, Pool]:
+    """Return a device without a GPU, and the pool that its memory is from."""
+    device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    pool = Pool()
+    memory = SimpleNamespace(OutOfMemoryError=MemoryError)
+    device._cupy = SimpleNamespace(
+        empty=pool.empty, get_default_memory_pool=lambda: pool, cuda=SimpleNamespace(memory=memory)
+    )
+    device.most, device._use = 0, lambda: None
+    return device, pool
+
+
+def test_the_most_memory_is_that_before_some_was_given_back() -> None:
+    device, pool = with_pool()
+    for _ in range(3):
+        device.empty((20,), np.uint8)
+    pool.used = 10
+    device.trim()
+    assert (pool.total, device.memory()) == (10, 60)
+    device.empty((100,), np.uint8)
+    device.empty((1,), np.uint8)  # by the pool itself, for want of room
+    assert (pool.total, device.memory()) == (11, 110)
+    device.most = 0  # from here on
+    assert device.memory() == 11
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_what_is_written_is_read_before_the_host_goes_on(
+    reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the GPU reads the host's pageable memory itself the copy only begins with the call."""
+    device, _ = with_pool()
+    done: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    device._cupy.cuda.get_current_stream = lambda: stream
+    device._reads_host = bool(reads)
+    array = SimpleNamespace(set=lambda values: done.append(f"copied {values.tolist()}"))
+    device.write(array, np.arange(6, dtype=np.int32)[::2])
+    assert done == ["copied [0, 2, 4]", *["waited"] * reads]
 
 
 class Streams:
@@ -298,6 +429,7 @@ def test_calls_are_captured_on_a_stream_of_their_own_and_an_error_is_the_true_on
 
     streams = Streams(CUDAError)
     device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
+    device._use = lambda: None
     runtime = SimpleNamespace(CUDARuntimeError=CUDAError)
     device._cupy = SimpleNamespace(cuda=SimpleNamespace(Stream=streams, runtime=runtime))
     again = device.record(lambda: streams.calls.append("runs"))

@@ -3,6 +3,8 @@
 Strict float32: each result within 1e-5 of the float64 reference, ‖error‖/‖reference‖.
 """
 
+import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accel.cuda import decode, loss, norm, ops, ops_bf16, products, sources
 from accel.cuda import device as devices
-from accel.cuda import loss, norm, ops, ops_bf16, products, sources
+from accel.cuda.arrays import copy
 from accel.cuda.linear import matmul
 from reference import model
 from reference import ops as reference
@@ -23,6 +26,7 @@ from tests.helpers import contract
 from tests.helpers.cuda_cases import (
     attention_cases,
     cases,
+    cases_of_no_rows,
     cotangent,
     error_of_muon_on_views,
     relative_error,
@@ -35,6 +39,7 @@ require.shim()
 STRICT = 1e-5
 CASES = [*cases(), *attention_cases(((5, 7), (16, 16)))]
 IDS = [f"{op}: {what}" for op, what, _, _ in CASES]
+EMPTY = [*cases_of_no_rows()]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,16 @@ def test_float32_equals_the_reference(case: Any, shims: dict[str, ShimDevice]) -
 
 def test_every_differentiable_op_has_a_case() -> None:
     assert {op for op, *_ in CASES} == set(contract.DIFFERENTIABLE)
+    assert {op for op, *_ in EMPTY} == set(contract.DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize("module", [ops, ops_bf16])
+@pytest.mark.parametrize("case", EMPTY, ids=[f"{op}: {what}" for op, what, _, _ in EMPTY])
+def test_of_no_rows_there_is_nothing_and_its_sums_are_zero(case: Any, module: Any) -> None:
+    op, _, arrays, options = case
+    exact = run_reference(op, arrays, options, np.float64)
+    for got, expected in zip(run_backend(module, op, arrays, options), exact, strict=True):
+        assert got.shape == expected.shape and not got.any() and not expected.any()
 
 
 @pytest.mark.parametrize("module", [ops, ops_bf16])
@@ -162,10 +177,10 @@ def test_the_products_of_a_step_are_fed_16_bytes_at_a_time(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = products.of_step(config, 2)
-    assert all(n % 8 == 0 for p in made for n in (p.lda, p.ldb, p.ldc))
+    assert all(n % 8 == 0 for p in made for n in (p.lda, p.ldb, p.m))
     if config is GPT2_SMALL:  # 50,257 logits
         monkeypatch.setattr(loss, "EVEN", 1)
-        assert any(p.ldc % 8 for p in products.of_step(config, 2))
+        assert any(p.m % 8 for p in products.of_step(config, 2))
 
 
 def test_evaluation_makes_no_gradients(device: ShimDevice) -> None:
@@ -321,6 +336,30 @@ def test_ops_take_views() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint16, np.int32, np.float32])
+def test_views_are_copied(dtype: Any) -> None:
+    x = np.random.default_rng(0).integers(0, 2, (5, 3, 7)).astype(dtype)
+    whole, to = devices.current().upload(x), devices.empty((7, 5, 3), dtype)
+    for cut in (np.s_[:, :, ::2], np.s_[::-1, 1:], np.s_[:, :, 1:6]):
+        out = devices.empty(x[cut].shape, dtype)
+        copy(out, whole[cut])
+        np.testing.assert_array_equal(out, x[cut])
+    copy(to.transpose(1, 2, 0), whole)
+    np.testing.assert_array_equal(to, x.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8", "f2", "i2", "u4", "u1", "c8"])
+def test_a_view_of_numbers_that_no_kernel_copies_is_refused(dtype: str, device: ShimDevice) -> None:
+    array = devices.empty((4, 6), np.dtype(dtype))
+    device.launches.clear()
+    with pytest.raises(
+        TypeError, match=rf"bool, bf16, int32 and float32.*got one of {array.dtype}"
+    ):
+        ops.to_numpy(array[:, ::2])
+    assert not device.launches
+    assert ops.to_numpy(array).dtype == array.dtype  # as it lies
+
+
 @pytest.mark.parametrize("module", [ops, ops_bf16])
 @pytest.mark.parametrize("op", ["rmsnorm", "layernorm"])
 def test_what_a_norm_s_backward_adds_may_lie_anywhere(module: Any, op: str) -> None:
@@ -337,6 +376,39 @@ def test_what_a_norm_s_backward_adds_may_lie_anywhere(module: Any, op: str) -> N
     first = backward(dout, cache, plus=plus)[0]
     for other in (backward(dout, cache, plus=p)[0] for p in (beside, wide[:, ::2])):
         np.testing.assert_array_equal(first, other)
+
+
+def test_more_rows_than_a_grid_has_blocks_are_refused(device: ShimDevice) -> None:
+    B = 65_536
+    x = devices.empty((B, 1, 1, 1), np.float32)
+    device.launches.clear()
+    with pytest.raises(ValueError, match=r"attention_forward needs 1 x 65,536 x 1 blocks .* fewer"):
+        ops.attention_forward(x, x, x)
+    with pytest.raises(ValueError, match=r"attend_parts needs 1 x 65,536 x 1 blocks"):
+        decode.attend(x, x, x, devices.empty((B,), np.int32), None, 0)
+    x = x.reshape(1, B, 1, 1)
+    long = np.lib.stride_tricks.as_strided(x, (1, 16 * B, 1, 1), (0, 0, 4, 4))
+    with pytest.raises(ValueError, match=r"attention_forward needs 1 x 1 x 65,536 blocks"):
+        ops.attention_forward(long, long, long)
+    assert not device.launches
+
+
+def test_the_tables_of_rope_are_kept_with_their_device() -> None:
+    shim = ShimDevice()
+    devices.use(shim)
+    x = ops.from_numpy(np.ones((2, 5, 3, 6), np.float32))
+    tables = [ops.rope_forward(x, base=1e4, start=start)[1].cache.table for start in (0, 1, 0)]
+    assert tables[0] is tables[2] is not tables[1]
+    many = [ops.rope_forward(x, base=1e4, start=start)[1].cache.table for start in range(2, 12)]
+    again = [ops.rope_forward(x, base=1e4, start=start)[1].cache.table for start in (11, 0)]
+    assert again[0] is many[-1] and again[1] is not tables[0]  # asked for least recently: dropped
+    np.testing.assert_array_equal(again[1], tables[0])
+    devices.use(ShimDevice())
+    assert ops.rope_forward(x, base=1e4, start=0)[1].cache.table is not again[1]
+    dead = weakref.ref(shim)
+    del shim
+    gc.collect()
+    assert dead() is None
 
 
 def test_masks_and_ids_may_be_views() -> None:

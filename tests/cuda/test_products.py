@@ -153,8 +153,7 @@ def test_the_real_library_takes_what_it_is_told() -> None:
         return int(value.value)
 
     for product in SHAPES:
-        done, *lie, again = library.described(product)
-        assert again is lie[-1]
+        done, *lie = library.described(product)
         for attribute, wanted in ((0, 68), (1, 0), (2, 0), (3, product[0]), (4, product[1])):
             assert read("cublasLtMatmulDescGetAttribute", done, attribute, ctypes.c_int32) == wanted
         a, b, m, n, k, _, narrow, _ = product
@@ -172,7 +171,8 @@ def test_the_real_library_takes_what_it_is_told() -> None:
             ):
                 found = read("cublasLtMatrixLayoutGetAttribute", at, attribute, width)
                 assert found == wanted, (product, attribute)
-    wish = library.wish()
+    wish = library.wish
+    assert library.wish is wish
     for attribute, width, wanted in (
         (1, ctypes.c_uint64, 32 << 20),
         (3, ctypes.c_uint32, 2),
@@ -193,6 +193,7 @@ def test_the_library_by_its_name_is_the_one_that_cupy_s_cublas_has_loaded() -> N
         "device = CuPyDevice.__new__(CuPyDevice)\n"
         "cuda = SimpleNamespace(runtime=SimpleNamespace(runtimeGetVersion=lambda: 13000))\n"
         "device._cupy, device._cublaslt = SimpleNamespace(cuda=cuda), None\n"
+        "device._use = lambda: None\n"
         "maps = '/proc/self/maps'\n"
         "files = lambda: {line.split()[-1] for line in open(maps) if 'cublas' in line}\n"
         "before = files()\n"
@@ -261,6 +262,24 @@ def test_what_was_recorded_by_other_products_is_forgotten() -> None:
     devices.use(before)
 
 
+def test_an_algorithm_that_wants_more_workspace_than_there_is_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was chosen on another GPU: here its check asks for more."""
+    product, device = SHAPES[0], device_of(s1=1.0, s2=1.0)
+    wanted = 8 * product.m * product.n
+    monkeypatch.setattr(cublaslt, "WORKSPACE", wanted)
+    ByAlgorithm(device.cublaslt(), product, algorithm(HALVES))
+    monkeypatch.setattr(cublaslt, "WORKSPACE", wanted - 1)
+    ByAlgorithm(device.cublaslt(), product, algorithm(SUMS_BACKWARD))
+    said = rf"asks for {wanted:,} bytes of workspace here, and products have {wanted - 1:,}"
+    with pytest.raises(CublasError, match=said):
+        ByAlgorithm(device.cublaslt(), product, algorithm(HALVES))
+    line = f"{products.name(product)}: {algorithm(HALVES).hex()}"
+    with pytest.raises(ImportError, match=rf"does not take the algorithm .*{said}.*'default'"):
+        products.take(("cuBLAS 13.1.0", line))
+
+
 def test_arrays_that_lie_askew_go_to_cublas() -> None:
     product = SHAPES[-1]
     device = device_of(s1=1.0)
@@ -278,10 +297,9 @@ def test_only_algorithms_that_add_up_in_float32_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = device_of(**{f"s{i}": 1.0 for i in range(1, 9)})
-    library = device.cublaslt()
 
     def listed(most: int = 8) -> list[int]:
-        return [one[0] for one in library.algorithms(SHAPES[0], most)]
+        return [one[0] for one in CublasLt(device.library).algorithms(SHAPES[0], most)]
 
     others = [SUMS_BACKWARD, HALVES, DROPS_LAST, REFUSED, IN_TURN, FAILS]
     assert listed() == others and listed(2) == others[:2]  # of another state: not one of ours
@@ -478,6 +496,7 @@ def test_a_gpu_s_library_is_that_of_its_cuda(monkeypatch: pytest.MonkeyPatch) ->
     device: Any = cupy_device.CuPyDevice.__new__(cupy_device.CuPyDevice)
     runtime, library = SimpleNamespace(runtimeGetVersion=lambda: 12090), device_of().library
     device._cupy, device._cublaslt = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), None
+    device._use = lambda: None
     asked = []
 
     def load(name: str) -> Any:

@@ -314,9 +314,9 @@ class ShimDevice:
         if beta:
             if product.narrow:  # as cuBLAS 13.1 does on an H100
                 result = from_bf16(to_bf16(result))
-            result = result + np.float32(beta) * _columns(d, product.ldc, m, n)
+            result = result + np.float32(beta) * _columns(d, m, m, n)
         target = np.lib.stride_tricks.as_strided(
-            d, (m, n), (d.itemsize, product.ldc * d.itemsize), writeable=True
+            d, (m, n), (d.itemsize, m * d.itemsize), writeable=True
         )
         target[...] = to_bf16(result) if product.narrow else result
 

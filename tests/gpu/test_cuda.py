@@ -28,6 +28,7 @@ from tests.helpers.cuda_cases import (
     attention_cases,
     by_the_rule,
     cases,
+    cases_of_no_rows,
     long_attention_cases,
     relative_error,
     rounded,
@@ -44,6 +45,7 @@ except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 STRICT_CASES = [*cases(), *attention_cases(((5, 7), (16, 16), (64, 64)))]
+EMPTY = [*cases_of_no_rows()]
 WIDTHS = ((64, 64), (128, 128), (16, 40), (128, 72))
 MMA_CASES = [*attention_cases(WIDTHS), *long_attention_cases(((64, 64), (128, 128)))]
 
@@ -74,6 +76,18 @@ def test_float32_equals_the_reference(case: Any, strict: Any) -> None:
 def test_bf16_keeps_to_the_rule(case: Any, bf16: Any) -> None:
     for name, closeness in by_the_rule(bf16, case, "bf16").items():
         assert closeness.ok, (name, closeness)
+
+
+@pytest.mark.parametrize("mode", ["strict", "bf16"])
+@pytest.mark.parametrize("case", EMPTY, ids=[f"{c[0]}: {c[1]}" for c in EMPTY])
+def test_of_no_rows_there_is_nothing_and_its_sums_are_zero(
+    case: Any, mode: str, request: pytest.FixtureRequest
+) -> None:
+    op, _, arrays, options = case
+    exact = run_reference(op, arrays, options, np.float64)
+    got = run_backend(request.getfixturevalue(mode), op, arrays, options)
+    for mine, expected in zip(got, exact, strict=True):
+        assert mine.shape == expected.shape and not mine.any()
 
 
 @pytest.mark.parametrize("path", attention.TILES)

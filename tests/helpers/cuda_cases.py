@@ -89,6 +89,33 @@ def cases() -> Iterator[Case]:
     yield "linear_cross_entropy", "far below 0", arrays, {}
 
 
+def cases_of_no_rows() -> Iterator[Case]:
+    """Yield cases of all differentiable ops whose results are empty, or sums of nothing."""
+    normal = _normal(1)
+    for shape in ((0, 10), (3, 0, 10)):
+        x, gain, bias = normal(*shape), normal(10), normal(10)
+        yield "add", f"{shape}", (x, x), {}
+        yield "add", f"{shape}, broadcast", (x, normal(10)), {}
+        yield "scale", f"{shape}", (x,), {"factor": 2.0}
+        for op in ("relu", "gelu", "gelu_tanh", "swiglu"):
+            yield op, f"{shape}", (x,), {}
+        yield "dropout", f"{shape}", (x,), {"p": 0.3, "key": KEY}
+        yield "embedding", f"{shape}", (_ids(1, 7, *shape[:-1]), normal(7, 10)), {}
+        yield "rmsnorm", f"{shape}", (x, gain), {"eps": 1e-5}
+        yield "layernorm", f"{shape}", (x, gain, bias), {"eps": 1e-5}
+        yield "linear", f"{shape}", (x, normal(10, 9), normal(9)), {}
+        ids = _ids(2, 7, *shape[:-1])
+        yield "linear_cross_entropy", f"{shape}", (x, normal(7, 10), ids, None, normal(7)), {}
+    for B, T in ((0, 5), (2, 0)):
+        heads = normal(B, T, 4, 8)
+        yield "rope", f"B = {B}, T = {T}", (heads,), {"base": 1e4, "start": np.full(B, 3)}
+        yield "split_heads", f"B = {B}, T = {T}", (heads,), {"heads": (2, 1, 1)}
+        yield "merge_heads", f"B = {B}, T = {T}", (heads,), {}
+        more = normal(4), np.ones((B, 9), np.bool_), np.zeros((B, 9), np.int32)
+        q, k, v = heads, normal(B, 9, 2, 8), normal(B, 9, 2, 8)
+        yield "attention", f"B = {B}, T = {T}", (q, k, v, *more), {}
+
+
 def attention_cases(widths: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     """Yield cases of attention for pairs (d, dv), each with options that meet in some case."""
     for i, (d, dv) in enumerate(widths):

@@ -38,7 +38,7 @@ class Cupy:
         self.waits += 1
 
     def get_default_memory_pool(self) -> Any:
-        return SimpleNamespace(free_all_blocks=lambda: None)
+        return SimpleNamespace(total_bytes=lambda: 2 << 30)
 
 
 @pytest.fixture
@@ -115,6 +115,7 @@ def test_they_take_turns_and_ratios_are_ours_by_theirs(
     assert tried.cupy.waits == 2 * 6
     assert (times.ours, times.theirs, times.ratio, times.bar) == (0.25, 0.5, 0.5, 1.0)
     assert (memory.ours, memory.theirs, memory.ratio) == (3 << 30, 4 << 30, 0.75)
+    assert memory.note == "2,048 MiB held after it"
 
 
 def test_a_build_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
