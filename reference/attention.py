@@ -94,7 +94,7 @@ def backward(do: Array, cache: AttentionCache) -> tuple[Array, Array, Array]:
     """Return (dq, dk, dv), shaped as q, k and v were given."""
     q, k, v, P, kappa, scale = cache
     B, Hkv, G, T, d = q.shape
-    do = do.reshape(B, T, Hkv, G, -1).transpose(0, 2, 3, 1, 4)  # (B, Hkv, G, T, dv)
+    do = do.reshape(B, T, Hkv, G, v.shape[-1]).transpose(0, 2, 3, 1, 4)  # (B, Hkv, G, T, dv)
 
     dropped = P if kappa is None else P * kappa
     dv = np.sum(dropped.swapaxes(-1, -2) @ do, axis=2)  # (B, Hkv, S, dv), summed over the group

@@ -49,7 +49,7 @@ class Pass(NamedTuple):
     @property
     def keeps_norms(self) -> bool:
         """Whether branches keep their input; a post-norm's output is the residual stream."""
-        return self.recompute != "norms" or self.config.norm_placement == "post"
+        return self.keeps_activations or self.config.norm_placement == "post"
 
     @property
     def keeps_activations(self) -> bool:

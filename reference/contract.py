@@ -145,7 +145,7 @@ def _counted(op: str, value: Any, low: float, high: float) -> int:
     except (TypeError, ValueError, OverflowError):
         good = False
     if not good:
-        span = f">= {low:g}" if high == math.inf else f"in {low:g}..{high:g}"
+        span = f">= {low}" if high == math.inf else f"in {low}..{high}"
         raise ValueError(f"{op} must be an integer {span}, got {value!r}")
     return number
 

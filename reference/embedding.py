@@ -25,6 +25,7 @@ def forward(ids: Array, table: Array) -> tuple[Array, EmbeddingCache]:
 def backward(dy: Array, cache: EmbeddingCache) -> Array:
     """Return dtable (V, D)."""
     dtable = np.zeros(cache.table_shape, dy.dtype)
+    rows = dy.reshape(cache.ids.size, cache.table_shape[1])
     # add.at, unlike dtable[ids] += dy, counts an id that occurs twice twice
-    np.add.at(dtable, cache.ids.reshape(-1), dy.reshape(-1, cache.table_shape[1]))
+    np.add.at(dtable, cache.ids.reshape(-1), rows)
     return dtable

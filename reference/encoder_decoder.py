@@ -26,7 +26,7 @@ from reference.blocks import (
     norm_backward,
     norm_forward,
 )
-from reference.config import Config
+from reference.config import Config, Depth
 from reference.model import EmbedCache, embed_backward, embed_forward, head, start_pass
 from reference.ops import ENCODER_EMBEDDING_SITE, Ops
 from reference.params import (
@@ -46,7 +46,7 @@ from reference.types import Array, DropoutKey, Grads, Loss, Params
 class EncoderDecoderConfig(Config):
     """A config whose ``n_layers`` are the decoder's; the encoder has its own number."""
 
-    n_encoder_layers: int
+    n_encoder_layers: Depth
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -73,7 +73,7 @@ def kv_cache(params: Mapping[str, Array], config: Config, batch: int, length: in
     return empty_cache(config, batch, length, lambda shape: np.zeros(shape, dtype))
 
 
-def check_write(cache: KVCache, k: Array, v: Array, layer: int, position: int | Array) -> Positions:
+def check_write(cache: KVCache, k: Array, v: Array, layer: int, position: int | Array) -> Array:
     """Return the slot (B,) where each row's write begins, after checking that it fits the cache."""
     if not 0 <= layer < len(cache.k):
         raise ValueError(f"write_kv: layer must lie in 0..{len(cache.k) - 1}, got {layer}")
@@ -87,7 +87,7 @@ def check_write(cache: KVCache, k: Array, v: Array, layer: int, position: int | 
                 f"write_kv: {name} and the cache must share one dtype, {cache.k[layer].dtype}, "
                 f"got {array.dtype}"
             )
-    first = np.broadcast_to(np.asarray(position), (batch,))
+    first = np.broadcast_to(np.asarray(position, np.int64), (batch,))  # int8 would wrap
     end = first + k.shape[1]
     if batch and k.shape[1] and (first.min() < 0 or end.max() > n_slots):
         raise ValueError(

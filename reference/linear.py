@@ -8,6 +8,7 @@ the loss with respect to y::
     db_o  = Σ_n dy_no                                   db = Σ_n dy_n
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,9 @@ def forward(x: Array, W: Array, b: Array | None = None) -> tuple[Array, LinearCa
 def backward(dy: Array, cache: LinearCache) -> tuple[Array, Array, Array | None]:
     """Return (dx, dW, db); db is None when the forward had no bias."""
     x, W, b = cache
-    rows = dy.reshape(-1, W.shape[1])
+    n = math.prod(dy.shape[:-1])
+    rows = dy.reshape(n, W.shape[1])
     dx = dy @ W.T
-    dW = x.reshape(-1, W.shape[0]).T @ rows
+    dW = x.reshape(n, W.shape[0]).T @ rows
     db = None if b is None else np.sum(rows, axis=0)
     return dx, dW, db

@@ -46,7 +46,7 @@ def forward(
     """
     mask = np.ones(y.shape, np.bool_) if mask is None else mask
     cache = LinearCrossEntropyCache(
-        x.reshape(-1, x.shape[-1]), E, y.reshape(-1), mask.reshape(-1), b, x.shape
+        x.reshape(y.size, x.shape[-1]), E, y.reshape(-1), mask.reshape(-1), b, x.shape
     )
     total = 0.0
     for rows in _chunks(len(cache.x)):

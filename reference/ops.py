@@ -20,6 +20,8 @@ The rules that all ops obey::
 * ``plus=`` is what comes along the residual stream, to be added in the same pass: of a linear
   layer the stream itself, whose gradient is dout; of a norm's backward the gradient that x receives
   otherwise. What is returned is the sum.
+* A size may be 0: what has no elements is returned empty, and a sum over nothing is 0. A mean or a
+  softmax over nothing is refused, and so is attention without a key.
 * Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
   are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
@@ -98,6 +100,11 @@ def _parts(op: str, dims: Dims, x: Array, *, heads: Any) -> Any:
     return (x,), {"heads": tuple(int(n) for n in heads)}
 
 
+def _some(op: str, dims: Dims, x: Array, *others: Array, **options: Any) -> None:
+    if not x.shape[-1]:
+        raise ValueError(f"{op}: there must be something along the last axis, got x {x.shape}")
+
+
 def _scaling(op: str, value: Any, dims: Dims) -> RopeScaling | None:
     """Return RoPE's scaling as Python's numbers; they must make sense together."""
     if value is None:
@@ -136,7 +143,8 @@ def _drawn(p: float, key: DropoutKey | None, batch: int, shape: tuple[int, ...])
         raise ValueError(f"dropout: p = {p} needs a key (seed, step, sample, site) to draw bits by")
     if p == 0 or key is None:
         return None
-    return Dropout(p, check_counters(batch, math.prod(shape[1:]), key))
+    key = check_counters(batch, math.prod(shape[1:]), key)
+    return None if 0 in shape else Dropout(p, key)
 
 
 def _attention(
@@ -242,6 +250,7 @@ OPS: dict[str, Op] = {
             (_x("... D", travels="..."), _parameter("gain", "D")),
             (number("eps", at_least=0),),
             "... D",
+            check=_some,
             adds="backward",
         ),
         Op(
@@ -250,6 +259,7 @@ OPS: dict[str, Op] = {
             (_x("... D", travels="..."), _parameter("gain", "D"), _parameter("bias", "D")),
             (number("eps", at_least=0),),
             "... D",
+            check=_some,
             adds="backward",
         ),
         Op(
@@ -322,6 +332,7 @@ OPS: dict[str, Op] = {
             (_x("... n", travels="..."),),
             out="... n",
             backward=False,
+            check=_some,
         ),
         Op(
             "logits",

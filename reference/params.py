@@ -211,8 +211,9 @@ class Layout:
         Each parameter draws from a stream of its own, keyed by the seed and its name, so a weight
         does not change when another layer is added, and is the same for every backend.
         """
+        dtype = np.dtype(dtype)
         if dtype not in (np.float32, np.float64):
-            raise ValueError(f"parameters are float32 or float64, not {np.dtype(dtype)}")
+            raise ValueError(f"parameters are float32 or float64, not {dtype}")
         flat = np.empty(self.size, dtype)
         for name, view in self.views(flat).items():
             view[...] = self.draw(name, seed)

@@ -49,12 +49,13 @@ def check_counters(batch: int, size: int, key: DropoutKey) -> DropoutKey:
         value = getattr(key, name)
         if np.ndim(value) != 0 or value != int(value) or not 0 <= value < 2**bits:
             raise ValueError(f"dropout: {name} must lie in 0..2^{bits} - 1, got {value}")
+    key = DropoutKey(*(int(number) for number in key))  # NumPy's own would wrap in the sum
     if key.sample + batch > 2**32 or size > 2**34:
         raise ValueError(
             f"dropout: a batch of {batch} from sample {key.sample} with {size} elements each "
             "overflows the counters (2^32 samples, 2^34 elements)"
         )
-    return DropoutKey(*(int(number) for number in key))
+    return key
 
 
 def keep_mask(shape: tuple[int, ...], p: float, key: DropoutKey) -> npt.NDArray[np.bool_]:

@@ -33,12 +33,6 @@ class Words(NamedTuple):
         flat = np.frombuffer(b"".join(counts), np.uint8)
         return cls(flat, offsets, np.fromiter(counts.values(), np.int64, len(counts)))
 
-    def to_dict(self) -> dict[bytes, int]:
-        """Return the mapping from word to count."""
-        data = self.flat.tobytes()
-        ends = self.offsets.tolist()
-        return {data[a:b]: n for a, b, n in zip(ends, ends[1:], self.counts.tolist(), strict=False)}
-
 
 class _Long(NamedTuple):
     """Of each word that is too long for a number, where it lies and how often it occurs."""

@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -142,13 +143,18 @@ def not_by_merges(vocabulary: Vocabulary) -> int | None:
 
 
 def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
-    """Write a ``tokenizer.json`` with which ``tokenizers`` of Hugging Face gives the same ids."""
+    """Write a ``tokenizer.json`` with which ``tokenizers`` of Hugging Face gives the same ids.
+
+    Raises
+    ------
+    ValueError
+        If the pattern has what means something else there, such as ``^``.
+    """
     vocabulary = tokenizer.vocabulary
     names, merges = spelled(vocabulary)
     split = {
         "type": "Split",
-        # In Hugging Face's dialect $ also matches before every newline.
-        "pattern": {"Regex": vocabulary.pattern.replace(r"\s++$", r"\s++\z")},
+        "pattern": {"Regex": _in_dialect(vocabulary.pattern, theirs=True)},
         "behavior": "Isolated",
         "invert": False,
     }
@@ -192,13 +198,47 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     replace_durably(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
+# Of a pattern, left to right: what differs in Hugging Face's dialect, Oniguruma's, and what may
+# hold such letters in another sense, an escape or a class. There ^ and $ stand at every line, \Z
+# also before a last newline, and m lets a dot take newlines, which is s here. White space up to the
+# end is one and the same, however the end is spelled.
+_DIALECT = re.compile(
+    r"(?P<tail>\\s\+\+(?:\$|\\z))|(?P<flags>\(\?[a-zA-Z^-]+[:)])|(?P<end>[$^]|\\Z)"
+    r"|\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]",
+    re.DOTALL,
+)
+
+
+def _in_dialect(pattern: str, *, theirs: bool) -> str:
+    """Return our pattern in Hugging Face's dialect, or with ``theirs`` false theirs in ours.
+
+    Raises
+    ------
+    ValueError
+        If it has what means something else in the other dialect.
+    """
+    dot, other = "sm" if theirs else "ms"
+
+    def spelled_anew(found: re.Match[str]) -> str:
+        text = found[0]
+        if found["tail"]:
+            return r"\s++\z" if theirs else r"\s++$"
+        if found["end"] or (found["flags"] and other in text):
+            raise ValueError(
+                f"the pattern {pattern!r} has {text}, which means something else in Hugging Face's "
+                "dialect of regular expressions than here (\\A is the start of a text in both)"
+            )
+        return text.replace(dot, other) if found["flags"] else text
+
+    return _DIALECT.sub(spelled_anew, pattern)
+
+
 def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
     """Return, for each token in the order of ids, the two tokens that earlier ones leave of it."""
     ranks: dict[tuple[int, int], tuple[int, int]] = {}
     by_left: dict[int, list[tuple[int, int]]] = {}
-    for a, b, rank, result in zip(*(x.tolist() for x in vocabulary.ranked_pairs()), strict=True):
+    for a, b, _, result in zip(*(x.tolist() for x in vocabulary.ranked_pairs()), strict=True):
         by_left.setdefault(result, []).append((a, b))
-        del rank
     byte_ids = vocabulary.byte_ids.tolist()
     out = []
     for i in sorted(vocabulary.tokens):
@@ -357,7 +397,7 @@ def _pattern_of(whole: _Cut) -> str:
     if level.use_regex or split.behavior != "Isolated" or split.invert or len(split.pattern) != 1:
         raise ValueError("only an isolating Split by one pattern can be imported")
     text = split.pattern.get("Regex") or _escape(split.pattern.get("String", ""))
-    return text.replace(r"\s++\z", r"\s++$")
+    return _in_dialect(text, theirs=False)
 
 
 def _escape(text: str) -> str:

@@ -319,6 +319,8 @@ def _gguf_keys(arch: str, eps: str) -> tuple[Key, ...]:
 def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
     heads = f"{arch}.attention.head_count"
     widths = [f"{arch}.{name}" for name in ("attention.value_length", "rope.dimension_count")]
+    base = key("rope_base", f"{arch}.rope.freq_base", 10_000.0)
+    scales = [f"{arch}.{name}" for name in ("rope.scaling.factor", "rope.scale_linear")]
 
     def read_head(found: Mapping[str, Any]) -> Any:
         width = found.get(f"{arch}.attention.key_length")
@@ -331,6 +333,13 @@ def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
                 )
         return width
 
+    def read_base(found: Mapping[str, Any]) -> Any:
+        # llama.cpp takes the first that is there, 0 for none, and "linear" where no type is said
+        name = next((name for name in scales if found.get(name) is not None), None)
+        if name and found[name] not in (0, 1) and found.get(f"{arch}.rope.scaling.type") is None:
+            raise ValueError(f"{name} = {shown(found[name])} scales RoPE, which is not known here")
+        return base.read(found)
+
     def write_head(config: Config) -> dict[str, Any]:
         return dict.fromkeys([f"{arch}.attention.key_length", *widths], config.d_head)
 
@@ -338,7 +347,7 @@ def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
         *_gguf_keys(arch, "layer_norm_rms_epsilon"),
         key("n_kv_heads", f"{arch}.attention.head_count_kv", lambda c: whole(c, heads)),
         Key("d_head", read_head, write_head),
-        key("rope_base", f"{arch}.rope.freq_base", 10_000.0),
+        Key("rope_base", read_base, base.write),
     )
 
 
@@ -355,6 +364,7 @@ def _gguf_demands(arch: str) -> dict[str, Any]:
     return {
         f"{arch}.attention.sliding_window": None,
         f"{arch}.rope.scaling.type": "none",
+        f"{arch}.rope.scaling.attn_factor": 1.0,
         f"{arch}.expert_count": 0,
         f"{arch}.attention.scale": None,
     }

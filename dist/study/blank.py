@@ -43,7 +43,8 @@ def exercise_text(exercise: Exercise, level: int, command: str) -> str:
         "",
         f"The solution is {path}: for when yours is right, or you are stuck.",
     ]
-    return '"""' + "\n".join(about) + f'\n"""\n\n{code}'
+    text = "\n".join(about).replace("\\", r"\\")  # a command may name a file with backslashes
+    return f'"""{text}\n"""\n\n{code}'
 
 
 # What is said of a kernel's language, by the names that occur in it.
@@ -83,7 +84,7 @@ def cut(source: str, blank: str, wanted: set[str]) -> str:
     tree = ast.parse(source)
     lines = source.splitlines()
     nodes = {name: node for node in tree.body for name in _defines(node)}
-    function = _function(tree, blank) if blank else None
+    function = function_of(tree, blank) if blank else None
     solution = _names(function.body[_given_of(function) :]) if function is not None else set()
     inside = set(map(id, function.body[_given_of(function) :])) if function is not None else set()
     constants = {n for n, node in nodes.items() if isinstance(node, (ast.Assign, ast.AnnAssign))}
@@ -119,7 +120,8 @@ def _defines(node: ast.stmt) -> list[str]:
     return []
 
 
-def _function(tree: ast.Module, name: str) -> ast.FunctionDef:
+def function_of(tree: ast.Module, name: str) -> ast.FunctionDef:
+    """Return the definition of a function, or of ``Class.method``."""
     body: list[ast.stmt] = tree.body
     for part in name.split("."):
         (found,) = (
@@ -208,7 +210,7 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(d.lineno for d in decorators)])
 
 
-def parameters(source: str, function: str) -> list[str]:
+def parameters(function: ast.FunctionDef) -> list[str]:
     """Return the names of a function's parameters."""
-    given = _function(ast.parse(source), function).args
+    given = function.args
     return [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]

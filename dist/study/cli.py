@@ -3,6 +3,7 @@
 import argparse
 import ast
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from dist.study.grade import TIMEOUT, grade, home_of
 from dist.study.tracks import EXERCISES, TRACKS
 from reference.study import LADDER
 
-FLAGS = {"--level", "-o", "--out", "--force", "--check"}  # that ask for an exercise
+FLAGS = {"--level", "--out", "--force", "--check"}  # that ask for an exercise, as -o does
 _EPILOG = """\
 examples:
   myllm study                            the rungs, and the exercises by track
@@ -65,12 +66,13 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Run ``myllm study`` and return its exit status."""
     rungs = {_rung(module): module for module in LADDER}
-    if argv and argv[0] in rungs and not FLAGS & set(argv):
+    asked = any(word.startswith("-o") or word.split("=")[0] in FLAGS for word in argv)
+    if argv and argv[0] in rungs and not asked:
         return _run_rung(rungs[argv[0]], list(argv[1:]), argv[0])
     arguments = parser().parse_args(argv)
     name = arguments.name
     if name is None:
-        if FLAGS & set(argv):
+        if asked:
             parser().error("say of which exercise; myllm study lists them")
         print(listing())
         return 0
@@ -141,7 +143,7 @@ def _run_rung(module: str, rest: list[str], name: str) -> int:
 
 
 def _write(exercise: Exercise, level: int, out: Path, force: bool) -> int:
-    check = f"myllm study {exercise.name} --check {out}"
+    check = f"myllm study {exercise.name} --check {shlex.quote(out.as_posix())}"
     text = exercise_text(exercise, level, check)
     try:
         with open(out, "w" if force else "x", encoding="utf-8") as file:

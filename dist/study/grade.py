@@ -6,6 +6,7 @@ make in it: one that gives what the file gives, in every call that is wrong, is 
 
 import ast
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from accel.verify.apart import Source, check_apart
 from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome, short
 from accel.verify.load import import_file
 from accel.verify.report import failure_text
-from dist.study.blank import MARK, parameters
+from dist.study.blank import MARK, function_of, parameters
 from dist.study.exercise import Exercise, Options, mistaken, module_of, source_of
 from dist.study.tracks import EXERCISES
 
@@ -54,8 +55,9 @@ def home_of(exercise: Exercise, path: Path) -> str:
 def check_file(exercise: Exercise, path: Path) -> None:
     """Raise unless a file can be an attempt at an exercise, with a sentence on what to do."""
     name, again = exercise.name, f"myllm study {exercise.name} -o ANOTHER.py"
+    word = shlex.quote(path.as_posix())
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; myllm study {name} -o {path} writes it")
+        raise ValueError(f"there is no file {path}; myllm study {name} -o {word} writes it")
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -66,7 +68,7 @@ def check_file(exercise: Exercise, path: Path) -> None:
     first = (ast.get_docstring(tree) or "").split("\n")[0]
     of = first.removeprefix("Exercise ").split(",")[0] if first.startswith("Exercise ") else name
     if of != name:
-        raise ValueError(f"{path} is of the exercise {of}: myllm study {of} --check {path}")
+        raise ValueError(f"{path} is of the exercise {of}: myllm study {of} --check {word}")
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     wanted = [exercise.function] if exercise.cases else exercise.levels[:2]
     home = home_of(exercise, path)
@@ -79,9 +81,8 @@ def check_file(exercise: Exercise, path: Path) -> None:
                 f"{path} has no function {short}: was it overwritten? {again} writes the exercise "
                 "anew"
             )
-        now = parameters(source_of(home), function)
-        given = functions[short].args
-        own = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        now = parameters(function_of(ast.parse(source_of(home)), function))
+        own = parameters(functions[short])
         if len(own) != len(now):
             raise ValueError(
                 f"{path}: {short} takes {', '.join(own) or 'nothing'}, but it is to take "

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dist.cli import main
+from dist.step import Stepper
 from dist.study.ablations import cli, heads, norm_placement, positions
 from dist.study.ablations.lab import Claim, Finding, Lab, byte_model
 from reference import model, ops
@@ -94,6 +95,43 @@ def test_the_page_says_of_each_claim_whether_it_was_seen() -> None:
     page = cli.page({"heads": Finding([], [["a"], ["b"]], claims)}, "2 s")
     assert "A &amp; B 2020" in page and "x &lt; y" in page
     assert page.count('class="yes">seen') == page.count('class="no">not seen') == 1
+
+
+def test_a_share_above_1_decodes_no_more_than_the_cache_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("STEPS", 1), ("TRAINED", 4), ("TOKENS", 8)):
+        monkeypatch.setattr(heads, name, value)
+    narrow = {"d_model": 16, "n_layers": 1}
+    monkeypatch.setattr(heads, "byte_model", lambda **choices: byte_model(**choices, **narrow))
+    decoded: list[int] = []
+    decode = heads.decode
+
+    def counted(lab: Lab, stepper: Stepper, tokens: int) -> tuple[int, float]:
+        decoded.append(tokens)
+        return decode(lab, stepper, tokens)
+
+    monkeypatch.setattr(heads, "decode", counted)
+    heads.run(a_lab(), 2.0)
+    assert decoded == [8] * 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_done_is_kept_when_a_later_experiment_ends_early(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(lab: Lab, share: float) -> Finding:
+        raise error
+
+    claim = Claim("A 2020", "x < y", "1 < 2", True)
+    finding = Finding([], [["a"], ["b"]], [claim])
+    monkeypatch.setattr(Lab, "of_the_library", lambda say: a_lab())
+    monkeypatch.setattr(cli.positions, "run", lambda lab, share: finding)
+    monkeypatch.setattr(cli.norm_placement, "run", fails)
+    with pytest.raises(error):
+        cli.run(["-o", str(tmp_path)])
+    assert "x &lt; y" in (tmp_path / "ablations.html").read_text(encoding="utf-8")
+    assert set(json.loads((tmp_path / "ablations.json").read_text())) == {"positions"}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dist.cli import main
 from dist.study import blank
 from dist.study import cli as study
 from dist.study.exercise import Exercise, module_of, source_of
+from dist.study.grade import grade
 from dist.study.tracks import EXERCISES, TRACKS
 from reference import study as rungs
 from reference.study import LADDER
@@ -66,6 +68,43 @@ def test_a_rung_goes_before_an_exercise_of_its_name(
     assert said.startswith("the rung\n") and "myllm study relu --level 1" in said
     assert main(["study", "relu", "--level", "1"]) == 0
     assert "study_relu.py: write backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--level=1"], ["-omine.py"], ["--out=mine.py"], ["-o", "mine.py"], ["--force"]]
+)
+def test_an_option_of_an_exercise_in_any_spelling_asks_for_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"attention"} <= set(EXERCISES) & {m.split(".")[-1] for m in LADDER}
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "attention", *words]) == 0
+    (written,) = tmp_path.iterdir()
+    assert written.name == ("mine.py" if "mine" in str(words) else "study_attention.py")
+    assert main(["study", "attention", f"--check={written}"]) == 1  # it is blank
+
+
+@pytest.mark.parametrize("name", ["two words.py", r"C:\Users\name\x.py", "it's.py", "plain.py"])
+def test_the_command_to_repeat_names_the_file_whatever_it_is_called(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is no file") as error:
+        grade(EXERCISES["relu"], Path(name))
+    assert main(["study", "relu", "-o", name]) == 0
+    text = Path(name).read_text(encoding="utf-8")
+    stated = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    (in_file,) = (line.strip() for line in stated if "--check" in line)
+    (printed,) = re.findall(r"then (.*)", capsys.readouterr().out)
+    assert main(["study", "relu", "-o", name]) == 1
+    (refused,) = re.findall(r"as it is: (.*) grades it", capsys.readouterr().err)
+    for command in (in_file, printed, refused):
+        assert shlex.split(command) == ["myllm", "study", "relu", "--check", name]
+    (writing,) = re.findall(r"; (.*) writes it", str(error.value))
+    assert shlex.split(writing) == ["myllm", "study", "relu", "-o", name]
 
 
 @pytest.mark.parametrize(

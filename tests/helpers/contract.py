@@ -116,6 +116,7 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
     I = np.zeros((2, 3), np.int32)  # noqa: E741
     K = zeros(1, 2, 3, 4, 2)  # keys of one layer
     SLOTS, KEYS = KVCache([zeros(2, 5, 1, 3)] * 2, [zeros(2, 5, 1, 3)] * 2), ones(2, 2, 1, 3)
+    LONG = ones(2, 90, 1, 3)
     return [
         (
             lambda: ops.add_forward(F, zeros(5)),
@@ -207,6 +208,13 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
             r"seed must lie in 0\.\.2\^64",
         ),
         (lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(sample=2**32 - 1)), "overflows"),
+        (
+            # with a step of its own, as a call with an equal key is remembered
+            lambda: ops.dropout_forward(
+                F, p=0.5, key=KEY._replace(step=9, sample=np.uint32(2**32 - 1))
+            ),
+            "a batch of 2 from sample 4294967295 .* overflows",
+        ),
         (lambda: ops.dropout_forward(F, p=0.5, key=KEY._replace(step=-1)), "step must lie in"),
         (
             lambda: ops.linear_cross_entropy_forward(F, zeros(6, 5), I),
@@ -252,6 +260,10 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         (lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=-1, position=0), "layer must lie in"),
         (lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=0, position=1.5), "position must be an int"),  # type: ignore[arg-type]
         (
+            lambda: ops.write_kv(SLOTS, LONG, LONG, layer=0, position=np.int8([120, 3])),
+            r"positions 3\.\.209 lie outside the cache",
+        ),
+        (
             lambda: ops.write_kv(SLOTS, KEYS, KEYS, layer=0, position=I[0]),
             r"\(2,\) ints, one for each row",
         ),
@@ -277,6 +289,15 @@ def bad(ops: Any, dtype: Any) -> list[tuple[Callable[[], Any], str]]:
         (lambda: ops.logits(dtype(1), F[0]), "at least one axis"),
         (lambda: ops.dropout_forward(np.asarray(dtype(1)), p=0.5, key=KEY), "at least one axis"),
         (lambda: ops.softmax(np.asarray(dtype(1))), "at least one axis"),
+        (lambda: ops.softmax(F[..., :0]), r"along the last axis, got x \(2, 3, 0\)"),
+        (
+            lambda: ops.rmsnorm_forward(F[..., :0], zeros(0), eps=0),
+            r"rmsnorm: there must be .* along the last axis, got x \(2, 3, 0\)",
+        ),
+        (
+            lambda: ops.layernorm_forward(F[..., :0], zeros(0), zeros(0), eps=0),
+            "layernorm: there must be something along the last axis",
+        ),
         (lambda: ops.split_heads_forward(Q, heads=(1, 3, 0)), "must add up"),
         (lambda: ops.rmsnorm_forward(F, F[0, 0], eps=np.nan), "eps must be a finite number"),
         (lambda: ops.rope_forward(Q, base=-3.0), "base must be a finite number > 0"),

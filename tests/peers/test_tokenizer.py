@@ -118,6 +118,38 @@ def test_a_vocabulary_trained_by_hugging_face_is_imported_with_its_ids(
         assert ours.encode(text, allowed_special="all") == expected
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?s:.+)",
+        r"\S+|\s++$|\s",
+        r"(?s)a.|(?-s:.+)|\n",
+        r"\A\s+|[^\s$^]+|[$^]+|\s",
+        r"\p{^L}+|\p{L}+",
+    ],
+)
+def test_a_pattern_in_both_dialects_gives_our_ids(pattern: str, tmp_path: Path) -> None:
+    ours = Tokenizer(dataclasses.replace(small().vocabulary, pattern=pattern))
+    face = as_huggingface(ours, tmp_path)
+    for text in (*HARD, " \na \n\n b$\n^c \n", "a\nb ", *corpus()[:3]):
+        ids = ours.encode(text, allowed_special="all")
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+
+
+def test_a_text_that_is_never_cut_gives_hugging_face_s_ids(tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    theirs = as_huggingface(small(), tmp_path)
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.save(str(tmp_path / "theirs.json"))
+    ours = from_huggingface(tmp_path / "theirs.json")
+    face = as_huggingface(ours, tmp_path)
+    for text in (*HARD, "a\n\nb \n", *(text[:2000] for text in corpus()[:3])):
+        ids = ours.encode(text, allowed_special="all")
+        assert theirs.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+
+
 def test_bytes_that_the_corpus_lacked_are_left_out_as_hugging_face_does(tmp_path: Path) -> None:
     """Its trainer gives tokens to the bytes that it sees alone, unless told: SmolLM's has 235."""
     from tokenizers import models, pre_tokenizers, trainers

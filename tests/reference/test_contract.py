@@ -1,6 +1,6 @@
 """The op contract: what a backend must offer, and what every op keeps to, on NumPy's arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -213,6 +213,49 @@ def test_write_kv_writes_each_row_where_it_stands(ops: Any) -> None:
         ops.write_kv(cache, k, v, layer=0, position=-1)
 
 
+# ---- sizes of 0 ----------------------------------------------------------------------------------
+
+# what must not be 0: ids name one of V, parts are heads, and the others are what a mean is over
+SOME = {"attention": "S Hkv d", "rmsnorm": "D", "layernorm": "D", "split_heads": "H"}
+
+
+def sizes() -> Iterator[tuple[str, str]]:
+    for name in DIFFERENTIABLE:
+        letters = {letter for operand in OPS[name].operands for letter in operand.shape.split()}
+        some = {"V", *SOME.get(name, "").split()}
+        yield from ((name, letter.removeprefix("2")) for letter in sorted(letters - some))
+
+
+def emptied(name: str, letter: str) -> tuple[list[Array | None], dict[str, Any]]:
+    """Return the arguments of an op's case, a letter's axis or the first free one of size 0."""
+    arrays, options = cases(np.float32)[name]
+    given: list[Array | None] = []
+    for operand, array in zip(OPS[name].operands, arrays, strict=False):
+        letters = [token.removeprefix("2") for token in operand.shape.split()]
+        if array is not None and letter in letters:
+            at = letters.index(letter)
+            axis = at - len(letters) if "..." in letters[:at] else at
+            array = np.delete(array, slice(None), axis)
+        given.append(array)
+    if letter == "B" and "start" in options:
+        options = {**options, "start": options["start"][:0]}
+    return given, options
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("name", "letter"), [*sizes()])
+def test_a_size_may_be_0(name: str, letter: str, backend: str) -> None:
+    ops = load(backend)
+    arrays, options = emptied(name, letter)
+    out, cache = getattr(ops, f"{name}_forward")(*arrays, **options)
+    found = getattr(ops, f"{name}_backward")(cotangent(out), cache)
+    gradients = dict(zip(OPS[name].gradients, arrays_in((found,)), strict=True))
+    given = {o.name: a for o, a in zip(OPS[name].operands, arrays, strict=False) if a is not None}
+    for operand, gradient in gradients.items():
+        assert gradient.shape == given[operand].shape and np.isfinite(gradient).all()
+    assert all(np.isfinite(array).all() for array in arrays_in((out,)))
+
+
 # ---- bad input: what must hold, what arrived -----------------------------------------------------
 
 
@@ -222,6 +265,15 @@ def test_bad_input_is_refused_in_words(i: int, backend: str, dtype: Any) -> None
     call, message = bad(load(backend), dtype)[i]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_large_limit_is_said_to_its_last_digit(ops: Any) -> None:
+    flat = [np.zeros(1_234_567, np.float32) for _ in range(4)]
+    usual = {"step": 1, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    with pytest.raises(
+        ValueError, match=r"n_decayed must be an integer in 0\.\.1234567, got 1234568"
+    ):
+        ops.adamw(*flat, **usual, n_decayed=1_234_568)
 
 
 # ---- bad cotangents ------------------------------------------------------------------------------

@@ -110,7 +110,10 @@ def test_initialisation_is_scaled_seeded_and_keyed_by_name() -> None:
     again = deeper.views(deeper.init(0))
     np.testing.assert_array_equal(views["layers.2.ffn.w_gate_up"], again["layers.2.ffn.w_gate_up"])
     assert (layout.init(0) != layout.init(1)).any()
-    np.testing.assert_array_equal(layout.init(0).astype(np.float64), layout.init(0, np.float64))
+    for wide in (np.float64, "float64", np.dtype("float64")):
+        np.testing.assert_array_equal(layout.init(0).astype(np.float64), layout.init(0, wide))
+    with pytest.raises(ValueError, match="are float32 or float64, not int32"):
+        layout.init(0, "int32")
 
 
 def test_an_encoder_decoder_scales_residual_projections_by_the_branches_of_their_stack() -> None:
@@ -495,6 +498,14 @@ def test_bad_input_to_an_encoder_decoder_is_refused_in_words() -> None:
     # -m·(t - u) is a penalty only where no key lies ahead of its query
     with pytest.raises(ValueError, match=r"position 'alibi' .* encoder"):
         encoder_decoder(position="alibi")
+
+
+@pytest.mark.parametrize("n_encoder_layers", [0, -1, 2.0, True, 10_001])
+def test_an_encoder_has_a_number_of_layers(n_encoder_layers: Any) -> None:
+    with pytest.raises(
+        ValueError, match="n_encoder_layers must be a positive integer up to 10,000"
+    ):
+        encoder_decoder(n_encoder_layers=n_encoder_layers)
 
 
 def flat_like(params: dict[str, Array]) -> Array:

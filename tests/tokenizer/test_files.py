@@ -1,6 +1,7 @@
 """Files: ours, Hugging Face's, OpenAI's: what goes out comes back, what is damaged is refused."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -148,6 +149,59 @@ def test_bytes_without_a_token_are_left_out(tmp_path: Path, last: int) -> None:
     (tmp_path / "t.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="no token for byte 0x04 and takes '<s>' for it"):
         from_huggingface(tmp_path / "t.json")
+
+
+# patterns and their spelling in Hugging Face's dialect
+SPELLED = [
+    (GPT2, GPT2),
+    (r"\S+|\s++$|\s", r"\S+|\s++\z|\s"),
+    (r"(?s:.+)", r"(?m:.+)"),
+    (r"(?is)a.|(?s-i:.)(?i:b)", r"(?im)a.|(?m-i:.)(?i:b)"),
+    (r"[^$]+|[]^$]|\^|\$|[\]$]|\p{^L}", r"[^$]+|[]^$]|\^|\$|[\]$]|\p{^L}"),
+    (r"\A\p{L}|\P{L}|(?P<s>\p{L})", r"\A\p{L}|\P{L}|(?P<s>\p{L})"),
+]
+
+
+def with_pattern(pattern: str) -> Tokenizer:
+    return Tokenizer(dataclasses.replace(small().vocabulary, pattern=pattern))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), SPELLED)
+def test_a_pattern_is_spelled_in_hugging_face_s_dialect_and_back(
+    ours: str, theirs: str, tmp_path: Path
+) -> None:
+    to_huggingface(with_pattern(ours), tmp_path / "t.json")
+    content = json.loads((tmp_path / "t.json").read_text())
+    assert content["pre_tokenizer"]["pretokenizers"][0]["pattern"] == {"Regex": theirs}
+    assert from_huggingface(tmp_path / "t.json").vocabulary.pattern == ours
+
+
+@pytest.mark.parametrize("pattern", [r"^\s+|\S+|\s", r"a$|.", r"\\s++$|.", r"[^a]$|.", r"\n\Z|."])
+def test_a_pattern_that_cuts_otherwise_in_hugging_face_s_dialect_is_refused(
+    pattern: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.json"
+    with pytest.raises(ValueError, match="means something else in Hugging Face's dialect"):
+        to_huggingface(with_pattern(pattern), path)
+    assert not path.exists()
+    with pytest.raises(ValueError, match="means something else in Hugging Face's dialect"):
+        to_huggingface(with_pattern("(?m:.)"), path)
+    to_huggingface(small(), path)
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"cannot be imported: .* something else in Hugging Face"):
+        from_huggingface(path)
+
+
+def test_a_lone_byte_level_without_a_pattern_goes_out_and_comes_back(tmp_path: Path) -> None:
+    to_huggingface(small(), tmp_path / "t.json")
+    content = json.loads((tmp_path / "t.json").read_text())
+    content["pre_tokenizer"] = {"type": "ByteLevel", "use_regex": False}
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    whole = from_huggingface(tmp_path / "t.json")
+    to_huggingface(whole, tmp_path / "u.json")
+    assert from_huggingface(tmp_path / "u.json").vocabulary == whole.vocabulary
 
 
 def test_a_token_its_merges_do_not_give_is_reached_only_as_a_whole_piece() -> None:

@@ -53,15 +53,15 @@ def run(argv: Sequence[str]) -> int:
         print(f"[{duration(time.monotonic() - started)}] {line}", flush=True)
 
     lab = Lab.of_the_library(say)
-    findings = {
-        name: experiment.run(lab, given.share)
-        for name, experiment in EXPERIMENTS.items()
-        if given.only is None or name in given.only
-    }
-    took = duration(time.monotonic() - started)
-    data = json.dumps(findings, indent=1).encode()
-    replace_durably(given.out / "ablations.json", data)
-    replace_durably(given.out / "ablations.html", page(findings, took).encode())
+    findings: dict[str, Finding] = {}
+    for name, experiment in EXPERIMENTS.items():
+        if given.only is None or name in given.only:
+            findings[name] = experiment.run(lab, given.share)
+            # after each, so that what was done is kept when a later one fails or is interrupted
+            took = duration(time.monotonic() - started)
+            data = json.dumps(findings, indent=1).encode()
+            replace_durably(given.out / "ablations.json", data)
+            replace_durably(given.out / "ablations.html", page(findings, took).encode())
     for finding in findings.values():
         for claim in finding.claims:
             verdict = "seen here" if claim.holds else "NOT seen here"

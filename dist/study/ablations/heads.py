@@ -57,12 +57,12 @@ def decode(lab: Lab, stepper: Stepper, tokens: int) -> tuple[int, float]:
 def run(lab: Lab, share: float = 1.0) -> Finding:
     """Train the four and decode with each."""
     curves, loss, size, speed, table = [], {}, {}, {}, []
-    steps = max(2, int(share * STEPS))
+    steps, tokens = max(2, int(share * STEPS)), min(max(2, int(share * TOKENS)), TOKENS)
     for name, config in configs().items():
         stepper, losses = lab.train(name, config, length=TRAINED, count=16, steps=steps, lr=3e-3)
         curves.append(Curve(name, [float(i + 1) for i in range(steps)], smooth(losses)))
         loss[name] = float(lab.loss_by_position(stepper, TRAINED, max(8, int(share * 256))).mean())
-        size[name], speed[name] = decode(lab, stepper, max(2, int(share * TOKENS)))
+        size[name], speed[name] = decode(lab, stepper, tokens)
         table.append(
             [
                 *(name, f"{decoder_layout(config).size:,}", f"{loss[name]:.3f}"),

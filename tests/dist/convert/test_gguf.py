@@ -293,7 +293,8 @@ def test_whatever_metadata_says_it_is_read_or_refused(
     path = tmp_path / "m.gguf"
     assert cli.main(["export", str(tmp_path / "mine"), str(path)]) == 0
     keys, stored = gguf.header(path)
-    tried = [*keys, "tied", "rope_freqs", "split.count", f"{name}.rope.scaling.type"]
+    scaling = (f"{name}.rope.{key}" for key in ("scaling.type", "scaling.factor", "scale_linear"))
+    tried = [*keys, "tied", "rope_freqs", "split.count", *scaling]
     refused = 0
     for key, value in itertools.product(tried, ODD):
         monkeypatch.setattr(gguf, "header", lambda _, k=key, v=value: ({**keys, k: v}, stored))
@@ -380,6 +381,16 @@ def test_foreign_vocabularies_are_refused_by_name(
         ({"general.architecture": "gemma"}, "the architecture 'gemma' is not known"),
         ({"llama.attention.sliding_window": 4096}, "sliding_window = 4096"),
         ({"llama.rope.scaling.type": "linear"}, "scaling.type = 'linear'"),
+        ({"llama.rope.scaling.factor": 4.0}, "scaling.factor = 4.0 scales RoPE"),
+        ({"llama.rope.scale_linear": 0.5}, "scale_linear = 0.5 scales RoPE"),
+        (
+            {"llama.rope.scaling.factor": 2.0, "llama.rope.scale_linear": 1.0},
+            "scaling.factor = 2.0 scales RoPE",
+        ),
+        (
+            {"llama.rope.scaling.type": "none", "llama.rope.scaling.attn_factor": 1.5},
+            "attn_factor = 1.5",
+        ),
         ({"llama.expert_count": 8}, "expert_count = 8"),
         ({"llama.attention.value_length": 4}, "value_length must be the width of keys, 8, got 4"),
         ({"llama.embedding_length": 64}, "has shape"),
@@ -418,6 +429,26 @@ def check_read(
         assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
     assert cli.main(["import", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "back")]) == 0
     assert Weights(tmp_path / "back").config == config
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"scaling.type": "none", "scaling.factor": 4.0, "scale_linear": 4.0},
+        {"scaling.factor": 1.0, "scale_linear": 4.0, "scaling.attn_factor": 1.0},
+        {"scale_linear": 1.0},
+        {"scaling.factor": 0.0},
+    ],
+    ids=str,
+)
+def test_a_factor_by_which_llama_cpp_does_not_scale_is_none(
+    said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never scales where the type is none, reads the older key in default of the newer."""
+    write_random(tmp_path / "mine", LLAMA)
+    described = gguf.choose(gguf.GGUF, LLAMA, "GGUF").describe(LLAMA)
+    described |= {f"llama.rope.{name}": value for name, value in said.items()}
+    check_read(tmp_path, monkeypatch, LLAMA, described)
 
 
 def test_older_files_without_a_vocab_size_are_read(
