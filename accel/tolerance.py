@@ -6,10 +6,12 @@ flash-attention's own tests do (Dao et al. 2022)::
 
     ‖err‖ ≤ k ‖plain err‖ + c u s        k = 2, for gradients 3
 
-for the whole tensor and for each row along the last axis. err is the kernel against the float64
-reference; plain err is the reference's own in the working precision; u is that precision's unit
-roundoff; s is the norm of the same op on absolute values, every minus sign a plus, which is what
-one rounding error can be multiplied by; c counts roundings (Higham 2002, sections 3.1 and 4.2).
+for the whole tensor, for each row along the last axis, and for each piece of some 256 elements of
+a row, since a few wrong columns of a wide one hardly show in its norm. err is the kernel against
+the float64 reference; plain err is the reference's own in the working precision; u is that
+precision's unit roundoff; s is the norm of the same op on absolute values, every minus sign a plus,
+which is what one rounding error can be multiplied by; c counts roundings (Higham 2002, sections 3.1
+and 4.2).
 Without the second term a tiny case fails by luck: the plain code may happen to make no error at
 all where a correct kernel makes one.
 
@@ -47,6 +49,7 @@ u 2^-14 at most, whatever its own size: where a kernel may store a number p on i
 stands for p in s. Beyond 65,504 there is only infinity, so no case comes near it.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,6 +105,7 @@ _UNDERFLOW = {
 }
 _TINY = float(np.finfo(np.float32).tiny)
 _SMALL = 1e-60  # norms of numbers from here to 1/_SMALL need no scaling
+_PIECE = 256  # elements of a row that are judged by themselves
 
 
 class Magnitude(NamedTuple):
@@ -202,7 +206,7 @@ class Allowed(NamedTuple):
     """What a result may be off by: the rule, before there is a result."""
 
     exact: Array
-    by_row: Array  # ‖err‖ that a row may have
+    by_row: Array  # ‖err‖ that each piece of a row may have
     total: float  # ‖err‖ that the whole may have
     size: float  # ‖exact‖, 1 where that is zero
 
@@ -214,7 +218,7 @@ class Allowed(NamedTuple):
         over = _ratio(np.append(err, error), np.append(self.by_row, self.total))
         by_row, ratio = over[:-1], float(np.max(over))
         rows = np.shape(self.exact)[:-1]
-        worst = int(np.argmax(by_row)) if len(by_row) else 0
+        worst = int(np.argmax(by_row)) // _pieces(np.shape(self.exact)) if len(by_row) else 0
         return Closeness(
             error / self.size,
             self.total / self.size,
@@ -246,7 +250,7 @@ def allowed(
     k = 3 if gradient else 2
 
     exact = np.asarray(exact, np.float64)
-    width = exact.shape[-1] if exact.ndim else 1
+    width = -(-(exact.shape[-1] if exact.ndim else 1) // _pieces(exact.shape))
     plain_err, s = _norms(np.asarray(plain, np.float64) - exact), _norms(magnitude.s)
     total = k * float(np.linalg.norm(plain_err)) + c_u * float(np.linalg.norm(s))
     return Allowed(
@@ -264,10 +268,19 @@ def compare(
     return allowed(exact, plain, magnitude, dtype, gradient=gradient).closeness(got)
 
 
+def _pieces(shape: tuple[int, ...]) -> int:
+    """Return into how many pieces, alike in width, each row is cut."""
+    return max(1, shape[-1] // _PIECE) if shape else 1
+
+
 def _norms(x: Array) -> Array:
-    """Return the norm of each row."""
+    """Return the norm of each piece of each row."""
     x = np.asarray(x, np.float64)
-    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    pieces, shape = _pieces(x.shape), x.shape or (1,)
+    width = -(-shape[-1] // pieces)
+    x = x.reshape(math.prod(shape[:-1]), shape[-1])
+    if pieces > 1:
+        x = np.pad(x, ((0, 0), (0, pieces * width - shape[-1]))).reshape(-1, width)
     squares = np.einsum("ij,ij->i", x, x)
     # a row is scaled where its squares would underflow or overflow
     far = ~((squares > _SMALL**2) & (squares < 1 / _SMALL**2))

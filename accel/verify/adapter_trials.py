@@ -11,6 +11,7 @@ import numpy as np
 
 from accel.verify.calls import Raised, short
 from reference import ops
+from reference.adamw import adamw
 from reference.schedule import learning_rate
 from reference.types import Array
 
@@ -43,10 +44,15 @@ class Arrays(NamedTuple):
                 return SimpleNamespace(data=np.array(array), grad=None)
             return torch.nn.Parameter(torch.from_numpy(np.array(array)))
 
+        taken = getattr(module, "to_numpy", take)
+
+        def narrow(value: Any) -> Array:
+            """Take a result as float32 where it is float64: it may be wider than it has to be."""
+            array = np.asarray(taken(value))
+            return array.astype(np.float32) if array.dtype == np.float64 else array
+
         return cls(
-            getattr(module, "from_numpy", give),
-            getattr(module, "to_numpy", take),
-            getattr(module, "parameter", parameter),
+            getattr(module, "from_numpy", give), narrow, getattr(module, "parameter", parameter)
         )
 
 
@@ -71,8 +77,8 @@ def written(name: str, *arguments: str) -> Callable[..., str]:
     return text
 
 
-def _floats(rng: np.random.Generator, *shape: int) -> Array:
-    return rng.normal(size=shape).astype(np.float32)
+def _floats(rng: np.random.Generator, *shape: int, size: float = 1.0) -> Array:
+    return (size * rng.normal(size=shape)).astype(np.float32)
 
 
 # ---- softmax, over any axis ----------------------------------------------------------------------
@@ -147,17 +153,18 @@ IDLE = np.ones(2, np.float32)  # a parameter that never gets a gradient
 
 def _adamw_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Yield parameters, the gradients of each step, and groups: the last has the last parameter."""
-    for shapes, steps, groups in (
-        ([(1,)], 1, 1),
-        ([(1,)], 2, 1),
-        ([(7,)], 10, 1),
-        ([(3,), (3,)], 5, 1),
-        ([(2,), (2,)], 2, 2),
-        ([(2, 3), (4,), (3, 1)], 5, 2),
+    for shapes, steps, groups, size in (
+        ([(1,)], 1, 1, 1),
+        ([(1,)], 2, 1, 1),
+        ([(7,)], 10, 1, 1),
+        ([(3,), (3,)], 5, 1, 1),
+        ([(2,), (2,)], 2, 2, 1),
+        ([(2, 3), (4,), (3, 1)], 5, 2, 1),
+        ([(5,)], 3, 1, 10 * EPS),  # eps decides
     ):
         for decay in (0.0, 0.1):
             starts = [_floats(rng, *shape) for shape in shapes]
-            grads = [[_floats(rng, *shape) for shape in shapes] for _ in range(steps)]
+            grads = [[_floats(rng, *shape, size=size) for shape in shapes] for _ in range(steps)]
             first = {"lr": 0.1, "weight_decay": decay}
             yield starts, grads, [first, {"lr": 0.03, "weight_decay": 0.1 - decay}][:groups]
 
@@ -214,11 +221,15 @@ def _adamw(
     pure: bool = False,
     shared: bool = False,
     counted: bool = False,
+    beside: bool = False,
+    eps: float = EPS,
+    inside: bool = False,
 ) -> list[Array]:
     """Return the weights.
 
-    ``late``: the decay acts on the weights after the step, as well right; ``shared``: there is one
-    m and one v; ``counted``: each parameter counts as a step.
+    ``late``: the decay acts on the weights after the step, as well right; ``beside``: eps stands
+    beside √v rather than √v̂, as the course has it, as well right; ``shared``: there is one m and
+    one v; ``counted``: each parameter counts as a step; ``inside``: eps stands in the root.
     """
     masters = [start.astype(np.float64).reshape(-1) for start in starts]
     means, squares = ([np.zeros_like(master) for master in masters] for _ in "mv")
@@ -228,12 +239,16 @@ def _adamw(
             t = first + (step * len(starts) + i if counted else step)
             before, at = master.copy(), 0 if shared else i
             g = grad.astype(np.float64).reshape(-1) + (decay * before if coupled else 0)
-            ops.adamw(
-                *(master, means[at], squares[at], g),
-                **{"step": t, "lr": lr, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS},
-                **{"weight_decay": 0.0 if late or coupled or pure else decay},
-                n_decayed=len(master),
-            )
+            scale = 1 - BETAS[1] ** t if beside else 1.0
+            added: Any = eps / math.sqrt(scale)
+            if inside:  # what the root gains by it
+                v = BETAS[1] * squares[at] + (1 - BETAS[1]) * g * g
+                root = np.sqrt(v / (1 - BETAS[1] ** t))
+                added = np.sqrt(root**2 + eps / scale) - root
+            how: dict[str, Any] = {"step": t, "lr": lr, "eps": added, "n_decayed": len(master)}
+            how |= {"beta1": BETAS[0], "beta2": BETAS[1]}
+            how |= {"weight_decay": 0.0 if late or coupled or pure else decay}
+            adamw(master, means[at], squares[at], g, **how)
             if late or pure:
                 master -= (1.0 if pure else lr) * decay * (master if late else before)
     moved = [m.reshape(start.shape) for m, start in zip(masters, starts, strict=True)]
@@ -268,6 +283,9 @@ def _with(
 
 _SHARED = "are m and v shared by the parameters? Each has its own, and its own count t."
 _OF_FIRST = "of the first group, or the default, for all? Each group has its own."
+_ADAMW_FORMS: list[dict[str, Any]] = [
+    {"late": late, "beside": beside} for late in (False, True) for beside in (False, True)
+]
 _ADAMW_MISTAKES: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("is the bias correction missing? m and v start at zero.", partial(_adamw, first=10**9)),
     ("is the bias correction off by one step?", partial(_adamw, first=2)),
@@ -277,6 +295,8 @@ _ADAMW_MISTAKES: tuple[tuple[str, Callable[..., Any]], ...] = (
     ),
     ("is the decay not multiplied by the learning rate?", partial(_adamw, pure=True)),
     ("is weight decay left out?", partial(_with, lambda first: {"weight_decay": 0.0})),
+    ("is eps inside the root? It is added to the root.", partial(_adamw, inside=True)),
+    ("is eps left out?", partial(_adamw, eps=0.0)),
     (_SHARED, partial(_shared, ValueError)),
     (_SHARED, partial(_shared, RuntimeError)),
     (_SHARED, partial(_shared, ValueError, counted=True)),
@@ -297,7 +317,7 @@ _ADAMW_MISTAKES: tuple[tuple[str, Callable[..., Any]], ...] = (
 def _clip_cases(rng: np.random.Generator) -> Iterator[Case]:
     for size in (0.1, 1.0, 10.0):
         for shapes in (((1,),), ((2,), (3,)), ((2, 3), (4,), (1,))):
-            yield [(size * _floats(rng, *shape)) for shape in shapes], 1.0
+            yield [_floats(rng, *shape, size=size) for shape in shapes], 1.0
 
 
 def _call_clip(run: Any, arrays: Arrays, grads: list[Array], most: float) -> list[Array]:
@@ -397,11 +417,11 @@ TRIALS = (
         "get_adamw_cls",
         _adamw_cases,
         _call_adamw,
-        lambda *case: [_adamw(*case), _adamw(*case, late=True)],
+        lambda *case: [_adamw(*case, **form) for form in _ADAMW_FORMS],
         tuple(
-            (says, partial(wrong, late=late))
+            (says, partial(wrong, **form))
             for says, wrong in _ADAMW_MISTAKES
-            for late in (False, True)
+            for form in _ADAMW_FORMS
         ),
         _adamw_text,
     ),

@@ -10,30 +10,20 @@ and ``parameter`` in the file say what else they are.
 """
 
 import dataclasses
-import faulthandler
-import json
-import os
-import queue
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, NamedTuple, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from accel.system import end_with_parent
 from accel.verify import adapter_trials
 from accel.verify.adapter_bpe import BPE
 from accel.verify.adapter_trials import Arrays, Trial
-from accel.verify.apart import TIMEOUT, Ended, Silent, Source, how_it_ended
+from accel.verify.apart import TIMEOUT, Ended, Silent, Worker
 from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
@@ -106,7 +96,7 @@ def _attention(
     given = None if allowed.all() else arrays.give(mask)
     out = arrays.take(run(*map(arrays.give, heads), given))
     # a query without keys is left open there
-    return np.where(mask.any(-1, keepdims=True), out, 0).swapaxes(1, 2).astype(q.dtype)
+    return np.where(mask.any(-1, keepdims=True), out, 0).swapaxes(1, 2)
 
 
 def _silu(run: Run, arrays: Arrays, x: Array) -> Array:
@@ -160,14 +150,6 @@ class Keeping:
     def _values(self, given: Any) -> Any:
         number = given is None or isinstance(given, (int, float))
         return given if number else np.array(self.arrays.take(given))
-
-
-def check_adapters(module: Any, options: Options) -> Found:
-    """Hold the adapters of a module to the reference, in this process."""
-    found = Found([], {})
-    for name in ADAPTERS:
-        found.add(name, check_adapter(module, name, options))
-    return found
 
 
 def check_adapter(
@@ -227,14 +209,7 @@ def _as_op(adapter: Adapter, options: Options) -> Verdict:
 
 def _called(adapter: Adapter, trial: Trial, case: tuple[Any, ...]) -> Any:
     adapter.tell(trial.text(*case))
-    return _single(trial.call(adapter.run, adapter.arrays, *case))
-
-
-def _single(value: Any) -> Any:
-    """Return float64 as float32: a result may be wider than it has to be."""
-    if isinstance(value, np.ndarray) and value.dtype == np.float64:
-        return value.astype(np.float32)
-    return [_single(part) for part in value] if isinstance(value, list) else value
+    return trial.call(adapter.run, adapter.arrays, *case)
 
 
 def _trial(adapter: Adapter, trial: Trial, seed: int) -> Verdict:
@@ -296,111 +271,57 @@ def each_apart(
     The adapter in which one ends is wrong, and the next process goes on after it. ``begin`` is told
     which adapter is next.
     """
-    left = list(ADAPTERS)
-    while left:
-        call = ""
-        with _Worker(path, options, left, timeout) as worker:
-            try:
-                for kind, content in worker.told():
-                    if kind == "refused":
-                        raise SubjectError(content)
-                    if kind == "begins":
-                        begin(content)
-                    elif kind == "call":
-                        call = content
-                    elif kind == "found":
-                        yield left.pop(0), Verdict(*content) if content else None
-            except Ended as end:
-                if not worker.loaded:
-                    raise SubjectError(f"{path}: importing it {end}") from None
-                name = left.pop(0)
-                yield name, Verdict(False, 0, f"FAIL {name}: {end}\n  in {call}")
+    source = File(str(path))
 
+    def fresh() -> Worker:  # importing a file may compile it, which is no call that hangs
+        return Worker(source, timeout, loading=max(timeout, TIMEOUT))
 
-class _Worker:
-    """A process that checks adapters of a file, one after the other.
-
-    Parameters
-    ----------
-    timeout : float
-        Seconds of silence after which it is given up.
-    """
-
-    def __init__(self, path: Path, options: Options, names: list[str], timeout: float) -> None:
-        self.path, self.timeout, self.loaded = path, timeout, False
-        self.left = len(names)
-        trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
-        os.close(trace)
-        code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.adapters import work; "
-        given = [self.trace, path, options.seed, options.examples or 0, *names]
-        words = [sys.executable, "-c", f"{code}work()", *map(str, given)]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def __enter__(self) -> "_Worker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        Path(self.trace).unlink(missing_ok=True)
-
-    def _listen(self) -> None:
-        with cast(IO[bytes], self.process.stdout) as lines:
-            for line in lines:
-                self._lines.put(line)
-
-    def _wait(self) -> None:
-        """Hand on that the process has ended, after what it told."""
-        self.process.wait()
-        self._listener.join(1)  # what an adapter has forked may hold the pipe
-        self._lines.put(b"")
-
-    def told(self) -> Iterator[tuple[str, Any]]:
-        """Yield what the process tells; raise ``Ended`` when it dies or is silent for too long."""
-        while self.left:
-            # importing a file may compile it, which is no call that hangs
-            patience = self.timeout if self.loaded else max(self.timeout, TIMEOUT)
-            try:
-                line = self._lines.get(timeout=patience)
-            except queue.Empty:
-                after = f"gave no answer within {patience:g} s (--timeout) and was stopped"
-                raise Silent(f"{after}: is there an endless loop?") from None
-            if not line.endswith(b"\n"):  # the end, or a line that was cut off there
-                trace = Path(self.trace).read_text(encoding="utf-8", errors="replace")
-                raise Ended(how_it_ended(self.process.wait(), trace, Source(module=str(self.path))))
-            kind, content = json.loads(line)
-            self.loaded |= kind == "begins"
-            self.left -= kind == "found"
-            yield kind, content
-
-
-def work() -> None:
-    """Check what the command line names, in the process, and tell as what was its stdout.
-
-    Whatever a module prints goes to stderr: it must not stand between what is told.
-    """
-    trace, path, seed, examples, *names = sys.argv[1:]
-    end_with_parent(kill=True)  # whatever an adapter is doing then
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it is over
-    faulthandler.enable(open(trace, "w", encoding="utf-8"))
-    lines = open(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def tell(kind: str, content: Any) -> None:
-        print(json.dumps([kind, content]), file=lines, flush=True)
-
+    worker = fresh()
     try:
-        module = import_file(path)
+        for name in ADAPTERS:
+            begin(name)
+            call = ""
+            try:
+                for kind, content in worker.do(Job(name, options)):
+                    if kind == "call":
+                        call = content
+                    else:
+                        verdict = content
+            except (Ended, SubjectError) as end:
+                if not worker.loaded:
+                    raise
+                worker.end()
+                worker = fresh()
+                asks = " (--timeout): is there an endless loop?" if isinstance(end, Silent) else ""
+                verdict = Verdict(False, 0, f"FAIL {name}: {end}{asks}\n  in {call}")
+            yield name, verdict
+    finally:
+        worker.end()
+
+
+class File(NamedTuple):
+    """What a worker loads: a file of adapters."""
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.module).name
+
+    def load(self) -> ModuleType:
+        """Import it, in the worker."""
+        module = import_file(self.module)
         if not any(hasattr(module, name) for name in ADAPTERS):
-            raise SubjectError(f"{path} has no adapter: none of {', '.join(ADAPTERS)}")
-    except SubjectError as error:
-        tell("refused", str(error))
-        return
-    options = Options(seed=int(seed), examples=int(examples) or None)
-    for name in names:
-        tell("begins", name)
-        tell("found", check_adapter(module, name, options, partial(tell, "call")))
+            raise SubjectError(f"{self.module} has no adapter: none of {', '.join(ADAPTERS)}")
+        return module
+
+
+class Job(NamedTuple):
+    """What a worker is asked to do: check one adapter."""
+
+    adapter: str
+    options: Options
+
+    def do(self, module: ModuleType, tell: Callable[[str, Any], None]) -> None:
+        """Do it, in the worker."""
+        tell("found", check_adapter(module, self.adapter, self.options, partial(tell, "call")))

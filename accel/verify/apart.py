@@ -26,18 +26,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 from accel.system import cores
 from accel.verify.calling import Judged
 from accel.verify.check import (
     Options,
-    cases_of,
-    failure_path,
+    asked,
+    check_one,
+    leave_behind,
     leave_out,
+    planned,
+    replay,
+    untried,
 )
 from accel.verify.contract import Case
-from accel.verify.files import case_command, save_failure, search_command
 from accel.verify.load import as_subject, load_file, load_op
 from accel.verify.report import Report
 from accel.verify.search import Failure, OpReport
@@ -106,6 +109,33 @@ class Job(NamedTuple):
     part: Part | None = None
     case: Case | None = None
 
+    def do(self, subject: Subject, tell: Callable[[str, Any], None]) -> None:
+        """Do it, in the worker."""
+        subject.watch, subject.caught = tell, (BaseException,)
+        if self.case is not None:
+            tell("report", replay(subject, self.case))
+        elif self.part is None:
+            plan = planned(subject, self.options)
+            report = Report(subject.name, self.options.seed, partial=self.options.partial)
+            report.untried = untried(subject, self.options, plan)
+            report.notes = sorted(subject.notes)
+            parts = [(spec.name, dtype, count) for spec, dtype, count in plan]
+            tell("plan", (report, parts, asked(subject, self.options)))
+        else:
+            op, dtype, count = self.part
+            (spec,) = (spec for spec in subject.specs() if spec.name == op)
+            found = check_one(
+                subject,
+                self.options,
+                spec,
+                dtype,
+                count,
+                lambda op, dtype, done, count: tell("tick", done),
+                seconds=self.options.budget,
+            )
+            left = subject.untried([spec], among=self.options.ops)
+            tell("found", (found, set(subject.notes), left))
+
 
 class Ended(Exception):
     """A worker ended; says how."""
@@ -119,9 +149,7 @@ class Silent(Ended):
     kind = "hang"
 
 
-def check_apart(
-    source: Source, options: Options, *, timeout: float = TIMEOUT, jobs: int | None = None
-) -> Report:
+def check_apart(source: Source, options: Options, *, timeout: float = TIMEOUT) -> Report:
     """Check one module or backend in processes of its own; see ``check_all``.
 
     Raises
@@ -131,7 +159,7 @@ def check_apart(
     ImportError, ValueError
         When the backend cannot run here; the message says why.
     """
-    (found,) = check_all([(source, options)], timeout=timeout, jobs=jobs)
+    (found,) = check_all([(source, options)], timeout=timeout)
     if isinstance(found, Exception):
         raise found
     return found
@@ -180,9 +208,7 @@ def check_all(
     return [checked.result() for checked in pool.checked]
 
 
-def plan_apart(
-    source: Source, options: Options, *, timeout: float = TIMEOUT
-) -> tuple[Plan, Report]:
+def plan_apart(source: Source, options: Options) -> tuple[Plan, Report]:
     """Return what ``check_apart`` would check, and its report without results.
 
     Raises
@@ -190,7 +216,7 @@ def plan_apart(
     SubjectError, ImportError, ValueError
         As ``check_apart``.
     """
-    worker = Worker(source, timeout)
+    worker = Worker(source, TIMEOUT)
     try:
         return _plan(worker, source, options)[:2]
     finally:
@@ -350,7 +376,10 @@ class _Pool:
                 raise SubjectError(said) from None
             if options.shrink and end.kind == "crash":
                 case = _simplest(checked.source, options, case, self.timeout)
-            failure = _failure(checked.source, options, case, calling, end)
+            failure = _failure(case, calling, end)
+            notes = leave_behind(failure, checked.source.command, options, [])
+            with self.lock:
+                checked.notes |= notes
             found = OpReport(op, dtype, tried + 1, planned, failures=[failure])
         checked.found[part] = found
         checked.report.seconds = time.monotonic() - checked.started
@@ -375,7 +404,7 @@ def replay_apart(source: Source, case: Case, *, timeout: float = TIMEOUT) -> Rep
             elif kind == "report":
                 return cast(Report, content)
     except Ended as end:
-        failure = _failure(source, Options(), case, calling, end)
+        failure = _failure(case, calling, end)
         found = OpReport(case.op, case.dtype, 1, 1, failures=[failure])
         return Report(source.name, None, [found])
     finally:
@@ -404,38 +433,38 @@ def _simplest(source: Source, options: Options, case: Case, timeout: float) -> C
     return case
 
 
-def _failure(source: Source, options: Options, case: Case, calling: str, end: Ended) -> Failure:
-    problem = f"{calling or case.op} {end}"
-    judged = Judged("", end.kind, problem=problem)
-    failure = Failure(case.op, case.dtype, "", end.kind, case, judged)
-    failure.rerun = search_command(
-        source.command,
-        case.op,
-        case.dtype,
-        seed=options.seed,
-        cases=cases_of(case.spec, options),
-    )
-    if options.save is not None:
-        path = failure_path(options.save, source.command, failure)
-        save_failure(path, case, [])
-        failure.file, failure.rerun = str(path), case_command(source.command, path)
-    return failure
+def _failure(case: Case, calling: str, end: Ended) -> Failure:
+    judged = Judged("", end.kind, problem=f"{calling or case.op} {end}")
+    return Failure(case.op, case.dtype, "", end.kind, case, judged)
 
 
 # ---- the process ---------------------------------------------------------------------------------
 
 
+class Loadable(Protocol):
+    """What a worker can load: a ``Source``, or a file of adapters."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    def load(self) -> Any: ...
+
+
 class Worker:
-    """A process that loads a subject and does jobs on it, one after the other.
+    """A process that loads a source and does jobs on it, one after the other.
 
     Parameters
     ----------
     timeout : float
         Seconds of silence after which it is given up.
+    loading : float, optional
+        The same while the source is loaded; ``timeout`` when None.
     """
 
-    def __init__(self, source: Source, timeout: float) -> None:
-        self.timeout, self.free, self._started = timeout, True, False
+    def __init__(self, source: Loadable, timeout: float, loading: float | None = None) -> None:
+        self.timeout, self.loading = timeout, timeout if loading is None else loading
+        self.free, self._started = True, False
         trace, self.trace = tempfile.mkstemp(prefix="myllm-verify-")
         os.close(trace)
         code = f"import sys; sys.path[:] = {sys.path!r}; from accel.verify.worker import work; "
@@ -450,9 +479,9 @@ class Worker:
         self._listener.start()
         self.load(source)
 
-    def load(self, source: Source) -> None:
-        """Have the process load a subject, which its next jobs are on."""
-        self.source = source
+    def load(self, source: Loadable) -> None:
+        """Have the process load a source, which its next jobs are on."""
+        self.source, self.loaded = source, False
         with contextlib.suppress(BrokenPipeError):  # it ended: the first job tells
             self._tell(source)
 
@@ -471,30 +500,30 @@ class Worker:
         finally:
             self._told.put(None)
 
-    def do(self, job: Job) -> Iterator[tuple[str, Any]]:
+    def do(self, job: Any) -> Iterator[tuple[str, Any]]:
         """Yield what the process tells of a job.
 
         Raises ``Ended`` when it dies or is silent for too long, ``SubjectError`` when it does that
-        while it loads the subject, and what it raised when it raised.
+        while it loads the source, and what it raised when it raised.
         """
-        loaded = False
         try:
             for kind, content in self._heard(job):
-                self._started, loaded = True, loaded or kind == "loaded"
+                self._started, self.loaded = True, self.loaded or kind == "loaded"
                 if kind not in ("started", "loaded"):
                     yield kind, content
         except Ended as end:
-            if loaded:
+            if self.loaded:
                 raise
             self.end()
             raise SubjectError(f"{self.source.name}: importing it {end}") from None
 
-    def _heard(self, job: Job) -> Iterator[tuple[str, Any]]:
+    def _heard(self, job: Any) -> Iterator[tuple[str, Any]]:
         try:
             self._tell(job)
             while True:
                 # how long an interpreter takes to start is not the module's doing
-                patience = self.timeout if self._started else max(self.timeout, TIMEOUT)
+                patience = self.timeout if self.loaded else self.loading
+                patience = patience if self._started else max(patience, TIMEOUT)
                 try:
                     told = self._told.get(timeout=patience)
                 except queue.Empty:
@@ -524,7 +553,7 @@ class Worker:
         return Path(self.trace).read_text(encoding="utf-8", errors="replace")
 
 
-def how_it_ended(status: int, trace: str, source: Source) -> str:
+def how_it_ended(status: int, trace: str, source: Loadable) -> str:
     """Say how a process ended, and in which line of the module."""
     how = f"ended the process with status {status}"
     if status < 0:

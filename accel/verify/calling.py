@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from accel.verify.contract import (
 )
 from accel.verify.ops import room
 from accel.verify.subject import KernelError, Placed, Subject, positional_of
+from accel.verify.travel import element
 from reference.types import Array, KVCache, Loss
 
 
@@ -235,7 +237,7 @@ def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
                 return first, second, True
             if isinstance(first, tuple) and len(first) == 2:
                 return Loss(first[0], first[1]), second, True
-            if np.ndim(first) == 0 and isinstance(second, (int, np.integer)):
+            if np.ndim(first) == 0 and _is_integer(second):
                 return Loss(first, int(second)), None, False
         return result, None, False
     if "out[0]" in exact:
@@ -245,6 +247,15 @@ def split_result(result: Any, exact: dict[str, Array]) -> tuple[Any, Any, bool]:
     if isinstance(result, (tuple, list)) and len(result) == 2:
         return result[0], result[1], True
     return result, None, False
+
+
+def _is_integer(value: Any) -> bool:
+    """Say whether a value is one integer: Python's, or an array's without axes, whosever."""
+    try:
+        operator.index(value)
+    except (TypeError, ValueError):
+        return False
+    return np.ndim(value) == 0
 
 
 def take_out(
@@ -401,8 +412,7 @@ def misshapen(name: str, note: str, value: Array, exact: Array) -> Judged:
 def first_of(name: str, values: Array, bad: Array) -> str:
     """Say what the first bad element is."""
     at = np.argwhere(bad)[0]
-    where = f"[{', '.join(map(str, at))}]" if len(at) else ""
-    return f"{name}{where} is {values[tuple(at)]}"
+    return f"{element(name, at)} is {values[tuple(at)]}"
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:

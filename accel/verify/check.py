@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from accel.verify.calling import Judged
 from accel.verify.contract import DTYPES, Case
 from accel.verify.files import (
     case_command,
@@ -120,8 +121,8 @@ def check_module(
         A ``ValueError``: the file does not import, offers nothing, or an op or dtype is unknown.
     """
     options = Options(
-        _known("op", ops, OPS),
-        _known("dtype", dtypes, DTYPES),
+        known_names("op", ops, OPS),
+        known_names("dtype", dtypes, DTYPES),
         seed,
         examples,
         thorough,
@@ -170,7 +171,7 @@ def check_op(
     VerificationError, SubjectError
         As ``check_module``.
     """
-    (name,) = _known("op", [op], OPS) or ()
+    (name,) = known_names("op", [op], OPS) or ()
     if module is None or forward is not None or backward is not None:
         module = _of_functions(OPS[name], module, forward, backward)
     return check_module(module, ops=[name], **options)
@@ -217,7 +218,16 @@ def _of_functions(spec: Op, module: Any, forward: Any, backward: Any) -> Subject
     return as_subject(offered, name, ", ".join(words), alone=True)
 
 
-def _known(what: str, names: Iterable[str] | None, known: Iterable[str]) -> tuple[str, ...] | None:
+def known_names(
+    what: str, names: Iterable[str] | None, known: Iterable[str]
+) -> tuple[str, ...] | None:
+    """Return names, or the one that is given by itself.
+
+    Raises
+    ------
+    SubjectError
+        When one is not among those that are known.
+    """
     if names is None:
         return None
     names = (names,) if isinstance(names, str) else tuple(names)
@@ -382,23 +392,34 @@ def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     evidence, failure.evidence = failure.evidence, None
     failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
-    failure.rerun = search_command(
-        subject.command,
-        failure.op,
-        failure.dtype,
-        seed=options.seed,
-        cases=cases_of(failure.case.spec, options),
-    )
-    if options.save is not None:
-        path = failure_path(options.save, subject.command, failure)
-        save_failure(path, failure.case, [failure.judged, *subject.run(failure.case)])
-        failure.file = str(path)
-        failure.rerun = case_command(subject.command, path)
+    judged = [] if options.save is None else [failure.judged, *subject.run(failure.case)]
+    subject.notes |= leave_behind(failure, subject.command, options, judged)
 
 
-def failure_path(folder: Path, subject: str, failure: Failure) -> Path:
-    """Return where the case of a failure is kept."""
-    return case_file(folder, subject, failure.op, failure.dtype, failure.name, failure.kind)
+def leave_behind(
+    failure: Failure, subject: str, options: Options, judged: list[Judged]
+) -> set[str]:
+    """Save the case of a failure, and have it say what runs it again; return what cannot be done.
+
+    Parameters
+    ----------
+    subject : str
+        Its command (see ``Subject``).
+    judged : list of Judged
+        The results of the case.
+    """
+    op, dtype, cases = failure.op, failure.dtype, cases_of(failure.case.spec, options)
+    failure.rerun = search_command(subject, op, dtype, seed=options.seed, cases=cases)
+    if options.save is None:
+        return set()
+    path = case_file(options.save, subject, op, dtype, failure.name, failure.kind)
+    try:
+        save_failure(path, failure.case, judged)
+    except OSError as error:
+        why = f"{options.save} cannot be written to ({error.strerror or error})"
+        return {f"failing cases were not saved: {why}; --save (save=) names another folder"}
+    failure.file, failure.rerun = str(path), case_command(subject, path)
+    return set()
 
 
 def replay(subject: Subject, case: Case) -> Report:

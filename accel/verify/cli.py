@@ -183,15 +183,15 @@ def run(argv: list[str]) -> int:
 def _told(
     reports: Sequence[Report], arguments: argparse.Namespace, tell: Callable[[Report], None]
 ) -> int:
-    """Write and print reports, and return the exit status."""
-    for path in arguments.report:
-        write_reports(path, reports)
+    """Print and write reports, and return the exit status."""
     if arguments.json:
         print(to_json(reports), end="")
     else:
         for report in reports:
             if not report.error:
                 tell(report)
+    for path in arguments.report:  # which may fail: what was found has been told by then
+        write_reports(path, reports)
     if not all(report.right for report in reports):
         return 1
     return 0 if all(report.ok for report in reports) else UNTRIED

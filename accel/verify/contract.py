@@ -15,7 +15,7 @@ from accel.tolerance import FP8, UNIT_ROUNDOFF, Allowed, Magnitude, round_tf32, 
 from accel.verify.draw import LAYOUTS, SPECIAL, Draw
 from accel.verify.layouts import in_layout
 from accel.verify.ops import room
-from accel.verify.travel import Travels, other_value, special_at, tamed, travels
+from accel.verify.travel import Travels, element, other_value, special_at, tamed, travels
 from reference import ops as reference
 from reference.config import Config
 from reference.contract import Dims, Op, Pattern
@@ -108,7 +108,7 @@ class Case:
             parts.append("out= given" + (", accumulate = True" * (self.out == "accumulate")))
         place = special_at(self)
         if place is not None:
-            parts.append(f"{place.value} at {place.name}[{', '.join(str(i) for i in place.at)}]")
+            parts.append(f"{place.value} at {element(place.name, place.at)}")
         if self.interleaved:
             parts.append("with another forward in between")
         return f"{self.dtype}: {'; '.join(parts)}"

@@ -11,19 +11,20 @@ from accel.verify.ops import room
 from accel.verify.travel import expanded
 from reference.types import Array
 
+TRIES = 80  # smaller cases of one that fails
+
 
 def cut_while(
     case: Case,
     fails: Callable[[Case], bool],
     cuts: Callable[[Case], Iterator[Case]],
-    tries: int = 80,
 ) -> Case:
     """Return the smallest case that cutting finds and that still fails.
 
-    ``cuts`` yields smaller cases. ``fails`` is asked of at most ``tries`` of them, and says no to
+    ``cuts`` yields smaller cases. ``fails`` is asked of at most ``TRIES`` of them, and says no to
     those that the reference refuses.
     """
-    going = True
+    going, tries = True, TRIES
     while going:
         going = False
         for candidate in cuts(case):

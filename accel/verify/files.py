@@ -100,8 +100,9 @@ def options_from_json(text: str) -> dict[str, Any]:
             options[name] = np.array(options[name], np.int64)
     if "config" in options:
         options["config"] = Config(**options["config"])
-    if "heads" in options:
-        options["heads"] = tuple(options["heads"])
+    for name in ("heads", "parts"):
+        if options.get(name) is not None:
+            options[name] = tuple(options[name])
     return dict(options)
 
 
@@ -166,13 +167,17 @@ def load_failure(path: str | Path) -> Case:
             inputs = {n.removeprefix("input."): a for n, a in content.items() if n[:6] == "input."}
             return LikeCase.of(about, inputs)
         spec = OPS[about["op"]]
-    except (KeyError, SyntaxError, json.JSONDecodeError):
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError):
         raise ValueError(
             f"{path} holds no case of myllm verify; give a file that a failure left behind"
         ) from None
 
     given = [n.removeprefix("input.") for n in content if n.startswith("input.")]
-    lacking = [p.name for p in contract_parameters(spec.forward_name) if p.default is None]
+    lacking = [
+        p.name
+        for p in contract_parameters(spec.forward_name)
+        if p.default is None and p.kind is p.POSITIONAL_OR_KEYWORD  # an array, and no option
+    ]
     arrays: dict[str, Any] = dict.fromkeys([*given, *lacking])
     for name in given:
         arrays[name] = content[f"input.{name}"]

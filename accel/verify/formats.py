@@ -1,6 +1,7 @@
 """Reports as files, for programs and for pages: JSON, JUnit's XML, Markdown."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -51,12 +52,13 @@ def to_junit(reports: Sequence[Report]) -> str:
     """Return a test suite for each subject, with a test case for each op, precision, direction."""
     root = ElementTree.Element("testsuites")
     for report in reports:
-        suite = ElementTree.SubElement(root, "testsuite", name=f"myllm verify {report.subject}")
+        subject = _xml(report.subject)
+        suite = ElementTree.SubElement(root, "testsuite", name=f"myllm verify {subject}")
         tests = failed = skipped = 0
         if report.error:
             tests += 1
             case = ElementTree.SubElement(
-                suite, "testcase", classname=report.subject, name="can be checked", time="0"
+                suite, "testcase", classname=subject, name="can be checked", time="0"
             )
             ElementTree.SubElement(case, "error", message=_xml(report.error))
         for op in report.ops:
@@ -65,7 +67,7 @@ def to_junit(reports: Sequence[Report]) -> str:
                 case = ElementTree.SubElement(
                     suite,
                     "testcase",
-                    classname=f"{report.subject}.{op.op}",
+                    classname=f"{subject}.{op.op}",
                     name=f"{op.dtype}-{direction}",
                     time=f"{op.seconds / len(by_direction(op)):.3f}",
                 )
@@ -80,7 +82,7 @@ def to_junit(reports: Sequence[Report]) -> str:
         if report.untried:
             tests += 1
             case = ElementTree.SubElement(
-                suite, "testcase", classname=report.subject, name="all was tried", time="0"
+                suite, "testcase", classname=subject, name="all was tried", time="0"
             )
             kind = "skipped" if report.partial else "failure"
             skipped, failed = skipped + report.partial, failed + (not report.partial)
@@ -114,9 +116,9 @@ def to_markdown(reports: Sequence[Report]) -> str:
     """Return a table for each subject, and every failure below it."""
     parts = []
     for report in reports:
-        head = f"## {report.subject}: {report.verdict}"
+        head = f"## {_markdown(report.subject)}: {report.verdict}"
         if report.error:
-            parts.append(f"{head}\n\n{report.error}\n")
+            parts.append(f"{head}\n\n{_fenced(report.error)}\n")
             continue
         cases = f"{report.cases} case{'s' * (report.cases != 1)}"
         lines = [
@@ -128,7 +130,7 @@ def to_markdown(reports: Sequence[Report]) -> str:
             "| --- | --- | ---: | --- | ---: | ---: | --- |",
         ]
         for op in report.ops:
-            head = f"| {op.op} | {op.dtype} | {cases_text(op)}"
+            head = f"| {_markdown(op.op)} | {op.dtype} | {cases_text(op)}"
             if op.not_offered:
                 lines.append(f"{head} | | | | not offered |")
             for failure in op.failures:
@@ -138,13 +140,25 @@ def to_markdown(reports: Sequence[Report]) -> str:
                 verdict = f"**FAIL** in {tally.failed}" if tally.failed else "ok"
                 error = f"{tally.error:.1e}" if np.isfinite(tally.error) else "not finite"
                 bound = f"{tally.bound:.1e}" if np.isfinite(tally.bound) else ""
-                lines.append(f"{head} | {name} | {error} | {bound} | {verdict} |")
-        lines += ["", *(f"- not tried: {sentence}" for sentence in report.untried)]
+                lines.append(f"{head} | {_markdown(name)} | {error} | {bound} | {verdict} |")
+        lines += ["", *(f"- not tried: {_markdown(sentence)}" for sentence in report.untried)]
         for failure in report.failures:
-            lines += ["", f"### {failure.where} ({failure.dtype})", ""]
-            lines += ["```text", failure_text(failure), "```"]
+            lines += ["", f"### {_markdown(failure.where)} ({failure.dtype})", ""]
+            lines.append(_fenced(failure_text(failure)))
         parts.append("\n".join(lines).rstrip() + "\n")
     return "\n".join(parts)
+
+
+def _markdown(text: str) -> str:
+    """Return a text as Markdown that shows it as it is, in one line."""
+    return re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", " ".join(text.split()))
+
+
+def _fenced(text: str) -> str:
+    """Return a text as a block of Markdown, between fences longer than any in it."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 FORMATS = {".json": to_json, ".xml": to_junit, ".md": to_markdown}

@@ -373,8 +373,9 @@ Inputs and right answers of every op, for implementations in any language. Writt
 Each file is a [safetensors](https://github.com/huggingface/safetensors) file: eight bytes with the
 length n of the header (little-endian), n bytes of JSON (`name -> dtype, shape, data_offsets`), then
 the numbers, little-endian, in C order. The header's `__metadata__` holds the `op`, its `options` as
-JSON, and `allowed`: for each precision and each result, how large ‖result - expected‖ may be. An
-option that is not there has its default; what the options mean stands in `reference/ops.py`.
+JSON, and `allowed`: for each precision and each result, how large ‖result - expected‖ may be for
+the tensor as a whole. An option that is not there has its default; what the options mean stands in
+`reference/ops.py`.
 
 | tensors | |
 | --- | --- |
@@ -388,8 +389,9 @@ BF16, and run
 
     myllm verify --against RESULTS --seed {seed}
 
-The dtype of a result says how close it has to be; `--dtype` overrides that. Files you do not write
-are reported and not held against you; files of other names are named, and make the status 3.
+The dtype of a result says how close it has to be, as a whole and in each row along the last axis;
+`--dtype` overrides that. F16 is held to what BF16 is, whose range the inputs have. Files you do not
+write are reported and not held against you; files of other names are named, and make the status 3.
 
 `model.safetensors` is a toy decoder: `input.param.*`, `ids`, `targets` and `mask`; expected are the
 `loss` (the mean over the targets that count) of each of five steps, `dparam.*`, the gradient of the

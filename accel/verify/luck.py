@@ -25,6 +25,7 @@ from accel.verify.contract import (
     plus_of,
 )
 from accel.verify.subject import KernelError, Subject
+from reference.types import Array
 
 
 def interleave(run: Run) -> None:
@@ -33,11 +34,23 @@ def interleave(run: Run) -> None:
     second = expected(other)
     views = run.place(other, hold=False)
     out, _, _ = run.call_forward(views, other, second.exact)
-    held = run.returned
-    run.returned = {}
-    got = take_out(run, out, views, second.exact)
+    judge(run, _taken(run, out, views, second.exact), second, note=" of a second call")
+
+
+def _taken(
+    run: Run, out: Any, views: dict[str, Any], exact: dict[str, Array]
+) -> dict[str, Array | None]:
+    """Bring over results of a call beside the first, which later calls may change."""
+    held, run.returned = run.returned, {}
+    got = take_out(run, out, views, exact)
     run.returned = held
-    judge(run, got, second, note=" of a second call")
+    return got
+
+
+def _gradients(run: Run, result: Any) -> dict[str, Array | None]:
+    """Bring over what a backward returned beside the first."""
+    gradients = named_gradients(run, result, gradient_names(run.case))
+    return {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
 
 
 def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any]) -> None:
@@ -55,9 +68,7 @@ def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any
         case, note = case.but(out=place), " of a second call, into out=,"
     poison(want)
     out, _, _ = run.call_forward(views, case, want.exact)
-    held, run.returned = run.returned, {}
-    got = take_out(run, out if place is None else place, views, want.exact)
-    run.returned = held
+    got = _taken(run, out if place is None else place, views, want.exact)
     if all(
         a is not None and a.tobytes() == np.asarray(first.get(n)).tobytes() for n, a in got.items()
     ):
@@ -82,9 +93,7 @@ def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
     function = getattr(subject.module, spec.backward_name)
     dout = run.placed["dout"].view
     result = subject.call(spec.backward_name, function, dout, cache, x=views["x"])
-    gradients = named_gradients(run, result, gradient_names(case))
-    got = {name: np.array(subject.to_numpy(g)) for name, g in gradients.items()}
-    judge(run, dict(got), want, note=" of a second backward, which is given x,")
+    judge(run, _gradients(run, result), want, note=" of a second backward, which is given x,")
 
 
 def given_more(run: Run, views: dict[str, Any], want: Expected) -> None:
@@ -111,8 +120,7 @@ def given_more(run: Run, views: dict[str, Any], want: Expected) -> None:
     poison(want)
     how = {} if forward else given
     result = subject.call(spec.backward_name, function, dout, state, **how)
-    gradients = named_gradients(run, result, gradient_names(case))
-    judge(run, {n: np.array(subject.to_numpy(g)) for n, g in gradients.items()}, due, note=note)
+    judge(run, _gradients(run, result), due, note=note)
 
 
 def refill(run: Run, views: dict[str, Any]) -> None:
@@ -134,10 +142,8 @@ def refill(run: Run, views: dict[str, Any]) -> None:
             return
     want = expected(other)
     out, _, _ = run.call_forward(views, other, want.exact)
-    held, run.returned = run.returned, {}
-    got = take_out(run, out, views, want.exact)
-    run.returned = held
-    judge(run, got, want, note=" of a call with other numbers in the same arrays")
+    note = " of a call with other numbers in the same arrays"
+    judge(run, _taken(run, out, views, want.exact), want, note=note)
 
 
 def _overlap(subject: Subject, a: Any, b: Any) -> bool:
@@ -183,12 +189,11 @@ def again(run: Run, want: Expected, state: Any, function: Any) -> None:
         poison(want)
         with run.called_before():
             result = run.subject.call(run.spec.backward_name, function, dout, state)
-        gradients = named_gradients(run, result, gradient_names(case))
-        got = {name: np.array(run.subject.to_numpy(g)) for name, g in gradients.items()}
+        got = _gradients(run, result)
     except KernelError:
         return
     negated = want.negated(gradient_names(case))
-    judge(run, dict(got), negated, note=" of a second backward from one cache")
+    judge(run, got, negated, note=" of a second backward from one cache")
 
 
 def arguments_kept(run: Run) -> None:

@@ -19,12 +19,17 @@ SMALL_ELSE = 2e-2
 TILES = (128, 64, 32, 16, 8)
 
 
-def _same(a: Any, b: Any, case: Case) -> bool:
+def slack_of(case: Case) -> float:
+    """Return of a case what part of a result is no difference."""
+    return SMALL.get(case.dtype, SMALL_ELSE)
+
+
+def same(a: Any, b: Any, slack: float) -> bool:
+    """Say whether all numbers are finite, and off by no more than a part of what is due."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if a.shape != b.shape or not np.all(np.isfinite(a)):
         return False
-    size = float(np.linalg.norm(b))
-    return float(np.linalg.norm(a - b)) <= SMALL.get(case.dtype, SMALL_ELSE) * max(size, 1e-30)
+    return float(np.linalg.norm(a - b)) <= slack * max(float(np.linalg.norm(b)), 1e-30)
 
 
 def _finite(judged: Judged) -> tuple[Array, Array] | None:
@@ -49,7 +54,7 @@ def _parts(case: Case, judged: Judged) -> list[str]:
     for text, name, part in room(case.op).only(case):
         if name != judged.name or got is None or exact is None or got.shape != exact.shape:
             continue
-        rest = _same(got[~part], exact[~part], case)
+        rest = same(got[~part], exact[~part], slack_of(case))
         if part.any() and rest and np.any(got[part] != exact[part]):
             found.append(text)
     return found
@@ -150,12 +155,13 @@ def _transposed(both: Sequence[Wrong]) -> Iterator[str]:
         swapped = laid = 0
         for case, judged, _ in both:
             got, exact = np.asarray(judged.got), np.asarray(judged.exact)
-            if exact.ndim != first.ndim or _same(exact.swapaxes(i, j), exact, case):
+            if exact.ndim != first.ndim:
                 break
-            swapped += _same(got, exact.swapaxes(i, j), case)
-            laid += got.shape == exact.shape and _same(
-                got.reshape(-1), exact.swapaxes(i, j).reshape(-1), case
-            )
+            turned, slack = exact.swapaxes(i, j), slack_of(case)
+            if same(turned.reshape(-1), exact.reshape(-1), slack):
+                break
+            swapped += same(got, turned, slack)
+            laid += got.shape == exact.shape and same(got.reshape(-1), turned.reshape(-1), slack)
         if swapped == len(both):
             yield f"transposed? {name} is right with axes {i} and {j} swapped"
         elif laid == len(both):

@@ -8,6 +8,7 @@ import numpy as np
 
 from accel.verify.contract import Case
 from accel.verify.search import Failure, OpReport, Tally
+from accel.verify.travel import element
 from reference.types import Array
 
 if TYPE_CHECKING:  # rich is wanted where a report is printed: a GPU's tests do without
@@ -259,12 +260,12 @@ def _numbers(a: Any) -> str:
 def first_difference(name: str, got: Array, exact: Array) -> str:
     """Name the first element that differs by more than a hundredth of the largest difference."""
     g, e = np.asarray(got, np.float64), np.asarray(exact, np.float64)
-    off = np.where(np.isnan(g) & np.isnan(e), 0, np.abs(g - e))
+    with np.errstate(invalid="ignore"):  # where both are infinite
+        off = np.where((g == e) | (np.isnan(g) & np.isnan(e)), 0, np.abs(g - e))
     off = np.where(np.isnan(off), np.inf, off)
     top = float(off.max(initial=0.0))
     if top == 0:
         return f"every element of {name} has the right value"
     at = np.argwhere(off >= (top / 100 if np.isfinite(top) else np.inf))[0]
-    where = f"[{', '.join(str(i) for i in at)}]" if len(at) else ""
-    index = tuple(int(i) for i in at)
-    return f"first difference: {name}{where} is {g[index]:.9g}, should be {e[index]:.9g}"
+    given, due = g[tuple(at)], e[tuple(at)]
+    return f"first difference: {element(name, at)} is {given:.9g}, should be {due:.9g}"

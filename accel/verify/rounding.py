@@ -6,8 +6,8 @@ of roundings on the longest path, and the number n of terms of its longest sum. 
 letters of the reference file of the same name.
 
 Where a function bends, its slope enters s: exp(z) turns an absolute error u|z| of its argument
-into a relative one, so a probability whose scores have magnitude A is off by about (1 + 2A) u
-(``bend``). All else is first order in u.
+into a relative one, so a probability whose scores have magnitude A is off by about (1 + 2A) u, and
+by u for each rounding more (``bend``). All else is first order in u.
 
 r counts, for each op: one rounding for a product or a sum; two for a division, root, exp, log,
 tanh or erf (fast ones are right to two units in the last place); one for each result that a bf16
@@ -43,10 +43,11 @@ def summed(s: Array, roundings: int, terms: int, u: Unit, stored: Array) -> Magn
     return Magnitude(stored + (roundings + found.sums) * u.sums / u * s, 1)
 
 
-def bend(top: Array, u: float) -> Array:
-    """Return what the rounding of a probability grows by when its scores have magnitude top.
+def bend(top: Array, u: float, roundings: int = 1) -> Array:
+    """Return what a rounding of a probability grows by when its scores have magnitude top.
 
     exp(z (1 + u) - lse (1 + u)) is off by a factor of up to exp(2u·top): 1 + 2·top roundings where
-    u·top is small, and more where a bf16 kernel keeps large scores in bf16.
+    u·top is small, and more where a bf16 kernel keeps large scores in bf16. Where it is rounded
+    several times one of them alone grows, and what is returned is the mean.
     """
-    return np.asarray(1 + np.expm1(np.minimum(2 * u * top, 40)) / u)
+    return np.asarray(1 + np.expm1(np.minimum(2 * u * top, 40)) / u / roundings)

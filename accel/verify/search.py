@@ -190,10 +190,10 @@ def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:
     return key[1] in ("second", "refilled", "nan") and (key[0], "value") in keys
 
 
-def gather(subject: Subject, spec: Op, dtype: str, cases: int = GATHERED) -> Evidence:
+def gather(subject: Subject, spec: Op, dtype: str) -> Evidence:
     """Return what some cases say of an op of which one failing case is known."""
     evidence, dealer = Evidence(), Dealer(0, subject.hard(spec))
-    for _ in range(cases):
+    for _ in range(GATHERED):
         case = subject.draw(spec, dtype, dealer.picks([]))
         evidence.add(case, subject.run(case))
     return evidence

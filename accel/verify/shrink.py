@@ -16,7 +16,7 @@ import numpy as np
 
 from accel.tolerance import round_to
 from accel.verify.calling import Judged
-from accel.verify.contract import Case, storable
+from accel.verify.contract import Case
 from accel.verify.cuts import cut_while
 from accel.verify.draw import Pick
 from accel.verify.subject import Subject
@@ -122,7 +122,7 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
     def fails(candidate: Case) -> bool:
         nonlocal found
         try:
-            if not storable(candidate):
+            if not subject.takes(candidate):
                 return False
             results = subject.run(candidate)
         except (ValueError, IndexError):

@@ -15,12 +15,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from accel.verify.load import functions_of
 from accel.verify.ops import room
 from reference.ops import OPS
 
+Tree = TypeVar("Tree", bound=ast.AST)
 HELPERS = ("softmax", "cross_entropy", "visibility")  # files of reference/ that ops lean on
 
 
@@ -150,12 +151,9 @@ def by_rule(op: str) -> list[tuple[str, Callable[[], Any]]]:
 
 
 def _made(op: str, file: str, function: ast.FunctionDef | None, node: ast.AST, new: ast.AST) -> Any:
-    memo = {id(node): node}  # the copy keeps this very node, so that it can be found
-    swap = _Swap(node, new)
     if function is not None:
-        return _with_function(op, file, swap.visit(copy.deepcopy(function, memo)))
-    tree = ast.fix_missing_locations(swap.visit(copy.deepcopy(tree_of(file), memo)))
-    return with_file(op, file, tree)
+        return _with_function(op, file, swapped(function, node, new))
+    return with_file(op, file, swapped(tree_of(file), node, new))
 
 
 def _functions(op: str) -> Iterator[tuple[str, ast.FunctionDef, bool]]:
@@ -185,14 +183,10 @@ def _defined(file: str) -> list[ast.FunctionDef]:
     return [node for node in tree_of(file).body if isinstance(node, ast.FunctionDef)]
 
 
-class _Swap(ast.NodeTransformer):
-    """Put another node in one node's place."""
-
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> Any:
-        return self.new if node is self.old else self.generic_visit(node)
+def swapped(tree: Tree, old: ast.AST, new: ast.AST) -> Tree:
+    """Return a tree with one node in the place of another."""
+    # deepcopy takes what its memo holds for a node's copy
+    return ast.fix_missing_locations(copy.deepcopy(tree, {id(old): new}))
 
 
 Edit = tuple[str, ast.AST, ast.AST]

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import round_float16
-from accel.verify.contract import DTYPES, Case, applies, contract_parameters, draw_case
+from accel.verify.contract import (
+    DTYPES,
+    Case,
+    applies,
+    contract_parameters,
+    draw_case,
+    storable,
+)
 from accel.verify.cuts import cuts
 from accel.verify.draw import Draw, Pick
 from accel.verify.layouts import laid
@@ -270,6 +277,10 @@ class Subject:
             backward_offers=self.parameter_offers(spec.backward_name),
         )
 
+    def takes(self, case: Case) -> bool:
+        """Say whether a case that was made simpler is one that may be drawn."""
+        return storable(case)
+
     def run(self, case: Case) -> "list[Judged]":
         """Run a case and judge every result."""
         from accel.verify.trial import run_case  # which needs this module
@@ -335,7 +346,7 @@ class Subject:
             layout = "strided"  # only NumPy has negative strides
         poison: Any = {"f": np.nan, "b": True}.get(array.dtype.kind, 0)
         if layout == "plain" and array.size and array.ndim:
-            return self._guarded(array, poison, activation)
+            return self.guarded(array, GUARD_BYTES // array.itemsize, poison, activation=activation)
         base, taken = laid(array, layout, poison)
         given = self.from_numpy(base, activation=activation)
         before = self.to_numpy(given).copy()
@@ -346,11 +357,10 @@ class Subject:
         except (AttributeError, IndexError, TypeError, ValueError):
             return self._plain_instead(array, activation)
 
-    def _guarded(self, array: Array, poison: Any, activation: bool) -> Placed:
-        """Lay an array out without gaps, with poison before and behind it."""
-        guard, size = GUARD_BYTES // array.itemsize, array.size
-        inside = slice(guard, guard + size)
-        base = np.full(size + 2 * guard, poison, array.dtype)
+    def guarded(self, array: Array, guard: int, poison: Any, *, activation: bool = False) -> Placed:
+        """Lay an array out without gaps, with so many of ``poison`` before and behind it."""
+        inside = slice(guard, guard + array.size)
+        base = np.full(array.size + 2 * guard, poison, array.dtype)
         base[inside] = array.reshape(-1)
         around = np.ones(base.shape, np.bool_)
         around[inside] = False
@@ -378,8 +388,9 @@ class Subject:
     # ---- calls -------------------------------------------------------------------------------
 
     def step(self) -> AbstractContextManager[None]:
-        """Return the backend's scope of reused memory, if it has one."""
-        return self.module.step() if self.has("step") else nullcontext()
+        """Return a backend's scope of reused memory; no other module's ``step`` is one."""
+        backend = all(self.has(name) for name in SERVICES)
+        return self.module.step() if backend else nullcontext()
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the module; whatever goes wrong is one line."""

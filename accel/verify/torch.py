@@ -11,12 +11,20 @@ An ``autograd.Function``, a function, an ``nn.Module`` (its class, or made) or a
 may be. Nothing else of ``accel.verify`` imports PyTorch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accel.verify.check import Options, VerificationError, cases_of, check_subject
+from accel.verify.check import (
+    Options,
+    VerificationError,
+    cases_of,
+    check_subject,
+    known_names,
+)
+from accel.verify.contract import DTYPES
 from accel.verify.like.declared import DeclarationError
 from accel.verify.like.frameworks import Torch
 from accel.verify.like.run import Pair
@@ -51,7 +59,7 @@ def check(
         ``shapes`` where it has none.
     init : tuple
         What modules are made with; letters as strings.
-    dtypes : iterable of {"float32", "bf16", "float16", "float64"}
+    dtypes : iterable of {"float32", "bf16", "float16", "float64", "tf32", "e4m3", "e5m2"}
     seed, examples, shrink, save, partial, raises
         As in ``accel.verify.check_module``.
     **shapes
@@ -78,14 +86,15 @@ def check(
         [Pair(reference, new, framework)], SimpleNamespace(), title, f"<check of {title}>"
     )
     options = Options(
-        dtypes=tuple(dtypes),
+        dtypes=known_names("dtype", dtypes, DTYPES),
         seed=seed,
         examples=examples,
         shrink=shrink,
         save=None if save is None else Path(save),
         partial=partial,
     )
-    report = check_subject(subject, options)
+    with _generators_kept(framework.torch):
+        report = check_subject(subject, options)
     for failure in report.failures:
         count = cases_of(failure.case.spec, options)
         failure.rerun = (
@@ -94,3 +103,16 @@ def check(
     if raises and not report.ok:
         raise VerificationError(report)
     return report
+
+
+@contextmanager
+def _generators_kept(torch: Any) -> Iterator[None]:
+    """Leave PyTorch's generators to the program as they were: every call here begins at a seed."""
+    cuda = torch.cuda
+    begun = cuda.is_initialized()
+    try:
+        with torch.random.fork_rng(range(cuda.device_count()) if begun else ()):
+            yield
+    finally:
+        if not begun:  # nothing was drawn there: it begins as the program seeded it
+            cuda.manual_seed_all(torch.initial_seed())

@@ -15,7 +15,7 @@ What depends on the element is found by the reference in float64, with two numbe
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,12 @@ FAR = 1e30  # stands for infinity where a limit is looked for
 LIMIT = 1e25  # results beyond this have none
 
 
+def element(name: str, at: Iterable[int]) -> str:
+    """Return how an element is written: x[0, 1], or x where it has no axes."""
+    index = ", ".join(str(int(i)) for i in at)
+    return f"{name}[{index}]" if index else name
+
+
 class Place(NamedTuple):
     """The one element that is not finite."""
 
@@ -42,7 +48,7 @@ class Place(NamedTuple):
     def text(self) -> str:
         """Say where it is."""
         what = "NaN" if math.isnan(self.value) else f"{self.value:+}"
-        return f"the {what} at {self.name}[{', '.join(str(i) for i in self.at)}]"
+        return f"the {what} at {element(self.name, self.at)}"
 
 
 class Travels(NamedTuple):
@@ -60,11 +66,9 @@ class Travels(NamedTuple):
         if not lost.any():
             return ""
         at = tuple(int(i) for i in np.argwhere(lost)[0])
-        where = f"[{', '.join(str(i) for i in at)}]" if at else ""
         should = "NaN" if math.isnan(self.place.value) else "NaN or infinite"
-        return (
-            f"{name}{where} is {got[at]:.9g}, but depends on {self.place.text}: it must be {should}"
-        )
+        given = f"{element(name, at)} is {got[at]:.9g}"
+        return f"{given}, but depends on {self.place.text}: it must be {should}"
 
     def settled(self, got: Array) -> Array:
         """Return a result with what may be NaN, and what nobody knows, made right."""

@@ -22,6 +22,7 @@ from accel.verify.contract import (
     accumulated_onto,
     expected,
     gradient_names,
+    numpy_dtype,
 )
 from accel.verify.luck import (
     again,
@@ -141,23 +142,19 @@ def _backward(run: Run, want: Expected, state: Any) -> None:
 
 def _out_buffer(subject: Subject, case: Case, name: str) -> Placed:
     """Return a view into a flat gradient, with guards on either side, filled with canaries."""
-    shape = case.arrays[name[1:]].shape
-    size = int(np.prod(shape))
-    flat = np.full(size + 2 * GUARD, CANARY, "float64" if case.dtype == "float64" else "float32")
+    content = np.full(case.arrays[name[1:]].shape, CANARY)
     if case.out == "accumulate":
-        flat[GUARD : GUARD + size] = accumulated_onto(case).reshape(-1)
-    base = subject.from_numpy(flat)
-    before = subject.to_numpy(base).copy()
-    return Placed(base[GUARD : GUARD + size].reshape(shape), base, before)
+        content = accumulated_onto(case)
+    return subject.guarded(content.astype(numpy_dtype(case.dtype)), GUARD, CANARY)
 
 
 def _judge_buffer(run: Run, name: str, buffer: Placed, want: Expected) -> None:
-    flat = np.array(run.subject.to_numpy(buffer.base))
-    inside = slice(GUARD, len(flat) - GUARD)
-    got = flat[inside].reshape(want.exact[name].shape)
-    if np.all(flat[inside] == CANARY) and got.size:
+    now = np.array(run.subject.to_numpy(buffer.base))
+    around = np.zeros(now.shape, np.bool_) if buffer.around is None else buffer.around
+    got = now[~around].reshape(want.exact[name].shape)
+    if np.all(got == CANARY) and got.size:
         run.problem(name, "out", f"{name} was not written into the out= that was given")
     else:
         judge(run, {name: got}, want, note=" in out=")
-    if np.any(flat[:GUARD] != CANARY) or np.any(flat[len(flat) - GUARD :] != CANARY):
+    if np.any(now[around] != CANARY):
         run.problem(name, "written", f"elements before or behind the out= of {name} were written")

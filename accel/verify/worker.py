@@ -1,4 +1,7 @@
-"""What a process of ``apart.py`` does: load the sources that come, do jobs on them, and tell."""
+"""What a process of ``apart.py`` does: load the sources that come, do jobs on them, and tell.
+
+A source has a ``name`` and a ``load()``; a job does itself, ``do(loaded, tell)``.
+"""
 
 import faulthandler
 import os
@@ -10,10 +13,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from accel.system import end_with_parent
-from accel.verify.apart import Job, Source
-from accel.verify.check import asked, check_one, planned, replay, untried
-from accel.verify.report import Report
-from accel.verify.subject import Subject, SubjectError
+from accel.verify.subject import SubjectError
 
 
 def work(trace: str) -> None:
@@ -45,8 +45,6 @@ def work(trace: str) -> None:
         return  # no more jobs
     except BrokenPipeError:
         sys.exit(1)  # nobody listens any more
-    except Exception:
-        tell("error", RuntimeError(traceback.format_exc()))
 
 
 def _no_terminal(*_: Any, **__: Any) -> None:
@@ -55,49 +53,25 @@ def _no_terminal(*_: Any, **__: Any) -> None:
 
 def _serve(jobs: IO[bytes], tell: Callable[[str, Any], None]) -> None:
     """Load the sources that come, and do the jobs that come on the last of them."""
-    subject: Subject | Exception = AssertionError("a job comes before a source")
+    loaded: Any = AssertionError("a job comes before a source")
+    name = ""
     while True:
         given = pickle.load(jobs)
+        source = hasattr(given, "load")
         try:
-            if isinstance(given, Source):
-                subject = given.load()
-                subject.watch, subject.caught = tell, (BaseException,)
-            elif isinstance(subject, Exception):
-                raise subject
+            if source:
+                name = given.name
+                loaded = given.load()
+            elif isinstance(loaded, Exception):
+                raise loaded
             else:
                 tell("loaded", None)
-                _do(subject, given, tell)
+                given.do(loaded, tell)
                 tell("done", None)
-        except (ImportError, ValueError) as error:
+        except Exception as error:
             if not isinstance(error, (SubjectError, ImportError)) and type(error) is not ValueError:
-                raise
-            if isinstance(given, Source):
-                subject = error  # told when a job comes
+                error = SubjectError(f"{name}: the check itself failed\n{traceback.format_exc()}")
+            if source:
+                loaded = error  # told when a job comes
             else:
                 tell("error", error)
-
-
-def _do(subject: Subject, job: Job, tell: Callable[[str, Any], None]) -> None:
-    if job.case is not None:
-        tell("report", replay(subject, job.case))
-    elif job.part is None:
-        plan = planned(subject, job.options)
-        report = Report(subject.name, job.options.seed, partial=job.options.partial)
-        report.untried = untried(subject, job.options, plan)
-        report.notes = sorted(subject.notes)
-        parts = [(spec.name, dtype, count) for spec, dtype, count in plan]
-        tell("plan", (report, parts, asked(subject, job.options)))
-    else:
-        op, dtype, count = job.part
-        (spec,) = (spec for spec in subject.specs() if spec.name == op)
-        found = check_one(
-            subject,
-            job.options,
-            spec,
-            dtype,
-            count,
-            lambda op, dtype, done, count: tell("tick", done),
-            seconds=job.options.budget,
-        )
-        left = subject.untried([spec], among=job.options.ops)
-        tell("found", (found, set(subject.notes), left))

@@ -184,7 +184,8 @@ def upcast(x):
 RIGHT = """
 import torch
 import torch.nn.functional as F
-attention = F.scaled_dot_product_attention
+def attention(q, k, v):  # PyTorch's own has gradients of NaN where scores come to 1e16
+    return torch.softmax(q * q.shape[-1] ** -0.5 @ k.mT, -1) @ v
 def conv(x, w):
     u = w.flatten(1) @ F.unfold(x, 3, padding=1)
     return F.relu(u.view(len(x), len(w), *x.shape[2:]))

@@ -323,6 +323,33 @@ def test_a_module_that_somebody_made_stays_as_it_is() -> None:
             assert tensor.dtype == state[name].dtype and torch.equal(tensor, state[name]), name
 
 
+@pytest.mark.parametrize("kind", ["function", "module", "wrong"])
+def test_a_program_s_generator_stays_where_it_was(kind: str) -> None:
+    import torch
+
+    from accel.verify.torch import check
+
+    torch.manual_seed(3)
+    torch.rand(5)
+    before, few = torch.get_rng_state(), {"dtypes": "float32", "examples": 3, "raises": False}
+    if kind == "module":
+        check(torch.nn.Linear, like=torch.nn.Linear, init=("D", 3), input="B D", **few)
+    else:
+        check(torch.sin if kind == "wrong" else torch.tanh, like=torch.tanh, x="N D", **few)
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 3
+
+
+def test_a_precision_may_be_named_by_itself_and_one_that_is_none_is_said() -> None:
+    import torch
+
+    from accel.verify.torch import check
+
+    report: Report = check(torch.tanh, like=torch.tanh, x="N D", dtypes="bf16", examples=2)
+    assert [op.dtype for op in report.ops] == ["bf16"]
+    with pytest.raises(SubjectError, match=r"there is no dtype 'fp16'; known: float32, .*float16"):
+        check(torch.tanh, like=torch.tanh, x="N D", dtypes=["fp16"])
+
+
 def hints_of(report: Report) -> list[str]:
     return [hint for failure in report.failures for hint in failure.hints]
 

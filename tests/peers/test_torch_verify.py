@@ -39,6 +39,22 @@ def _softmax(change: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(softmax=softmax, **{n: getattr(example, n) for n in names})
 
 
+def test_a_loss_s_count_may_be_a_tensor() -> None:
+    def forward(x: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, mask: object = None,
+                bias: object = None) -> object:  # fmt: skip
+        kept = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+        z = torch.nn.functional.linear(x, head, bias).log_softmax(-1)
+        target = torch.where(kept, targets, 0).long()[..., None]
+        return -(z.gather(-1, target)[..., 0] * kept).sum(), kept.sum()
+
+    names = ("from_numpy", "to_numpy")
+    example = load_file(EXAMPLE).module
+    offered = {"linear_cross_entropy_forward": forward, **{n: getattr(example, n) for n in names}}
+    report = check_module(types.SimpleNamespace(**offered), dtypes=["float32"], examples=10,
+                          partial=True)  # fmt: skip
+    assert set(report.ops[0].results) == {"total", "n_valid"}
+
+
 def test_a_torch_generator_that_a_call_seeds_is_found() -> None:
     def seeds(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)

@@ -3,12 +3,13 @@
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-from accel.verify.adapters import ADAPTERS, check_adapters, each_apart
-from accel.verify.calls import Verdict
+from accel.verify.adapters import ADAPTERS, OPS_OF, Found, check_adapter, each_apart
+from accel.verify.calls import Verdict, difference
 from accel.verify.check import Options
 from accel.verify.load import import_file
 from dist.cli import main
@@ -127,6 +128,14 @@ def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
+def check_adapters(module: Any, options: Options) -> Found:
+    """Hold the adapters of a module to the reference, in this process."""
+    found = Found([], {})
+    for name in ADAPTERS:
+        found.add(name, check_adapter(module, name, options))
+    return found
+
+
 def write(folder: Path, text: str) -> Path:
     path = folder / "adapters.py"
     path.write_text(text, encoding="utf-8")
@@ -238,9 +247,49 @@ def get_adamw_cls():
 """
 
 
+ARRAYS = [*OPS_OF, "run_swiglu", "run_rope"]
+
+
+@pytest.mark.parametrize("adapter", ARRAYS)
+def test_a_result_may_be_float64(adapter: str, tmp_path: Path) -> None:
+    text = re.sub(r"\brun_(?=\w+\()", "other_run_", RIGHT)
+    text += f"\n\ndef {adapter}(*given):\n    return np.float64(other_{adapter}(*given))\n"
+    found = check_adapters(import_file(write(tmp_path, text)), Options(examples=8))
+    assert found.verdicts[adapter].right, found.verdicts[adapter].text
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "says"),
+    [
+        (None, np.array([[0, 1]]), "is [[0, 1]], should be None"),
+        (3, np.array([3, 3]), "is [3, 3], should be 3"),
+        (np.array([[0, 1]]), None, "returns None: is there a return?"),
+        (np.array([3, 3]), 3, "has shape (), should have (2,)"),
+        ([np.array([0, 1]), None], [np.array([0, 1])] * 2, "item 1: is [0, 1], should be None"),
+        (3, np.array(3), ""),
+        (None, None, ""),
+    ],
+)
+def test_an_array_where_none_is_due_is_a_difference(want: Any, got: Any, says: str) -> None:
+    assert difference(want, got, 0.0) == says
+
+
 def test_an_optimizer_with_groups_passes(tmp_path: Path) -> None:
     found = check_adapters(import_file(write(tmp_path, GROUPED)), Options())
-    assert found.verdicts == {"get_adamw_cls": Verdict(True, 12, "")}
+    assert found.verdicts == {"get_adamw_cls": Verdict(True, 14, "")}
+
+
+ROOT_OF_V = 'np.sqrt(state["v"])'
+
+
+def test_eps_may_stand_where_pytorch_has_it(tmp_path: Path) -> None:
+    text = GROUPED.replace(ROOT_OF_V, f"{ROOT_OF_V} / math.sqrt(1 - b2**t)").replace(
+        "lr * math.sqrt(1 - b2**t) / (", "lr / ("
+    )
+    verdict = check_adapters(import_file(write(tmp_path, text)), Options()).verdicts[
+        "get_adamw_cls"
+    ]
+    assert verdict.right, verdict.text
 
 
 @pytest.mark.parametrize(
@@ -260,6 +309,12 @@ def test_an_optimizer_with_groups_passes(tmp_path: Path) -> None:
             "\n            b1",
             "are lr and weight_decay those of the first group",
         ),
+        (
+            ROOT_OF_V + ' + group["eps"]',
+            'np.sqrt(state["v"] + group["eps"])',
+            "is eps inside the root?",
+        ),
+        (ROOT_OF_V + ' + group["eps"]', ROOT_OF_V, "is eps left out?"),
         ("# at the end", "g *= 0", "step changes a gradient"),
         ("# at the end", "p.grad = None", "step changes a gradient"),
     ],
@@ -339,7 +394,7 @@ CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
         (
             "run_silu",
             "while True: pass",
-            r"gave no answer within 2 s \(--timeout\) and was stopped: is there an endless loop\?",
+            r"gave no answer within 2 s and was stopped \(--timeout\): is there an endless loop\?",
         ),
     ],
 )

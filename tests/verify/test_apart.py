@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,31 @@ def test_backends_share_a_process_and_give_what_each_gives_alone(
         alone = check_apart(source, FEW)
         assert isinstance(together, Report) and together.subject == alone.subject
         assert together.ops[0].results == alone.ops[0].results
+
+
+RAISING = """
+def __getattr__(name):
+    raise RuntimeError(f"{name} is nothing that I know")
+def softmax(x):
+    return x
+"""
+
+
+def test_what_nobody_foresaw_is_the_error_of_that_module_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = modules(tmp_path, GOOD, RAISING, GOOD)
+    for jobs in (1, 2):
+        first, second, third = check_all(asked(paths), jobs=jobs)
+        assert isinstance(first, Report) and first.ok and isinstance(third, Report) and third.ok
+        assert isinstance(second, SubjectError)
+        assert re.match(
+            r"b\.py: the check itself failed\nTraceback[^$]* nothing that I", str(second)
+        )
+    words = [word for path in paths for word in ("--module", path)]
+    assert main(["verify", *words, "--op", "softmax", "--examples", "3"]) == 1
+    said = capsys.readouterr()
+    assert said.out.count("all as the reference") == 2 and "b.py: the check itself" in said.err
 
 
 def test_the_same_module_twice_fails_twice(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command ``myllm verify``: exit status, JSON, saved cases, bad modules, golden vectors."""
 
+import inspect
 import json
 import re
 import shlex
@@ -14,7 +15,9 @@ import pytest
 from accel.verify import VerificationError, check_case, check_module, check_op, golden
 from accel.verify.apart import WORKERS
 from accel.verify.cli import UNTRIED
+from accel.verify.files import load_failure, save_failure
 from accel.verify.load import as_subject
+from accel.verify.search import Dealer
 from dist.cli import main
 from reference import ops
 from reference.ops import OPS
@@ -387,6 +390,22 @@ def test_a_damaged_case_is_refused_in_a_line(
     assert "case.npz is no .npz of a case" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"case\.npz is no readable \.npz"):
         golden.read_tensors(path)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_case_of_every_op_is_read_as_it_was_written(op: str, tmp_path: Path) -> None:
+    subject, path = as_subject(ops), tmp_path / "case.npz"
+    dealer, options = Dealer(0, subject.hard(OPS[op]), short=True), set[str]()
+    for _ in range(12):
+        case = subject.draw(OPS[op], "float32", dealer.picks([]))
+        save_failure(path, case, [])
+        again = load_failure(path)
+        assert again.describe() == case.describe() and again.options.keys() == case.options.keys()
+        assert all(result.ok for result in subject.run(again)), case.describe()
+        options |= case.options.keys()
+    parameters = inspect.signature(getattr(ops, OPS[op].forward_name)).parameters.values()
+    given = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert options >= given - {*OPS[op].needs, "plus"}  # which are no part of a case
 
 
 def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,6 +339,15 @@ def test_a_forward_of_the_wrong_form_is_told_and_its_backward_not_called() -> No
     )
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, np.array])
+def test_a_count_may_be_an_array_of_one_integer(kind: Any) -> None:
+    def forward(*arrays: Array, **named: Array) -> Any:
+        (total, n_valid), _ = ops.linear_cross_entropy_forward(*arrays, **named)
+        return total, kind(n_valid)
+
+    check_op("linear_cross_entropy", forward=forward, examples=5)
+
+
 def test_none_stands_where_nothing_was_given() -> None:
     def swapped(dout: Array, cache: Any) -> Any:
         return None, *ops.rmsnorm_backward(dout, cache)
@@ -408,6 +417,43 @@ def test_arrays_cross_by_the_module_s_own_functions() -> None:
     del module.to_numpy
     with pytest.raises(SubjectError, match="give the module a function to_numpy"):
         check_module(module)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_arrays_that_cannot_be_sliced_are_written_to_all_the_same(accumulate: bool) -> None:
+    class Whole:
+        def __init__(self, data: Array) -> None:
+            self.data = data
+
+    def forward(table: Whole, ids: Whole) -> Any:
+        out, cache = ops.embedding_forward(table.data, ids.data)
+        return Whole(out), cache
+
+    def backward(dout: Whole, cache: Any, *, out: Any = None, accumulate: bool = False) -> Whole:
+        given = None if out is None or wrong else out.data
+        return Whole(ops.embedding_backward(dout.data, cache, out=given, accumulate=accumulate))
+
+    wrong = False
+    module = SimpleNamespace(
+        from_numpy=Whole,
+        to_numpy=lambda array: array.data,
+        embedding_forward=forward,
+        embedding_backward=backward
+        if accumulate
+        else lambda d, c, *, out=None: backward(d, c, out=out),
+    )
+    few: dict[str, Any] = {"dtypes": ["float32"], "examples": 20, "shrink": False, "raises": False}
+    report = check_module(module, **few)
+    assert report.ok and "cannot be sliced" in report.text(), report.text()
+    wrong = True
+    assert "dtable was not written into the out=" in check_module(module, **few).text()
+
+
+def test_a_function_named_step_is_called_by_nobody() -> None:
+    def step(parameters: Any) -> None:
+        raise AssertionError("called")
+
+    check_module(SimpleNamespace(step=step, softmax=ops.softmax), examples=3)
 
 
 def test_a_module_that_refuses_a_precision_is_checked_in_the_other() -> None:

@@ -1,5 +1,6 @@
 """What ``--like`` is made of: declared and found shapes, and the bound."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.tolerance import Magnitude
+from accel.tolerance import Magnitude, round_to
 from accel.verify.apart import Source
 from accel.verify.draw import Draw
+from accel.verify.files import load_failure, save_failure
 from accel.verify.like.bound import expect
-from accel.verify.like.declared import DeclarationError, read, value_of
+from accel.verify.like.case import LikeCase
+from accel.verify.like.declared import DeclarationError, letters_in, read, value_of
 from accel.verify.like.slopes import slopes
 from accel.verify.like.truth import as_rows, close
 from accel.verify.subject import SubjectError
@@ -58,6 +61,7 @@ def test_a_declaration_is_read() -> None:
         ({"q": "B T D", "k": "B S D, S >= T"}, lambda n: n["S"] >= n["T"]),
         ({"x": "H W, H == 3*W"}, lambda n: n["H"] == 3 * n["W"]),
         ({"x": "A B C, A < B, B < C"}, lambda n: n["A"] < n["B"] < n["C"]),
+        ({"x": "B T D, D != 3, D != T"}, lambda n: n["D"] not in (3, n["T"])),
         ({"x": "N C, C % G == 0, G > 1"}, lambda n: n["C"] % n["G"] == 0 and n["G"] > 1),
     ],
 )
@@ -78,6 +82,9 @@ def test_sizes_keep_to_what_holds_between_letters(shapes: dict[str, Any], holds:
         ({"eps": 1e-5}, "no array among eps"),
         ({"x": "B, T)"}, "is no expression of sizes"),
         ({"x": "B T!"}, "'T!' where an axis should stand"),
+        ({"x": "B 1.5"}, "'1.5' where an axis should stand"),
+        ({"x": "B 2E+1"}, "'2E+1' where an axis should stand"),
+        ({"x": "B T, B is T"}, "'B is T' is no expression of sizes; it may use + - * // % and <"),
         ({"x": "B T, T > B, T < B"}, "no sizes keep to T > B, T < B"),
         ({"x": "B, B > 5000, B < 5001"}, "no sizes keep to B > 5000, B < 5001"),
         ({"x": "B 50257"}, "no sizes leave every array at most 20,000 elements"),
@@ -90,6 +97,98 @@ def test_a_declaration_that_cannot_be_read_is_said(
     ref = f"import numpy as np\nSHAPES = {{'relu': {shapes!r}}}\ndef relu(x):\n    return abs(x)\n"
     with pytest.raises(SubjectError, match=re.escape(message)):
         checked(tmp_path, "def relu(x):\n    return x", ref=ref)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "value"),
+    [
+        ("1e-6", {}, 1e-6),
+        ("1E+2", {}, 100.0),
+        ("1.5e3", {}, 1500.0),
+        (".5", {}, 0.5),
+        ("1_000", {}, 1000),
+        ("2F", {"F": 3}, 6),
+        ("2E", {"E": 5}, 10),
+        ("2E + 1", {"E": 5}, 11),
+        ("2*E+1", {"E": 5}, 11),
+        ("12e_2 - 1", {"e_2": 2}, 23),
+        ("1.5F", {"F": 2}, 3.0),
+    ],
+)
+def test_a_number_may_have_any_form_that_python_s_have(
+    text: str, sizes: dict[str, int], value: float
+) -> None:
+    assert value_of(text, sizes) == value and set(letters_in(text)) == set(sizes)
+    declared = read({"x": "B T > 1e-6"})
+    assert declared.letters == ("B", "T") and declared.arrays["x"].bounds == ((">", "1e-6"),)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bf16", "float16", "tf32", "e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("bounds", "holds"),
+    [
+        ("> 0", lambda x: x > 0),
+        ("> 1", lambda x: x > 1),
+        ("< -1000", lambda x: x < -1000),
+        ("<= 0.3", lambda x: x <= 0.3),
+        ("> 0 < 1", lambda x: (x > 0) & (x < 1)),
+        (">= 1e-6 < F", lambda x: (x >= 1e-6) & (x < 3)),
+    ],
+)
+def test_a_range_is_kept_in_every_precision(bounds: str, holds: Any, dtype: str) -> None:
+    array, rng = read({"x": f"B D {bounds}", "y": "F"}).arrays["x"], np.random.default_rng(0)
+    for kind in ("", "minute", "huge", "equal rows", "tiny", "zero rows"):
+        for n in (1, 40):
+
+            def pick(options: Any, name: str = "", kind: str = kind) -> Any:
+                return kind if kind in options else options[rng.integers(len(options))]
+
+            x = array.values(Draw(pick, dtype), {"B": n, "D": n, "F": 3})
+            assert holds(x.astype(np.float64)).all(), (kind, n)
+            np.testing.assert_array_equal(x, round_to(x, dtype))
+
+
+def test_a_range_without_a_number_of_the_precision_is_said(tmp_path: Path) -> None:
+    text = "SHAPES = {'f': {'x': 'B T > 1 < 1.001'}}\ndef f(x):\n    return x + 1\n"
+    with pytest.raises(SubjectError, match=r"f: no number of bf16 is > 1 < 1.001; declare a wider"):
+        checked(tmp_path, text, ref=text, dtypes=("bf16",))
+
+
+def test_a_range_is_kept_in_a_second_call_and_in_a_smaller_case(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+SHAPES = {"f": {"x": "B T > 1 < 2"}}
+def f(x):
+    return np.sqrt(np.abs(x - 1))
+"""
+    strict = text.replace("    return", "    assert ((x > 1) & (x < 2)).all()\n    return")
+    report = checked(tmp_path, strict, ref=text)
+    assert report.right, report.text()
+    report = checked(tmp_path, text.replace("(np.abs", "(2 * np.abs"), ref=text, shrink=True)
+    (failure,) = report.failures
+    x = failure.case.arrays["x"]
+    assert failure.name == "out" and x.size <= 2 and ((x > 1) & (x < 2)).all(), report.text()
+
+
+def test_options_of_a_case_are_read_as_they_were_written(tmp_path: Path) -> None:
+    given = {
+        "eps": np.float32(1e-5),
+        "other": np.inf,
+        "shape": ("B", -1, (2,)),
+        "names": ["mean", None, True, 1.5],
+        "n": np.int64(3),
+        "by": {"a": (1,), 2: [0.5]},
+    }
+    case = LikeCase("f", "bf16", {"x": np.ones((2, 3), np.float32)}, given, None, {"x": "sliced"})
+    case = dataclasses.replace(case, sizes={"...": (2,), "D": 3}, seed=7, interleaved=True)
+    save_failure(tmp_path / "case.npz", case, [])
+    again = load_failure(tmp_path / "case.npz")
+    assert isinstance(again, LikeCase) and again.options == given and again.sizes == case.sizes
+    assert {type(value).__module__ for value in again.options.values()} == {"builtins"}
+    assert (again.layouts, again.seed, again.interleaved) == ({"x": "sliced"}, 7, True)
+    save_failure(tmp_path / "case.npz", case.but(dtype=np.float32), [])
+    with pytest.raises(ValueError, match=r"an option <class 'numpy.float32'>, which no file can"):
+        load_failure(tmp_path / "case.npz")
 
 
 def test_shapes_are_found_from_an_example(tmp_path: Path) -> None:

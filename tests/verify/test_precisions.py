@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from accel.tolerance import (
     FP8,
+    UNIT_ROUNDOFF,
     Magnitude,
     compare,
     round_bf16,
@@ -26,6 +27,8 @@ from accel.tolerance import (
 from accel.verify import check_module, check_op
 from accel.verify.contract import DTYPES, Case, applies, plain_results, reference_results
 from accel.verify.load import as_subject
+from accel.verify.ops import linear_cross_entropy as loss
+from accel.verify.ops import softmax
 from accel.verify.ops.attention import _moved
 from accel.verify.search import Dealer
 from reference import linear_cross_entropy, ops
@@ -317,3 +320,63 @@ def test_a_row_far_below_the_others_is_held_to_its_own_size() -> None:
         wrong = near.copy()
         wrong[row] += (1e-9, 1e-30, 1e90)[row]
         assert ratio(wrong) > 1, row
+
+
+@pytest.mark.parametrize("width", [1, 255, 256, 513, 4099, 65_539])
+def test_one_wrong_column_of_a_wide_row_is_seen_in_its_piece(width: int) -> None:
+    """In bf16 a row of 65,539 numbers without its last three is off by 0.7 %."""
+    rng = np.random.default_rng(width)
+    exact = rng.choice([-1.0, 1.0], (3, width))
+    magnitude = Magnitude(np.abs(exact), 7)
+    held = {"plain": exact, "magnitude": magnitude, "dtype": "bf16", "gradient": False}
+    right = exact * (1 + rng.uniform(-7, 7, exact.shape) * 2.0**-8)
+    assert compare(right, exact, **held).ok
+    for column in {0, width // 2, width - 1}:
+        wrong = right.copy()
+        wrong[1, column] = 0
+        found = compare(wrong, exact, **held)
+        assert not found.ok and found.row == (1,)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 0, 3)])
+def test_nothing_is_as_nothing(shape: tuple[int, ...]) -> None:
+    none = np.zeros(shape)
+    found = compare(none, none, none, Magnitude(none, 7), "float32", gradient=True)
+    assert found.ok and found.error == 0
+
+
+def test_sixteen_bits_hide_no_gross_mistake_of_a_softmax() -> None:
+    rng, u = np.random.default_rng(0), UNIT_ROUNDOFF["bf16"]
+    x = round_bf16(rng.standard_normal((5, 129)))
+    x[:, -1] = 1  # as large as the root mean square of the others' exponentials
+    exact = ops.softmax(x.astype(np.float64))
+    cut = np.concatenate([ops.softmax(x[:, :-1].astype(np.float64)), np.zeros((5, 1))], axis=1)
+    magnitude = softmax.magnitude({"x": x}, None, u)["out"]
+    for got, ok in ((round_bf16(exact), True), (cut, False), (1.1 * exact, False)):
+        assert compare(got, exact, exact, magnitude, "bf16", gradient=False).ok == ok
+
+    x, head = (round_bf16(rng.standard_normal((n, 65))) for n in (35, 65))
+    given = {"x": x, "head": head, "targets": rng.integers(0, 65, 35)}
+    wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in given.items()}
+    _, cache = ops.linear_cross_entropy_forward(**wide)
+    exact, dhead, _ = ops.linear_cross_entropy_backward(1.0, cache)
+    found = loss.magnitude(wide, 1.0, u)
+    onehot = np.zeros((35, 65))
+    onehot[np.arange(35), given["targets"]] = 1
+    for name, due, wrong in (("dx", exact, 0 * exact), ("dhead", dhead, -onehot.T @ wide["x"])):
+        for got, ok in ((round_bf16(due), True), (wrong, False)):
+            closeness = compare(got, due, due, found[name], "bf16", gradient=True)
+            assert closeness.ok == ok, (name, closeness)
+
+
+def test_a_row_that_is_cut_at_sixteen_bits_is_seen_in_bf16() -> None:
+    def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> Any:
+        out, cache = ops.rmsnorm_forward(x, gain, eps=eps)
+        out[..., 65_536:] = 0
+        return out, cache
+
+    module = SimpleNamespace(
+        rmsnorm_forward=rmsnorm_forward, rmsnorm_backward=ops.rmsnorm_backward, DTYPES=("bf16",)
+    )
+    report = check_module(module, examples=60, shrink=False, raises=False)
+    assert not report.right and not any("transposed" in h for f in report.failures for h in f.hints)

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 
-from accel.verify import check_case
+from accel.verify import Report, check_case, check_op
+from accel.verify.calling import Judged
 from accel.verify.cli import UNTRIED
+from accel.verify.formats import to_junit, to_markdown
+from accel.verify.load import as_subject
+from accel.verify.report import first_difference
+from accel.verify.search import Dealer, Failure, OpReport, Tally
 from dist.cli import main
+from reference import ops
+from reference.ops import OPS
 from tests.helpers.verified import WRONG
 
 FORWARD = "from reference.ops import relu_forward\n"
@@ -91,7 +100,7 @@ def test_what_cannot_be_checked_stands_in_every_report_as_an_error(
     assert [suite.attrib["errors"] for suite in suites] == ["1", "0", "1"]
     assert outcomes(suites[0]) == {"broken.py can be checked": ["error"]}
     assert says in suites[0][0][0].attrib["message"]
-    assert re.search(rf"## broken\.py: not checked\n\n.*{re.escape(says)}", page)
+    assert re.search(rf"## broken\.py: not checked\n\n```text\n.*{re.escape(says)}", page)
 
 
 def test_a_case_that_is_run_again_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +174,80 @@ def test_an_op_that_a_subject_has_not_is_said(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr()
     assert said.err == f"myllm verify: {sentence}\n" and not said.out
     assert written()[0][0]["error"] == sentence
+
+
+CRASHING = "import os\ndef gelu_forward(x):\n    os._exit(3)\n"
+
+
+def test_a_failure_that_cannot_be_saved_is_told_without_its_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("mixed.py").write_text(WRONG + CRASHING, encoding="utf-8")
+    Path("verify-failures").write_text("a file of that name", encoding="utf-8")
+    assert verify("--module", "mixed.py", *FEW) == 1
+    said = capsys.readouterr().out
+    for line in (
+        "FAIL relu: gradient dx",
+        "FAIL softmax: out",
+        "FAIL gelu (float32): gelu_forward",
+    ):
+        assert line in said
+    assert said.count("again: myllm verify --module mixed.py --op") == 3 and "  saved:" not in said
+    note = "failing cases were not saved: verify-failures cannot be written to ("
+    assert note in " ".join(said.split())
+    few: dict[str, Any] = {"dtypes": ["float32"], "examples": 3, "raises": False}
+    report = check_op("relu", forward=lambda x: x, save="verify-failures/here", **few)
+    assert not report.right and note.replace(" cannot", "/here cannot") in report.notes[0]
+
+
+def test_what_was_found_is_told_before_a_report_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("file").touch()
+    assert verify("--module", "wrong.py", *FEW, "--report", "file/report.json") == 1
+    said = capsys.readouterr()
+    assert "FAIL softmax: out" in said.out
+    assert "the report cannot be written to file/report.json" in said.err
+
+
+def shown(page: str) -> str:
+    """Return what a reader of Markdown sees."""
+    found = [
+        c for token in MarkdownIt().enable("table").parse(page) for c in token.children or [token]
+    ]
+    return " ".join(c.content for c in found if c.type in ("text", "code_block", "fence"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__foo__ and *bar*",
+        "<unknown> & [a](b)",
+        "`x` | y",
+        "```\nout\n```",
+        "````",
+        "1\\*2",
+        "\x1b[1m",
+    ],
+)
+def test_what_a_module_says_is_no_markup_in_a_report(text: str) -> None:
+    case = as_subject(ops).draw(OPS["relu"], "float32", Dealer(0).picks([]))
+    judged = Judged("", "raised", problem=text)
+    failure = Failure("relu", "float32", "", "raised", case, judged, hints=[text])
+    op = OpReport("relu", "float32", 1, 1, results={text: Tally(1)}, failures=[failure])
+    report = Report(text, 0, [op], untried=[text])
+    page, line = shown(to_markdown([report])), " ".join(text.split())
+    assert page.count(line) >= 3 and f"hint: {text}" in page and f"{line}: not as" in page
+    assert text in shown(to_markdown([Report(text, 0, error=text)]))
+    (suite, broken) = ElementTree.fromstring(to_junit([report, Report(text, 0, error=text)]))
+    name = f"myllm verify {text}".replace("\x1b", "�")
+    assert suite.attrib["name"] == broken.attrib["name"] == name
+
+
+def test_infinities_that_are_alike_are_no_difference() -> None:
+    got, due = np.array([-np.inf, np.nan, -np.inf]), np.array([-np.inf, np.nan, 0.5])
+    assert first_difference("out", got, due) == "first difference: out[2] is -inf, should be 0.5"
+    assert "every element" in first_difference("out", due, due)
 
 
 @pytest.mark.parametrize(

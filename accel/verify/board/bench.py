@@ -33,7 +33,6 @@ from accel.verify.board.mutants import MUTATED, mutants
 from accel.verify.board.outcome import Call, copied, flat
 from accel.verify.board.rules import RULES, Judge, Rule
 from accel.verify.check import check_module
-from accel.verify.report import Report
 from reference import ops
 from reference.ops import OPS
 
@@ -113,8 +112,9 @@ def chosen(op: str, also: str | None, every: int) -> list[Kernel]:
 # ---- judging -------------------------------------------------------------------------------------
 
 
-def _checked(kernel: Kernel, seed: int, examples: int | None = None) -> Report:
-    return check_module(
+def _checked(kernel: Kernel, seed: int, examples: int | None) -> tuple[str, int]:
+    """Return what is wrong in so many cases, or "", and how many were tried."""
+    report = check_module(
         kernel.module,
         ops=[kernel.op],
         dtypes=kernel.precisions,
@@ -124,18 +124,17 @@ def _checked(kernel: Kernel, seed: int, examples: int | None = None) -> Report:
         raises=False,
         partial=True,
     )
+    failures = report.failures
+    return f"{failures[0].where} {failures[0].kind}" if failures else "", report.cases
 
 
 def verify(kernel: Kernel, seed: int = 0, quick: bool = False) -> tuple[str, int]:
     """Return what verify finds wrong, or "", and how many cases it tried."""
-    cases = 0
     for examples in STEPS[:1] if quick else STEPS:
-        report = _checked(kernel, seed, examples)
-        cases = sum(found.cases for found in report.ops)
-        failures = [failure for found in report.ops for failure in found.failures]
-        if failures:
-            return f"{failures[0].where} {failures[0].kind}", cases
-    return "", cases
+        why, cases = _checked(kernel, seed, examples)
+        if why:
+            break
+    return why, cases
 
 
 def recorded(op: str) -> list[Call]:
@@ -400,18 +399,11 @@ def seeds_of(
     cases, alarms = 0, list[str]()
     for kernel in kernels:
         for seed in range(seeds):
-            why, tried = _whole(kernel, seed, examples)
+            why, tried = _checked(kernel, seed, examples)
             cases += tried
             if why:
                 alarms.append(f"{op}: {kernel.name} ({kernel.corpus}), seed {seed}: {why}")
     return len(kernels), cases, alarms
-
-
-def _whole(kernel: Kernel, seed: int, examples: int | None) -> tuple[str, int]:
-    report = _checked(kernel, seed, examples)
-    failures = [failure for found in report.ops for failure in found.failures]
-    why = f"{failures[0].where} {failures[0].kind}" if failures else ""
-    return why, sum(found.cases for found in report.ops)
 
 
 def _seeds(given: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from accel.verify.board.outcome import Call, differs
-from accel.verify.spoiled import home_of, tree_of, with_file
+from accel.verify.spoiled import home_of, swapped, tree_of, with_file
 
 
 class Mutant(NamedTuple):
@@ -98,7 +98,7 @@ def mutants(op: str, calls: list[Call]) -> Iterator[Mutant]:
         for node in _nodes(function):
             for changed in _changes(node):
                 title = f"{file}.py:{node.lineno} {ast.unparse(node)} -> {ast.unparse(changed)}"
-                kernel = with_file(op, file, _swapped(tree, node, changed))
+                kernel = with_file(op, file, swapped(tree, node, changed))
                 if _wrong(kernel, calls):
                     yield Mutant(op, title, kernel)
 
@@ -149,9 +149,3 @@ def _changes(node: Any) -> Iterator[Any]:
         yield other(args=[node.args[0], node.args[2], node.args[1]])
     if isinstance(node, ast.AugAssign):
         yield ast.copy_location(ast.Assign([node.target], node.value), node)
-
-
-def _swapped(tree: ast.Module, old: ast.AST, new: ast.AST) -> ast.Module:
-    """Return a tree with one node in the place of another."""
-    # deepcopy takes what its memo holds for a node's copy
-    return ast.fix_missing_locations(copy.deepcopy(tree, {id(old): new}))

@@ -71,13 +71,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from accel.tolerance import (
-    FP8,
-    UNIT_ROUNDOFF,
-    round_bf16,
-    round_tf32,
-    scaled_fp8,
-)
+from accel.tolerance import UNIT_ROUNDOFF, round_tf32, round_to
 from accel.verify.like.truth import (
     JUMP,
     KNOWN,
@@ -102,23 +96,6 @@ SATURATED = 4  # inputs above this may be
 TIES = 8  # ways to break them
 TIE = 2.0**-20  # by how much
 HEADROOM = 16  # how far from overflow plain code has to be
-
-
-def rounded(x: Array, dtype: str) -> Array:
-    """Return x in a precision; all but float64 as float32.
-
-    TF32 rounds what is multiplied, not what is given.
-    """
-    if dtype in FP8:
-        return scaled_fp8(x, dtype)
-    if dtype == "float64":
-        return np.asarray(x, np.float64)
-    if dtype == "bf16":
-        return round_bf16(x)
-    with np.errstate(over="ignore"):
-        if dtype == "float16":
-            x = np.asarray(x, np.float16)
-    return np.asarray(x, np.float32)
 
 
 def working(dtype: str) -> str:
@@ -200,7 +177,7 @@ def expect(
     steps: list[tuple[Results, Results]] = []
     for at in range(NEIGHBOURS):
         near = {
-            name: rounded(a, work) if a.dtype.kind == "f" else a
+            name: round_to(a, work) if a.dtype.kind == "f" else a
             for name, a in moved(arrays, 1.5 * u_work, signs).items()
         }
         there = evaluate(near, "float64")

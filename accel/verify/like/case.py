@@ -1,9 +1,10 @@
 """A case of a reference of one's own: a ``Case`` that needs no contract."""
 
-import ast
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from accel.verify.contract import Case
 from reference.contract import Op, Operand
@@ -41,8 +42,8 @@ class LikeCase(Case):
         kinds = [(o.name, o.kind) for o in self.signature.operands]
         return {
             "like": {
-                "options": repr(self.options),
-                "sizes": repr(self.sizes),
+                "options": _to_json(self.options),
+                "sizes": _to_json(self.sizes),
                 "seed": self.seed,
                 "operands": kinds,
             }
@@ -54,8 +55,8 @@ class LikeCase(Case):
 
         Raises
         ------
-        KeyError, SyntaxError, ValueError
-            When that is not what ``about`` gave.
+        AttributeError, KeyError, TypeError, ValueError
+            When that is not what ``about`` gave, or an option is nothing that a file holds.
         """
         like = about["like"]
         operands = tuple(Operand(name, "", kind) for name, kind in like["operands"])
@@ -63,12 +64,40 @@ class LikeCase(Case):
             about["op"],
             about["dtype"],
             arrays,
-            ast.literal_eval(like["options"]),
+            _from_json(like["options"]),
             None,
             dict(about["layouts"]),
             "",
             bool(about["interleaved"]),
             signature=OwnOp(about["op"], "", operands),
-            sizes=ast.literal_eval(like["sizes"]),
+            sizes=_from_json(like["sizes"]),
             seed=int(like["seed"]),
         )
+
+
+def _to_json(value: Any) -> Any:
+    """Return an option as JSON has it; what JSON has not is an object that says what it is."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return {"dict": [[_to_json(part) for part in pair] for pair in value.items()]}
+    if isinstance(value, (tuple, list)):
+        parts = [_to_json(part) for part in value]
+        return parts if isinstance(value, list) else {"tuple": parts}
+    known = value is None or isinstance(value, (bool, int, float, str))
+    return value if known else {"other": repr(value)}
+
+
+def _from_json(value: Any) -> Any:
+    """Return the option that ``_to_json`` wrote."""
+    if isinstance(value, list):
+        return [_from_json(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "other":
+        raise ValueError(
+            f"the case has an option {content}, which no file can hold; run the check of its "
+            "function again, with the same seed"
+        )
+    return {"tuple": tuple, "dict": dict}[kind](_from_json(content))

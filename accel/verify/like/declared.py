@@ -9,10 +9,12 @@ An array is a string: its axes, then what it holds, then what its sizes keep to.
 ``"... D"``            any leading axes
 ``"B T int < V"``      integers from 0 to V - 1; ``int >= 1 <= 9`` has another range
 ``"B T bool"``         a mask
-``"B T > 0"``          floats in a range
+``"B T > 1e-6"``       floats in a range
 ``"B T D, D % 8"``     D is a multiple of 8
 ``"T, T <= 4096"``     T is no more than 4,096
 =====================  =============================================================================
+
+``2F`` is ``2*F``; but ``1e-6`` is a number, and so is ``2E+1``: with a letter E write ``2*E+1``.
 
 Anything else is passed as it is: ``1e-5``, ``True``, ``None``. A list holds the values to choose
 from: ``[True, False]``, ``["mean", "sum"]``; a tuple may hold letters: ``("B", "T", -1)``.
@@ -47,7 +49,9 @@ _OPERATORS = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
 }
+_BOUNDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _COMPARISON = re.compile(r"(<=|>=|<|>)\s*([^\s<>=]+)")
 
 
@@ -55,10 +59,14 @@ class DeclarationError(ValueError):
     """A declaration of shapes cannot be read."""
 
 
+# 2F, which is 2*F; but 1e-6 and 1_000 are numbers, as in Python
+_FACTOR = re.compile(r"\b(\d+)(?!_\d|[eE][+-]?\d)([A-Za-z_]\w*)")
+
+
 @functools.cache
 def _parsed(text: str) -> ast.expr:
     try:
-        return ast.parse(re.sub(r"\b(\d+)([A-Za-z_]\w*)", r"\1*\2", text), mode="eval").body
+        return ast.parse(_FACTOR.sub(r"\1*\2", text), mode="eval").body
     except SyntaxError:
         raise DeclarationError(f"{text!r} is no expression of sizes") from None
 
@@ -75,7 +83,7 @@ def value_of(text: str, sizes: Mapping[str, Any]) -> Any:
             return sizes[node.id]
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](of(node.left), of(node.right))
-        if isinstance(node, ast.Compare):
+        if isinstance(node, ast.Compare) and all(type(op) in _OPERATORS for op in node.ops):
             sides = [of(side) for side in (node.left, *node.comparators)]
             return all(
                 _OPERATORS[type(op)](a, b)
@@ -124,7 +132,43 @@ class ArrayOf:
             x = low + np.abs(x) + np.asarray(2.0**-10 * (x == 0), x.dtype)
         elif math.isfinite(high):
             x = high - np.abs(x) - np.asarray(2.0**-10 * (x == 0), x.dtype)
-        return draw.rounded(x)
+        return self._kept(draw.rounded(x), draw, sizes)
+
+    def keeps(self, x: Array, sizes: Sizes) -> Array:
+        """Say which elements keep to the bounds."""
+        kept, x = np.ones(x.shape, np.bool_), x.astype(np.float64)
+        for sign, text in self.bounds:
+            kept &= _BOUNDS[sign](x, value_of(text, sizes))
+        return kept
+
+    def _kept(self, x: Array, draw: Draw, sizes: Sizes) -> Array:
+        """Return floats of which those that rounding took beyond the bounds are brought back."""
+        kept = self.keeps(x, sizes)
+        if kept.all():
+            return x
+        inner = x[kept] if kept.any() else self._one(draw, sizes)
+        return np.where(kept, x, np.clip(x, inner.min(), inner.max()))
+
+    def _one(self, draw: Draw, sizes: Sizes) -> Array:
+        """Return one number of the precision that keeps to the bounds.
+
+        Raises
+        ------
+        DeclarationError
+            When there is none.
+        """
+        low, high = self._range(sizes)
+        if math.isfinite(low) and math.isfinite(high):
+            tried = low + (high - low) * np.linspace(0, 1, 65)
+        else:
+            end, sign = (low, 1) if math.isfinite(low) else (high, -1)
+            tried = end + sign * max(1, abs(end)) * np.logspace(-10, 3, 14, base=2)
+        for one in tried:
+            x = draw.rounded(np.full(1, one))
+            if self.keeps(x, sizes).all():
+                return x
+        bounds = " ".join(f"{sign} {text}" for sign, text in self.bounds)
+        raise DeclarationError(f"no number of {draw.dtype} is {bounds}; declare a wider range")
 
     def within(self, ids: Array, sizes: Sizes) -> Array:
         """Return integers brought back into the range that they have at these sizes."""
@@ -347,11 +391,13 @@ def _array(name: str, text: str) -> tuple[ArrayOf, Sequence[str]]:
     for word in words:
         if word != "...":
             try:
-                value_of(word, dict.fromkeys(letters_in(word), 2))
+                size = value_of(word, dict.fromkeys(letters_in(word), 2))
             except (DeclarationError, ZeroDivisionError):
+                size = None
+            if type(size) is not int:
                 raise DeclarationError(
                     f"{name}: {text!r} has {word!r} where an axis should stand, such as B, 3 or 2*F"
-                ) from None
+                )
     for _, bound in bounds:
         letters_in(bound)
     return ArrayOf(tuple(words), kind, bounds), conditions

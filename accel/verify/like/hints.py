@@ -21,6 +21,7 @@ from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
+from accel.verify.observed import same, slack_of
 from accel.verify.subject import KernelError
 from reference.types import Array
 
@@ -109,20 +110,18 @@ def _ignores_strides(reference: Reference, case: LikeCase, judged: Judged) -> bo
 
 def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
     got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.exact, np.float64)
-    name, slack = judged.name, _slack(case)
+    name, slack = judged.name, slack_of(case)
     if exact.ndim >= 2 and got.size == exact.size:
         for i in range(exact.ndim):
             for j in range(i + 1, exact.ndim):
                 swapped = exact.swapaxes(i, j)
-                if _near(swapped, exact, slack) or (i == j - 1 and 1 in exact.shape[i : j + 1]):
+                if same(swapped, exact, slack) or (i == j - 1 and 1 in exact.shape[i : j + 1]):
                     continue
-                if _near(got, swapped, slack):
+                if same(got, swapped, slack):
                     yield f"transposed? {name} is right with axes {i} and {j} swapped"
                 elif np.array_equal(swapped.reshape(-1), exact.reshape(-1)):
                     continue
-                elif got.shape == exact.shape and _near(
-                    got.reshape(-1), swapped.reshape(-1), slack
-                ):
+                elif got.shape == exact.shape and same(got.reshape(-1), swapped.reshape(-1), slack):
                     yield f"transposed? {name} lies in memory with axes {i} and {j} swapped"
     if got.shape != exact.shape:
         return
@@ -134,7 +133,7 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
     size = float(np.sum(exact * exact, where=np.isfinite(exact)))
     if size > 0 and np.count_nonzero(exact) > 2:
         ratio = float(np.sum(got * exact, where=np.isfinite(exact))) / size
-        if _near(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack:
+        if same(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack:
             yield _factor(case, name, ratio)
             return
     wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
@@ -164,7 +163,12 @@ def _guesses(
     """Yield the guesses that give what the kernel gave in one case."""
     got, truth = np.asarray(judged.got, np.float64), subject.truths(case)[0].get(judged.name)
     for name, a in case.arrays.items():
-        if a.shape == got.shape and a.dtype.kind == "f" and a.any() and _near(got, a, _slack(case)):
+        if (
+            a.shape == got.shape
+            and a.dtype.kind == "f"
+            and a.any()
+            and same(got, a, slack_of(case))
+        ):
             yield f"{judged.name} is {name}, as it was given: is anything computed?"
     if truth is not None and got.shape == truth.exact.shape:
         yield from _of_calls(reference, case, judged, truth)
@@ -200,7 +204,7 @@ def _factor(case: LikeCase, name: str, ratio: float) -> str:
             (n**0.5, f"√{letter} too much?"),
             (n**-0.5, f"1/√{letter} too much?"),
         ):
-            if abs(ratio / value - 1) < 10 * _slack(case):
+            if abs(ratio / value - 1) < 10 * slack_of(case):
                 return f"{text} {name} is {ratio:.4g} times what it should be"
     return f"a constant factor? {name} is {ratio:.4g} times what it should be"
 
@@ -236,7 +240,7 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
                 arrays = {n: how(a) if n in chosen else a for n, a in case.arrays.items()}
                 says = f"rounded to {text}? {', '.join(chosen)} rounded so give it"
                 yield from tried(says, arrays, options)
-            if _near(got, how(truth.exact), 1e-7) and not _near(got, truth.exact, 1e-7):
+            if same(got, how(truth.exact), 1e-7) and not same(got, truth.exact, 1e-7):
                 yield f"rounded to {text}? The right result rounded so is what came"
     for name in floats:
         if name.startswith("dout"):
@@ -265,14 +269,3 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
         if isinstance(options[name], float) and options[name]:
             changed = {**options, name: 0.0}
             yield from tried(f"is {name} left out?", case.arrays, changed)
-
-
-def _slack(case: LikeCase) -> float:
-    return {"float64": 1e-9, "float32": 1e-4}.get(case.dtype, 2e-2)
-
-
-def _near(a: Any, b: Any, slack: float) -> bool:
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if a.shape != b.shape or not np.all(np.isfinite(a)):
-        return False
-    return float(np.linalg.norm(a - b)) <= slack * max(float(np.linalg.norm(b)), 1e-30)

@@ -242,4 +242,4 @@ def _keep_positive(reference: Problem, small: Mapping[str, int]) -> None:
         signed = {**arrays, **state, name: (a * signs).astype(a.dtype)}
         results, _ = reference.results(signed, options, init, "float64")
         if not all(np.isfinite(r).all() for r in results.values() if r.dtype.kind == "f"):
-            reference.declared.arrays[name] = ArrayOf((), "float", ((">", "0"),))
+            reference.declared.arrays[name] = ArrayOf((), "float", ((">=", "0"),))

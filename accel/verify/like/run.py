@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel.tolerance import round_to
 from accel.verify.calling import Judged, first_of, misshapen
-from accel.verify.like.bound import rounded
 from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import (
     Backward,
@@ -220,15 +220,16 @@ class Run:
 
     def _second(self, function: Any) -> None:
         """Call again with other values of the same shapes, and judge that too."""
+        ranged = {name for name, a in self.reference.declared.arrays.items() if a.bounds}
         arrays = {
-            name: np.asarray(a[tuple(slice(None, None, -1) for _ in a.shape)] * np.float32(0.5))
+            name: np.flip(a) * a.dtype.type(1 if name in ranged else 0.5)
             if a.dtype.kind == "f" and not name.startswith(STATE)
             else a
             for name, a in self.case.arrays.items()
             if not name.startswith("dout")
         }
         arrays = {
-            name: rounded(a, self.case.dtype) if a.dtype.kind == "f" else a
+            name: round_to(a, self.case.dtype) if a.dtype.kind == "f" else a
             for name, a in arrays.items()
         }
         other = dataclasses.replace(self.case, arrays=arrays, layouts={}, interleaved=False)

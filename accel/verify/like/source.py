@@ -1,6 +1,7 @@
 """From two files to what is checked: which functions, in which framework, of which shapes."""
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from accel.verify.like import kernelbench
-from accel.verify.like.declared import DeclarationError, Declared, read
+from accel.verify.like.declared import DeclarationError, read
 from accel.verify.like.found import declared_by
 from accel.verify.like.frameworks import Framework, Torch, framework_of
 from accel.verify.like.reference import Reference, parameters_of
@@ -149,14 +150,8 @@ def make_reference(
             if lacking:
                 raise DeclarationError(f"{lacking[0]} is not declared, and {name} needs it")
             order = tuple(n for n in listed if n in declared.order)
-            declared = _in_order(declared, order)
+            declared = dataclasses.replace(declared, order=order)
     return Reference(name, function, framework, declared, maker(function, framework))
-
-
-def _in_order(declared: Declared, order: tuple[str, ...]) -> Declared:
-    import dataclasses
-
-    return dataclasses.replace(declared, order=order)
 
 
 def maker(function: Any, framework: Framework) -> Any:

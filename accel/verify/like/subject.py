@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.tolerance import FP8, UNIT_ROUNDOFF, Magnitude
+from accel.tolerance import FP8, UNIT_ROUNDOFF, Magnitude, round_to
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, shape_of
 from accel.verify.draw import LAYOUTS, Draw, Pick
@@ -18,7 +18,6 @@ from accel.verify.like.bound import (
     floor_of_zero,
     largest,
     moved,
-    rounded,
     working,
 )
 from accel.verify.like.case import LikeCase
@@ -112,16 +111,18 @@ class LikeSubject(Subject):
             draw = Draw(pick, dtype)
             try:
                 sizes = reference.declared.sizes(draw)
+                if attempt == TRIES:
+                    sizes |= reference.declared.small
+                arrays, options = reference.draw(draw, sizes)
             except DeclarationError as error:
                 raise SubjectError(f"{reference.name}: {error}") from None
-            if attempt == TRIES:
-                sizes |= reference.declared.small
-            arrays, options = reference.draw(draw, sizes)
-            arrays = {n: rounded(a, dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()}
+            arrays = {
+                n: round_to(a, dtype) if a.dtype.kind == "f" else a for n, a in arrays.items()
+            }
             init = reference.init(sizes)
             try:
                 state = reference.state(init)
-                arrays |= {n: rounded(_stirred(draw, n, a), dtype) for n, a in state.items()}
+                arrays |= {n: round_to(_stirred(draw, n, a), dtype) for n, a in state.items()}
                 resolved = {n: reference.declared.words(o, sizes) for n, o in options.items()}
                 results, _ = reference.results(arrays, resolved, init, "float64")
                 break
@@ -137,7 +138,7 @@ class LikeSubject(Subject):
         if self.differentiates(pair):
             for name, value in results.items():
                 if value.dtype.kind == "f":
-                    arrays[f"d{name}"] = rounded(_cotangent(draw, value.shape), dtype)
+                    arrays[f"d{name}"] = round_to(_cotangent(draw, value.shape), dtype)
         layouts: dict[str, str] = {}
         layout = draw.pick(LAYOUTS)
         if layout != "plain":
@@ -156,6 +157,15 @@ class LikeSubject(Subject):
             signature=spec,
             sizes=sizes,
             seed=int(draw.rng.integers(2**31)),
+        )
+
+    def takes(self, case: Case) -> bool:
+        """Say whether a case holds what is declared, too: numbers in their ranges."""
+        assert isinstance(case, LikeCase)
+        declared = self.pairs[case.op].reference.declared
+        ranged = {n: a for n, a in declared.arrays.items() if a.kind == "float"}
+        return super().takes(case) and all(
+            a.keeps(case.arrays[n], case.sizes).all() for n, a in ranged.items()
         )
 
     def differentiates(self, pair: Pair) -> bool:
@@ -212,7 +222,7 @@ class LikeSubject(Subject):
         init = reference.init(sizes)
         try:
             state = reference.state(init)
-            arrays |= {name: rounded(a, case.dtype) for name, a in state.items()}
+            arrays |= {name: round_to(a, case.dtype) for name, a in state.items()}
             results, _ = reference.results(arrays, reference.resolved(case), init, "float64")
         except (Refused, RuntimeError):
             return None

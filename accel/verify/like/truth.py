@@ -64,8 +64,9 @@ def truth_of(
         spread = np.sqrt(np.mean([move**2 for move in moves], axis=0))
         size = np.abs(exact) + spread / scales.u + scales.floor
         errors = np.array([np.abs(p - e) for p, e in plain])
-        # where plain code overflows a kernel may overflow as well
-        finite = np.all([np.isfinite(a) for a in (exact, *(p for p, _ in plain))], axis=0)
+        # where f or plain code has none at one of the points, a kernel need not have one here
+        points = [exact, *(value for pair in plain for value in pair)]
+        finite = np.all([np.isfinite(value) for value in points], axis=0)
         if near_top is not None and near_top.shape == exact.shape:
             finite &= np.isfinite(near_top)
         error = np.where(np.isfinite(errors), errors, 0)
@@ -112,17 +113,20 @@ def _row_top(x: Array) -> Array:
 
 
 def _mostly(x: Array) -> Array:
-    """Return which rows have something in more than half of their places, in all of these."""
-    rows = as_rows(x)
+    """Return which rows have something in more than half of their places, in all of these.
+
+    A single number is no row: of those that stand alone all are one.
+    """
+    rows = as_rows(x, 2)
     share = np.mean(rows, axis=-1, keepdims=True) if rows.size else rows
     return np.broadcast_to(share > 0.5, rows.shape).reshape(x.shape)
 
 
-def as_rows(x: Array) -> Array:
-    """Return x as rows along the last axis, of several where that is narrow."""
+def as_rows(x: Array, least: int = NARROW) -> Array:
+    """Return x as rows along the last axis, of several where that is narrower than the least."""
     axis = x.ndim
     width = 1
-    while axis > 0 and width < NARROW:
+    while axis > 0 and width < least:
         axis -= 1
         width *= x.shape[axis]
     return x.reshape(-1, width) if width else x.reshape(1, 0)

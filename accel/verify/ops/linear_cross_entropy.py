@@ -92,7 +92,7 @@ def magnitude(v: Values, dout: float, u: Unit) -> Magnitudes:
     z = ops.logits(v["x"].reshape(-1, width), v["head"], bias)
     size = x @ head.T + (0 if bias is None else np.abs(bias))
     top = np.max(size, axis=-1, keepdims=True)
-    p = (ops.softmax(z) + u.least) * bend(top, u)
+    p = (ops.softmax(z) + u.least) * bend(top, u, 9)
     losses = 1 + 3 * top[:, 0] + math.log(len(head))
     # p - 1 at the target: the one is exact, what is left of it is not
     p[np.arange(len(x)), targets] += 1
@@ -105,7 +105,7 @@ def magnitude(v: Values, dout: float, u: Unit) -> Magnitudes:
         "dhead": Magnitude(dz.T @ x, 9, terms + rows, alike=True),
     }
     if bias is not None:
-        found["dbias"] = Magnitude(np.sum(dz, axis=0), 8, terms + rows, alike=True)
+        found["dbias"] = Magnitude(np.sum(dz, axis=0), 9, terms + rows, alike=True)
     return found
 
 

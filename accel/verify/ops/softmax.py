@@ -31,5 +31,5 @@ def generate(draw: Draw) -> Draft:
 def magnitude(v: Values, dout: None, u: Unit) -> Magnitudes:
     """As P in attention, the scores being given."""
     top = np.max(np.abs(v["x"]), axis=-1, keepdims=True)
-    p = (ops.softmax(v["x"]) + u.least) * bend(top, u)
+    p = (ops.softmax(v["x"]) + u.least) * bend(top, u, 7)
     return {"out": Magnitude(p, 7, v["x"].shape[-1])}
