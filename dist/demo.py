@@ -25,7 +25,7 @@ from dist.comm import Solo
 from dist.corpus import Text, packages, standard_library
 from dist.data import Batch, Windows, on_backend
 from dist.duplicates import SHARED, Apart, near_duplicates
-from dist.evaluate import Evaluation, evaluate, load_tokenizer, token_lengths
+from dist.evaluate import evaluate, load_tokenizer, token_lengths
 from dist.generate import Writer
 from dist.heldout import is_held_out
 from dist.launch import find_mpirun, launch
@@ -352,7 +352,16 @@ def show(paths: Paths, compute: str) -> None:
     windows = Windows(str(paths.data / "heldout"), config.from_tables(model.state.config))
     held = read_corpus(paths)[1]
 
-    result = evaluate_all(model, windows, tokenizer)
+    result = evaluate(
+        model.ops,
+        model.params,
+        model.config,
+        windows,
+        n_windows=windows.dataset.n_windows,
+        micro_batch=8,
+        comm=Solo(),
+        lengths=token_lengths(tokenizer, model.config.vocab_size),
+    )
     say(f"held-out text, {result.n_targets:,} tokens of {len(held)} documents: {result}")
     unigram = unigram_bits(paths, windows, tokenizer)
     text = "".join(t.text for t in held).encode()
@@ -397,20 +406,6 @@ def show(paths: Paths, compute: str) -> None:
    or now:
      myllm generate {paths.run} --prompt "def "
 """
-    )
-
-
-def evaluate_all(model: Model, windows: Windows, tokenizer: "Tokenizer") -> Evaluation:
-    """Return the evaluation on all held-out windows."""
-    return evaluate(
-        model.ops,
-        model.params,
-        model.config,
-        windows,
-        n_windows=windows.dataset.n_windows,
-        micro_batch=8,
-        comm=Solo(),
-        lengths=token_lengths(tokenizer, model.config.vocab_size),
     )
 
 

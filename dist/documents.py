@@ -33,7 +33,6 @@ class Part(NamedTuple):
 class Document(NamedTuple):
     """What is packed between two eos."""
 
-    where: str  # file, or file and line
     parts: tuple[Part, ...]
     end: bool = True  # whether the model is to learn to write the eos behind it
 
@@ -103,7 +102,7 @@ def read_documents(
                 for piece in pieces(text):
                     done += len(piece)
                     advance(done)
-                    yield Document(name, (Part(piece),))
+                    yield Document((Part(piece),))
             continue
         with opened(name) as (file, raw):
             for where, row in rows(name, file, field, bad):
@@ -111,10 +110,10 @@ def read_documents(
                     advance(before + raw.tell())
                 if where == name:  # a JSON file that is one text
                     for piece in pieces(row[fields(field)[0]].encode()):
-                        yield Document(name, (Part(piece),))
+                        yield Document((Part(piece),))
                     continue
                 try:
-                    document = document_of(row, where, field, as_chat)
+                    document = document_of(row, field, as_chat)
                 except ValueError as error:
                     bad(f"{where}: {error}")
                 else:
@@ -140,7 +139,7 @@ def pieces(text: bytes) -> Iterator[bytes]:
 
 
 def document_of(
-    record: Mapping[str, Any], where: str, field: str | None = None, as_chat: bool = False
+    record: Mapping[str, Any], field: str | None = None, as_chat: bool = False
 ) -> Document:
     """Return the document in a row: of the field that is named, or of those that are known.
 
@@ -151,7 +150,7 @@ def document_of(
     """
     text, *aside = fields(field)
     if "messages" in record and "messages" in (text, *aside):
-        return Document(where, tuple(chat(record["messages"])), end=False)
+        return Document(tuple(chat(record["messages"])), end=False)
     if aside and ("completion" in record or ("prompt" in record and text not in record)):
         prompt, completion = record.get("prompt"), record.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
@@ -159,8 +158,8 @@ def document_of(
         if as_chat:
             turns = zip(("user", "assistant"), (prompt, completion), strict=True)
             messages = [{"role": role, "content": said} for role, said in turns]
-            return Document(where, tuple(chat(messages)), end=False)
-        return Document(where, (Part(prompt, predict=False), Part(completion)))
+            return Document(tuple(chat(messages)), end=False)
+        return Document((Part(prompt, predict=False), Part(completion)))
     if text in record and not isinstance(record[text], str):
         what = "null" if record[text] is None else type(record[text]).__name__
         raise ValueError(f"field {text!r} holds no text but {what}")
@@ -168,7 +167,7 @@ def document_of(
         known = ", ".join(map(repr, record)) or "none"
         others = ", no prompt and no messages" if aside else ""
         raise ValueError(f"there is no text field {text!r}{others}; it has {known}")
-    return Document(where, (Part(record[text]),))
+    return Document((Part(record[text]),))
 
 
 def chat(messages: Any) -> Iterator[Part]:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.help import parser
-from dist.documents import ASSISTANT, END, EOS_NAMES, ROLES, chat
+from dist.documents import ASSISTANT, END, ROLES, chat
 from dist.model import Model
-from dist.pack import part_ids, special_id
+from dist.pack import eos_of, part_ids, special_id
 from dist.use import add_model, load, text_of
 from reference.generate import Sampling
 from reference.model import prefill
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def prompt_ids(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Return the ids of a text to continue, in which control tokens are letters like any others."""
     # what stands before the first token of a text in training is the end of another
-    return tokenizer.encode_ordinary(text) or [special_id(tokenizer, *EOS_NAMES)]
+    return tokenizer.encode_ordinary(text) or [eos_of(tokenizer)]
 
 
 def chat_ids(tokenizer: "Tokenizer", messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -98,7 +98,7 @@ class Writer:
     ) -> None:
         self.tokenizer, self.stop, self.sampling = tokenizer, tuple(stop), sampling
         self.session = Session(model.ops, model.params, model.config, keep=keep)
-        self.eos = special_id(tokenizer, *EOS_NAMES)
+        self.eos = eos_of(tokenizer)
         self.context = model.config.context_length
         self.why, self.tokens, self.seconds = "", 0, 0.0  # of the last turn
 

@@ -25,6 +25,7 @@ from tokenizer.files import replace_durably
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
 COLUMNS = 80  # of a line of the log
+PEAK_SECONDS = 0.05  # of products of one size, in which the fastest is looked for
 BAR = 5  # columns of a terminal that are the bar's
 
 
@@ -45,37 +46,33 @@ class Guards:
     """
 
     def __init__(self, patience: int, memory: Memory = Memory()) -> None:  # noqa: B008  (frozen)
-        self.patience = patience
-        self.bad_in_a_row, self.seen = memory.bad_in_a_row, memory.seen
-        self.mean, self.variance = memory.mean, memory.variance
+        self.patience, self.memory = patience, memory
 
     def remember(self, best: float | None) -> Memory:
         """Return what a checkpoint keeps."""
-        return Memory(
-            bad_in_a_row=self.bad_in_a_row,
-            mean=self.mean,
-            variance=self.variance,
-            seen=self.seen,
-            best=best,
-        )
+        return msgspec.structs.replace(self.memory, best=best)
+
+    @property
+    def bad_in_a_row(self) -> int:
+        """Steps that were not finite, up to the last."""
+        return self.memory.bad_in_a_row
 
     def look(self, loss: float, finite: bool) -> float | None:
         """Take note of a step and return its z-score, None while there is nothing to compare with.
 
         Returns None for a step that is not finite, which must not be taken.
         """
+        m, change = self.memory, msgspec.structs.replace
         if not finite:
-            self.bad_in_a_row += 1
+            self.memory = change(m, bad_in_a_row=m.bad_in_a_row + 1)
             return None
-        self.bad_in_a_row = 0
-        spread = math.sqrt(self.variance)
-        z = (loss - self.mean) / spread if self.seen >= 10 and spread > 0 else None
+        spread, delta = math.sqrt(m.variance), loss - m.mean
+        z = delta / spread if m.seen >= 10 and spread > 0 else None
         # a running mean that starts as the plain mean of what there is (Welford's update)
-        self.seen += 1
-        weight = max(1 / self.seen, 1 - SPIKE_MEMORY)
-        delta = loss - self.mean
-        self.mean += weight * delta
-        self.variance = (1 - weight) * (self.variance + weight * delta * delta)
+        weight = max(1 / (m.seen + 1), 1 - SPIKE_MEMORY)
+        mean = m.mean + weight * delta
+        variance = (1 - weight) * (m.variance + weight * delta * delta)
+        self.memory = change(m, bad_in_a_row=0, seen=m.seen + 1, mean=mean, variance=variance)
         return z
 
     @property
@@ -191,7 +188,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 # ---- speed ---------------------------------------------------------------------------------------
 
 
-def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.05) -> float:
+def measure_peak(ops: Ops, comm: Comm) -> float:
     """Return the floating-point operations per second of all ranks in large matrix products.
 
     All ranks measure at once, through the backend's own linear layer, because they share the
@@ -201,7 +198,7 @@ def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.05) -> float:
     """
     fastest = 0.0
     for width in (512, 1024, 8192):
-        best = _product_seconds(ops, comm, width, seconds)
+        best = _product_seconds(ops, comm, width)
         fastest = max(fastest, 2.0 * width**3 / best)
         # together: all measure at once
         if width == 1024 and any(comm.all_gather(best > 2e-4)):
@@ -209,7 +206,7 @@ def measure_peak(ops: Ops, comm: Comm, seconds: float = 0.05) -> float:
     return float(sum(comm.all_gather(fastest)))
 
 
-def _product_seconds(ops: Ops, comm: Comm, width: int, seconds: float) -> float:
+def _product_seconds(ops: Ops, comm: Comm, width: int) -> float:
     some = np.random.default_rng(0).standard_normal((512, 512), np.float32)
     square = np.tile(some, (width // 512, width // 512))
     x = ops.from_numpy(square[None], activation=True)
@@ -219,7 +216,7 @@ def _product_seconds(ops: Ops, comm: Comm, width: int, seconds: float) -> float:
     with ops.step():
         ops.to_numpy(ops.linear_forward(x, weight)[0])
     comm.barrier()
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + PEAK_SECONDS
     while time.perf_counter() < end:
         with ops.step():
             started = time.perf_counter()

@@ -136,6 +136,11 @@ def special_id(tokenizer: "Tokenizer", *names: str) -> int:
     raise ValueError(f"the tokenizer has no special token {' or '.join(names)}")
 
 
+def eos_of(tokenizer: "Tokenizer") -> int:
+    """Return the id that ends a text."""
+    return special_id(tokenizer, *EOS_NAMES)
+
+
 def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
     """Return the ids of a stretch of a document; text can never become a control id."""
     if part.control:
@@ -158,7 +163,7 @@ class Encoder:
         self.settings = settings
         self.tokenizer = Tokenizer.load(settings.tokenizer)
         self.dtype = shards.dtype_for(self.tokenizer.n_vocab)
-        self.eos = special_id(self.tokenizer, *EOS_NAMES)
+        self.eos = eos_of(self.tokenizer)
         self.bos = special_id(self.tokenizer, "<|bos|>") if settings.bos else None
         self.pad = special_id(self.tokenizer, "<|pad|>") if settings.window else None
 

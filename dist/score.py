@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.help import parser
-from dist.documents import EOS_NAMES
 from dist.evaluate import perplexity
 from dist.model import Model
-from dist.pack import special_id
+from dist.pack import eos_of
 from dist.use import add_model, load, text_of
 from reference.cross_entropy import nll
 from reference.model import head, hidden_forward, start_pass
@@ -112,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     args.add_argument("--json", action="store_true", help="one JSON object a text, on a line")
     given = args.parse_intermixed_args(argv)
     model, tokenizer = load(given)
-    eos = special_id(tokenizer, *EOS_NAMES)
+    eos = eos_of(tokenizer)
     for text in given.texts:
         text = text_of(text)
         ids = tokenizer.encode_ordinary(text)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dist.documents import EOS_NAMES
 from dist.model import Model
-from dist.pack import special_id
+from dist.pack import eos_of
 from dist.score import log_probabilities
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def answer(
     ValueError
         When the file has no question, or a line that is none.
     """
-    eos = special_id(tokenizer, *EOS_NAMES)
+    eos = eos_of(tokenizer)
     n = right = right_per_byte = 0
     chance = 0.0
     for question in questions(path):

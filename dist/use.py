@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 
-def add_model(args: Any) -> None:
-    """Add the checkpoint and the backend."""
+def add_checkpoint(args: Any) -> None:
+    """Add the checkpoint."""
     args.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
     )
+
+
+def add_model(args: Any) -> None:
+    """Add the checkpoint and the backend."""
+    add_checkpoint(args)
     args.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
     args.add_argument("--compute", default="float32", help="float32 (default), bf16 or q8_0")
 

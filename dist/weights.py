@@ -174,14 +174,16 @@ def first_weights(
     tokenizer : Tokenizer or None
         That of the run's data.
     fresh : bool
-        The run has no checkpoint yet; what one goes on with is read later.
+        The run has no checkpoint yet. What one goes on with is read later: zeros until then.
 
     Raises
     ------
     AllRanksError
         When there is no such checkpoint, or it is another model, or one for another tokenizer.
     """
-    if not (fresh and config.train.init):
+    if not fresh:
+        return ops.from_numpy(np.zeros(layout.size, np.float32)), ""
+    if not config.train.init:
         return initial_weights(ops, layout, config.train.seed), ""
     found: list[Array] = []
 

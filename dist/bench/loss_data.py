@@ -11,9 +11,8 @@ import numpy as np
 from accel.system import cores
 from dist import demo, pack
 from dist.data import Windows
-from dist.documents import EOS_NAMES
 from dist.evaluate import load_tokenizer, token_lengths
-from dist.pack import special_id
+from dist.pack import eos_of
 from dist.shards import MANIFEST, TOKENIZER, read_manifest
 from dist.writer import ShardWriter
 from reference.types import Array
@@ -85,7 +84,7 @@ def prepare(out: Path, paths: Sequence[str], vocab_size: int) -> Text:
     text.folder.mkdir(parents=True)
     if vocab_size:
         tokenizer = train_from_iterator([content[:cut]], vocab_size)
-        size, sha256, eos = tokenizer.n_vocab, tokenizer.sha256, special_id(tokenizer, *EOS_NAMES)
+        size, sha256, eos = tokenizer.n_vocab, tokenizer.sha256, eos_of(tokenizer)
         ids = {folder: tokenizer.encode_ordinary(half) for folder, half in halves.items()}
     else:
         known = "".join(sorted(set(content)))

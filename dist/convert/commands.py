@@ -10,6 +10,7 @@ from dist.convert import gguf, huggingface, llmc
 from dist.convert.mapping import DROPOUT
 from dist.convert.transfer import parameters
 from dist.monitor import bytes_text, duration
+from dist.use import add_checkpoint
 from dist.weights import Weights, write_weights
 
 KINDS = {"float32": "F32", "bf16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
@@ -25,9 +26,7 @@ def export(argv: Sequence[str]) -> int:
         "myllm export runs/laptop mine-hf --dtype bf16\n"
         "  myllm export runs/laptop mine.gguf --dtype q8_0",
     )
-    args.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or the folder of a run (its best)"
-    )
+    add_checkpoint(args)
     args.add_argument("out", metavar="OUT", help="a new folder, FILE.gguf or FILE.bin")
     args.add_argument("--dtype", choices=KINDS, default="float32", help="float32 (default)")
     given = args.parse_args(argv)

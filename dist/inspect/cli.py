@@ -13,7 +13,7 @@ from accel.help import parser
 from dist.inspect.trace import Trace, trace
 from dist.model import Model, load_model
 from dist.monitor import bytes_text
-from dist.use import text_of, tokenizer_of
+from dist.use import add_checkpoint, text_of, tokenizer_of
 from reference.params import decoder_layout
 from reference.types import Array
 from tokenizer.files import replace_durably
@@ -33,9 +33,7 @@ def inspect(argv: Sequence[str]) -> int:
         "layer would predict. It needs no network and no other file.",
         'myllm inspect runs/laptop --text "Once upon a time there was a king."',
     )
-    args.add_argument(
-        "checkpoint", metavar="RUN", help="a checkpoint, or the folder of a run (its best)"
-    )
+    add_checkpoint(args)
     args.add_argument("--text", required=True, help="what to read; - takes it from standard input")
     args.add_argument(
         "-o", "--out", type=Path, default=Path("inspect.html"), help="default inspect.html"

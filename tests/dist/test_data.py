@@ -222,6 +222,18 @@ def test_a_source_is_one_however_it_is_spelled(tmp_path: Path) -> None:
         from_tables(raw)
 
 
+def test_a_state_has_the_names_of_its_files_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("dist.writer.sync_folder", synced.append)
+    writer = ShardWriter(tmp_path / "d", VOCAB, 700)
+    writer.write(random_walk(100))
+    writer.state()
+    writer.close()
+    assert synced == [tmp_path / "d"]
+
+
 def test_a_writer_goes_on_from_its_state_with_identical_bytes(tmp_path: Path) -> None:
     ids = random_walk(1000)
     predict = (ids % 5 > 0) | (np.arange(1000) < 300)

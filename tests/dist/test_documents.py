@@ -31,12 +31,12 @@ def test_prompts_and_completions_may_be_turns_of_a_chat(
 
 
 def test_a_record_says_what_it_is() -> None:
-    assert document_of({"prompt": "a", "completion": "b"}, "x").content == b"a\0b"
+    assert document_of({"prompt": "a", "completion": "b"}).content == b"a\0b"
     # as in Cosmopedia: what a text was asked for with, and the text
-    assert document_of({"prompt": "a", "text": "b"}, "x").parts == (Part("b"),)
+    assert document_of({"prompt": "a", "text": "b"}).parts == (Part("b"),)
     for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
         with pytest.raises(ValueError, match="must both be strings"):
-            document_of(record, "x")
+            document_of(record)
     parts = list(chat([{"role": "system", "content": "s"}]))
     assert [p.control for p in parts] == [True, False, True]
     assert not any(p.predict for p in parts)

@@ -125,7 +125,7 @@ from dist.documents import Document, Part
 
 def documents():
     while True:
-        yield Document("x", (Part("the fox"),))
+        yield Document((Part("the fox"),))
 
 if __name__ == "__main__":
     import multiprocessing

@@ -193,8 +193,8 @@ KNOWN = [
      "master[:n_decayed]\n    weight_decay = 0", "is the decay coupled, added to the gradient"),
     ("adamw", "    update[:n_decayed] += weight_decay", "    master[:n_decayed] -= weight_decay",
      "is the decay not multiplied by lr?"),
-    ("embedding", "np.add.at(dtable, cache.ids.reshape(-1), rows", "dtable[cache.ids.reshape(-1)] += "
-     "(rows", "overwritten rather than added"),
+    ("embedding", "np.add.at(dtable, cache.ids.reshape(-1), rows)",
+     "dtable[cache.ids.reshape(-1)] += rows", "overwritten rather than added"),
     ("layernorm", "dn - np.mean(dn, axis=-1, keepdims=True) - along_n", "dn - along_n",
      "is the term mean(dn) missing?"),
     ("layernorm", " - along_n)", ")", "is the term n · mean(dn · n) missing?"),
