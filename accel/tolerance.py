@@ -279,8 +279,9 @@ def _norms(x: Array) -> Array:
     pieces, shape = _pieces(x.shape), x.shape or (1,)
     width = -(-shape[-1] // pieces)
     x = x.reshape(math.prod(shape[:-1]), shape[-1])
-    if pieces > 1:
-        x = np.pad(x, ((0, 0), (0, pieces * width - shape[-1]))).reshape(-1, width)
+    if pieces * width > shape[-1]:
+        x = np.pad(x, ((0, 0), (0, pieces * width - shape[-1])))
+    x = x.reshape(len(x) * pieces, width)
     squares = np.einsum("ij,ij->i", x, x)
     # a row is scaled where its squares would underflow or overflow
     far = ~((squares > _SMALL**2) & (squares < 1 / _SMALL**2))

@@ -254,12 +254,6 @@ def check(config: RunFile) -> None:
     for number, phase in enumerate(data.phases, 1):
         if not phase.sources:
             raise ValueError(f"phase {number} of data.phases needs sources")
-        paths = [Path(source.path) for source in phase.sources]
-        for source, path in zip(phase.sources, paths, strict=True):
-            if paths.count(path) > 1:
-                raise ValueError(
-                    f"phase {number} of data.phases names {source.path} twice: add the weights up"
-                )
     if run.compute == READING:
         raise ValueError(
             f"run.compute {run.compute!r} is for reading and writing with a trained model: nothing "
@@ -333,10 +327,35 @@ def load(path: str | Path, overrides: Sequence[str] = (), grid: Sequence[str] = 
             given[apply_override(tables, word, option)] = f"{option} {word:.60}"
     try:
         _take_model(tables)
-        return from_tables(tables)
+        run = from_tables(tables)
+        _check_sources(run.data.phases)
+        return run
     except ValueError as error:
         theirs = [word for name, word in given.items() if _speaks_of(str(error), name)]
         raise ValueError(f"{', '.join(theirs) or path}: {error}") from error
+
+
+def _check_sources(phases: Sequence[Phase]) -> None:
+    """Refuse a source that would not go on where it stopped; earlier runs may have such.
+
+    Raises
+    ------
+    ValueError
+        When it is named twice in one phase, or spelled otherwise in another.
+    """
+    spelled: dict[Path, str] = {}
+    for number, phase in enumerate(phases, 1):
+        names = [source.path for source in phase.sources]
+        for name in names:
+            first = spelled.setdefault(Path(name), name)
+            if first != name:
+                raise ValueError(
+                    f"phase {number} of data.phases names {name}, which is {first}: spell it alike"
+                )
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"phase {number} of data.phases names {name} twice: add the weights up"
+                )
 
 
 def _speaks_of(said: str, name: str) -> bool:

@@ -120,12 +120,12 @@ class TrainingData:
     def __init__(self, config: RunFile) -> None:
         phases = [phase.sources for phase in config.data.phases]
         paths = [source.path for phase in phases for source in phase] or [config.data.train]
-        names = list(dict.fromkeys(str(Path(path)) for path in paths))
+        names = list(dict.fromkeys(paths))
         self.sources = [Windows(name, config) for name in names]
         mixtures = [
             Mixture(
                 steps * config.train.global_batch,
-                tuple(names.index(str(Path(source.path))) for source in phase) if phase else (0,),
+                tuple(names.index(source.path) for source in phase) if phase else (0,),
                 tuple(source.weight for source in phase) if phase else (1.0,),
             )
             for steps, phase in zip(config.phase_steps, phases or [()], strict=True)

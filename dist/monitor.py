@@ -20,7 +20,7 @@ from dist.comm import Comm, sentence, warn
 from dist.manifest import Count
 from dist.watchdog import Watch
 from reference.ops import Ops
-from tokenizer.files import replace_durably
+from tokenizer.files import replace_durably, writing
 
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
@@ -101,15 +101,14 @@ class Metrics:
             before = "".join(json.dumps(r) + "\n" for r in self._kept)
             replace_durably(self.path, before.encode())
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        try:
+        with writing(self.path):
             self._file.write(json.dumps(clean) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def flush(self) -> None:
         """Have every line on the disk, as what they tell of will be."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with writing(self.path):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

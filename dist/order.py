@@ -12,6 +12,7 @@ until the result lies below n makes it one of n (Black & Rogaway 2002, "cycle wa
 import bisect
 import hashlib
 import itertools
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -83,7 +84,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     ValueError
         When a source would get none.
     """
-    parts = [weight / max(weights) for weight in weights]  # whose sum is finite
+    # where the sum is infinite; else by 1, as the order of runs that there are must stay
+    scale = 1.0 if math.isfinite(sum(weights)) else max(weights)
+    parts = [weight / scale for weight in weights]
     exact = [part / sum(parts) * MIX_BLOCK for part in parts]
     counts = [int(e) for e in exact]
     by_remainder = sorted(range(len(exact)), key=lambda j: (counts[j] - exact[j], j))

@@ -234,19 +234,21 @@ def _replace(path: Path, part: Path) -> None:
 
     ``latest`` names the one before it then, ``best`` none.
     """
-    folder = path.parent
-    named = [pointer for pointer in ("best", "latest") if pointed(folder, pointer) == path]
+    folder, former = path.parent, None
+    named = [pointer for pointer in ("latest", "best") if pointed(folder, pointer) == path]
     before = [step for step in steps(folder) if folder_name(step) < path.name]
-    for pointer in named:
-        if pointer == "latest" and before:
-            point(folder, pointer, folder_name(before[-1]))
-        else:
-            (folder / pointer).unlink()
-    former = _set_aside(path)
     try:
+        for pointer in named:
+            if pointer == "latest" and before:
+                point(folder, pointer, folder_name(before[-1]))
+            else:
+                (folder / pointer).unlink()
+        sync_folder(folder)
+        former = _set_aside(path)
         move(part, path)
     except OSError:
-        move(former, path)
+        if former is not None:
+            move(former, path)
         for pointer in named:
             point(folder, pointer, path.name)
         raise

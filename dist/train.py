@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -369,9 +369,12 @@ class Trainer:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record; if that fails, all ranks hear of it after the next step."""
+        self._tell(lambda sink: sink.write(record))
+
+    def _tell(self, what: Callable[[monitor.Metrics | monitor.TensorBoard], None]) -> None:
         try:
             for sink in self.sinks:
-                sink.write(record)
+                what(sink)
         except OSError as error:
             self.unwritten = sentence(error)
 
@@ -507,8 +510,7 @@ class Trainer:
             format_version=manifest.NEWEST if self.checksums else manifest.SEALED_SINCE,
             monitor=self.guards.remember(self.best),
         )
-        for sink in self.sinks:
-            sink.flush()
+        self._tell(lambda sink: sink.flush())
         folder = self.out / CHECKPOINTS
         self.saving = saving.Saving(
             folder, self.stepper, state, self.comm, self.tokenizer_path, best, aside=self.copies

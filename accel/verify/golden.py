@@ -389,9 +389,10 @@ BF16, and run
 
     myllm verify --against RESULTS --seed {seed}
 
-The dtype of a result says how close it has to be, as a whole and in each row along the last axis;
-`--dtype` overrides that. F16 is held to what BF16 is, whose range the inputs have. Files you do not
-write are reported and not held against you; files of other names are named, and make the status 3.
+The dtype of a result says how close it has to be, as a whole, in each row along the last axis and
+in each piece of some 256 numbers of a row; `--dtype` overrides that. F16 is held to what BF16 is,
+whose range the inputs have. Files you do not write are reported and not held against you; files of
+other names are named, and make the status 3.
 
 `model.safetensors` is a toy decoder: `input.param.*`, `ids`, `targets` and `mask`; expected are the
 `loss` (the mean over the targets that count) of each of five steps, `dparam.*`, the gradient of the

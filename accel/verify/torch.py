@@ -114,5 +114,5 @@ def _generators_kept(torch: Any) -> Iterator[None]:
         with torch.random.fork_rng(range(cuda.device_count()) if begun else ()):
             yield
     finally:
-        if not begun:  # nothing was drawn there: it begins as the program seeded it
+        if not begun and cuda.is_initialized():  # by what was checked: as torch.manual_seed has it
             cuda.manual_seed_all(torch.initial_seed())

@@ -118,6 +118,30 @@ def test_what_is_wrong_in_the_file_is_said_of_the_file(tmp_path: Path) -> None:
         config.load(path, ["train.seed=1", "model.n_layers=3"])
 
 
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ((("a", "b"), ("b", "a")), None),
+        ((("a", "b", "a"),), "phase 1 of data.phases names a twice: add the weights up"),
+        ((("a", "./a"),), "phase 1 of data.phases names ./a, which is a: spell it alike"),
+        ((("a",), ("b", "a/")), "phase 2 of data.phases names a/, which is a: spell it alike"),
+    ],
+)
+def test_a_source_goes_on_where_it_stopped(
+    tmp_path: Path, phases: tuple[tuple[str, ...], ...], said: str | None
+) -> None:
+    told = [{"tokens": 500, "sources": [{"path": name} for name in names]} for names in phases]
+    raw = tables(tmp_path, data__train="", data__phases=told, train__steps=0)
+    run = config.from_tables(raw)  # what an earlier run wrote is read
+    path = tmp_path / "run.toml"
+    path.write_text(run.to_toml())
+    if said is None:
+        assert config.load(path) == run
+    else:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            config.load(path)
+
+
 def test_held_out_sets_are_one_path_or_a_list() -> None:
     for value, sets in (("", ()), ("[]", ()), ("a/b", ("a/b",)), ('["a", "b"]', ("a", "b"))):
         run = config.load("demo", [f"data.heldout={value}"])

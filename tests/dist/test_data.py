@@ -209,19 +209,6 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     assert len(data.sources) == 2 and len(data.order) == 48
 
 
-def test_a_source_is_one_however_it_is_spelled(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    paths = [f"{tmp_path}/train", f"{tmp_path}/train/"]
-    phases = [{"tokens": 500, "sources": [{"path": path}]} for path in paths]
-    raw = tables(tmp_path, data__train="", data__phases=phases, train__steps=0)
-    data = TrainingData(from_tables(raw))
-    windows = [data.order[p].window for p in range(len(data.order))]
-    assert len(data.sources) == 1 and len(set(windows)) == len(windows)  # it goes on
-    phases[0]["sources"] = [{"path": path} for path in paths]
-    with pytest.raises(ValueError, match=r"phase 1 of data\.phases names .*train twice: add"):
-        from_tables(raw)
-
-
 def test_a_state_has_the_names_of_its_files_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,19 @@ def test_weights_may_be_as_large_as_numbers_are() -> None:
     assert shares([3e307, 1e307]) == (768, 256)
 
 
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ((0.3, 0.6, 0.1), (307, 615, 102)),
+        ((1.0, 3.0, 6.0), (103, 307, 614)),
+        ((2.0, 5.0, 5.0), (170, 427, 427)),
+    ],
+)
+def test_shares_are_frozen(weights: tuple[float, ...], found: tuple[int, ...]) -> None:
+    """Runs go on in the order in which they began."""
+    assert shares(weights) == found
+
+
 def test_a_source_without_a_share_is_refused() -> None:
     with pytest.raises(ValueError, match="source 2 has less than 1/1024"):
         shares([1.0, 1e-6])

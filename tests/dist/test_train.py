@@ -608,11 +608,14 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kind", [Killed, OSError])
+@pytest.mark.parametrize(
+    ("kind", "moved"),
+    [(Killed, "step-00000006.tmp"), (OSError, "step-00000006.tmp"), (OSError, "step-00000006")],
+)
 def test_a_checkpoint_that_comes_again_is_there_once_or_twice_and_never_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], moved: str
 ) -> None:
-    """Whether the run is killed between the two names, or the new one cannot be given."""
+    """The run is killed between the two names, or one of them cannot be given."""
     config = prepare(tmp_path, run__eval_every=2, run__checkpoint_every=2, run__keep=9)
     assert train(config) == 0
     whole = digest(config)
@@ -620,7 +623,7 @@ def test_a_checkpoint_that_comes_again_is_there_once_or_twice_and_never_not(
     move = saving.move
 
     def fails(source: Path, target: Path) -> None:
-        if source.name == "step-00000006.tmp":
+        if source.name == moved:
             raise kind(28, "No space left on device")
         move(source, target)
 
@@ -672,6 +675,23 @@ def test_what_a_record_tells_of_is_not_on_the_disk_before_it(
     monkeypatch.setattr(os, "fsync", noted)
     assert train(config) == 0
     assert 0 <= synced.index("metrics.jsonl") < synced.index("master.bin")
+
+
+def test_figures_that_cannot_be_kept_end_the_run_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2)
+    fsync = os.fsync
+
+    def broken(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == "metrics.jsonl":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    assert train(config) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run/metrics.jsonl: Input/output error" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,10 @@ def test_options_of_a_case_are_read_as_they_were_written(tmp_path: Path) -> None
     assert isinstance(again, LikeCase) and again.options == given and again.sizes == case.sizes
     assert {type(value).__module__ for value in again.options.values()} == {"builtins"}
     assert (again.layouts, again.seed, again.interleaved) == ({"x": "sliced"}, 7, True)
+    about = {"op": "f", "dtype": "bf16", "layouts": {}, "interleaved": False}
+    like = {"options": repr({"eps": 1e-5, "n": (2, None)}), "sizes": repr({"...": (2,)}), "seed": 1}
+    before = LikeCase.of(about | {"like": like | {"operands": [("x", "float")]}}, case.arrays)
+    assert before.options == {"eps": 1e-5, "n": (2, None)} and before.sizes == {"...": (2,)}
     save_failure(tmp_path / "case.npz", case.but(dtype=np.float32), [])
     with pytest.raises(ValueError, match=r"an option <class 'numpy.float32'>, which no file can"):
         load_failure(tmp_path / "case.npz")

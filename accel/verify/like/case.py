@@ -1,5 +1,6 @@
 """A case of a reference of one's own: a ``Case`` that needs no contract."""
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -60,19 +61,28 @@ class LikeCase(Case):
         """
         like = about["like"]
         operands = tuple(Operand(name, "", kind) for name, kind in like["operands"])
+        read = _from_text if isinstance(like["options"], str) else _from_json
         return cls(
             about["op"],
             about["dtype"],
             arrays,
-            _from_json(like["options"]),
+            read(like["options"]),
             None,
             dict(about["layouts"]),
             "",
             bool(about["interleaved"]),
             signature=OwnOp(about["op"], "", operands),
-            sizes=_from_json(like["sizes"]),
+            sizes=read(like["sizes"]),
             seed=int(like["seed"]),
         )
+
+
+def _from_text(text: str) -> Any:
+    """Return an option as earlier versions wrote it: as Python does."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise TypeError(f"{text} is no option") from None
 
 
 def _to_json(value: Any) -> Any:

@@ -92,6 +92,7 @@ def magnitude(v: Values, dout: float, u: Unit) -> Magnitudes:
     z = ops.logits(v["x"].reshape(-1, width), v["head"], bias)
     size = x @ head.T + (0 if bias is None else np.abs(bias))
     top = np.max(size, axis=-1, keepdims=True)
+    # of the roundings that grow: those of a logit's own sum are among its terms
     p = (ops.softmax(z) + u.least) * bend(top, u, 9)
     losses = 1 + 3 * top[:, 0] + math.log(len(head))
     # p - 1 at the target: the one is exact, what is left of it is not
