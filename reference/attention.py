@@ -77,7 +77,8 @@ def forward(
         s = s - who.alibi.reshape(Hkv, G, 1, 1) * who.distance.astype(s.dtype)
     s = np.where(who.allowed()[:, None, None], s, -np.inf)
     m = np.max(s, axis=-1, keepdims=True)
-    e = np.exp(s - np.where(m == -np.inf, 0, m))  # a row with nothing allowed: exp(-inf) = 0
+    # a row with nothing allowed, or whose scores are all -inf: exp(-inf) = 0
+    e = np.exp(s - np.where(m == -np.inf, 0, m))
     l = np.sum(e, axis=-1, keepdims=True)  # noqa: E741
     P = e / np.where(l == 0, 1, l)
 
