@@ -262,6 +262,7 @@ class Store:
             llvmlite.__version__,
             str(numpy_support.numpy_version),
             f"{config.OPT} {config.BOUNDSCHECK} {config.DEBUGINFO_DEFAULT}",
+            f"{config.LOOP_VECTORIZE} {config.SLP_VECTORIZE} {config.USING_SVML}",
             # triple, processor name and processor features
             str(cpu_target.target_context.codegen().magic_tuple()),
             os.environ.get("MYLLM_BF16", ""),

@@ -151,6 +151,6 @@ def ready_pool() -> None:
     """
     global _pool_started
     if not _pool_started:
-        _pool_started = True
         with waiting.chosen():
             numba.set_num_threads(threads())
+        _pool_started = True

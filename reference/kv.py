@@ -39,10 +39,12 @@ def held(last: Positions, n_slots: int) -> Positions:
 
 
 def room(config: Config, cache: KVCache) -> int:
-    """Return how many positions fit: a layer with every slot of its window takes any number."""
+    """Return how many positions fit: a layer with just the slots of its window takes any number."""
     context = config.context_length
     kept = [k.shape[1] for k in cache.k]
-    return min(S if S < slots(config, n, context) else context for n, S in enumerate(kept))
+    return min(
+        context if S == slots(config, n, context) else min(S, context) for n, S in enumerate(kept)
+    )
 
 
 def empty_cache(

@@ -312,7 +312,7 @@ def linear_cross_entropy_forward(
 
     at_hand = None  # many threads need larger products
     if team() <= FEW_THREADS:
-        at_hand = max(AT_HAND // len(head) // CHUNK_ROWS, 1) * CHUNK_ROWS
+        at_hand = max(AT_HAND // max(len(head), 1) // CHUNK_ROWS, 1) * CHUNK_ROWS
     return in_chunks(step, CHUNK_ROWS, x, head, targets, mask, bias, need_backward, at_hand)
 
 

@@ -123,6 +123,8 @@ def _newton_schulz(
 
 def orthogonalise(x: Array) -> Array:
     """Return a contiguous x (s, r), s >= r, with its singular values near 1; x is used up."""
+    if not x.size:
+        return x
     scale_to_one(x)
     long, side = x.shape
     down, across = panels(long), panels(side)

@@ -302,8 +302,9 @@ def _attend_block(
         for t in range(count):
             s[t] = s[t] * scale - slope * (distance - t)
             m = max(m, s[t])
+        base = zero if m == -np.inf else m  # of scores that are all -inf: exp(-inf) = 0
         for t in range(count):
-            s[t] = exp(s[t] - m)
+            s[t] = exp(s[t] - base)
             l += s[t]
         result[0], result[1] = m, l
     for t in range(0, whole, 4):
@@ -386,17 +387,17 @@ def _attend(
         m = partial[row * blocks * (d + 2)]
         for block in range(1, blocks):
             m = max(m, partial[(row * blocks + block) * (d + 2)])
-        l = zero
+        l, base = zero, zero if m == -np.inf else m
         for j in range(d):
             z[j] = zero
         for block in range(blocks):
             result = at(partial, (row * blocks + block) * (d + 2))
-            shrink = exp(result[0] - m)
+            shrink = exp(result[0] - base)
             l += shrink * result[1]
             o = at(result, 2)
             for j in range(d):
                 z[j] += shrink * o[j]
-        r = one / l
+        r = zero if l == zero else one / l
         for j in range(d):
             z[j] *= r
 

@@ -243,7 +243,8 @@ Arguments = Callable[[int, Array], tuple[Any, ...]]
 
 def chunk_of(vocabulary: int, multiple: int) -> int:
     """Return the rows of a chunk, a multiple of ``multiple``."""
-    return max(CHUNK_ELEMENTS // vocabulary // multiple, -(-LEAST_ROWS // multiple)) * multiple
+    most = CHUNK_ELEMENTS // max(vocabulary, 1) // multiple
+    return max(most, -(-LEAST_ROWS // multiple)) * multiple
 
 
 def in_chunks(

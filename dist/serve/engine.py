@@ -172,6 +172,9 @@ class Engine:
         self._thread.join()
 
     def _run(self) -> None:
+        from accel.threads import set_threads, threads  # imports Numba
+
+        set_threads(threads())  # of this thread, too: Numba keeps a number for each
         try:
             while self._admit():
                 for row, logits in self.batch.step():

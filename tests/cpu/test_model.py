@@ -99,6 +99,29 @@ def test_decode_step_equals_the_reference_at_rows_of_their_own(name: str, dtype:
             assert difference(mine, other) < limit
 
 
+@pytest.mark.parametrize("compute", ["float32", "bf16"])
+def test_scores_that_are_all_minus_infinity_are_as_none(compute: str) -> None:
+    """A score of numbers of 1e20 is beyond float32; the reference gives zeros."""
+    config = toy(MYLLM_1B)
+    params = decoder_layout(config).views(weights(config, np.float32))
+    Hq, Hkv, d = config.n_heads, config.n_kv_heads, config.d_head
+    some = 1e20 * np.random.default_rng(0).standard_normal((config.d_model, d)).astype(np.float32)
+    for name, wqkv in params.items():
+        if name.endswith("wqkv"):
+            wqkv[:, : Hq * d] = np.tile(some, Hq)
+            wqkv[:, Hq * d : (Hq + Hkv) * d] = np.tile(-some, Hkv)
+    ops = accel.load("cpu", compute=compute)
+    token = np.array([3, 5], np.int32)
+    with np.errstate(over="ignore"):
+        expected = reference.decode_step(
+            params, config, token, reference.kv_cache(params, config, 2, 4), 0
+        )
+    ours = ops.parameters(params)
+    got = ops.to_numpy(ops.decode_step(ours, config, token, ops.kv_cache(ours, config, 2, 4), 0))
+    assert np.isfinite(expected).all()
+    assert difference(got, expected) < (1e-5 if compute == "float32" else 0.05)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

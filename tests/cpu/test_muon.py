@@ -45,6 +45,12 @@ SHAPES = [
 ]
 
 
+def test_of_nothing_there_is_nothing_to_step(ops: Any) -> None:
+    arrays = [np.zeros((0, 3), np.float32) for _ in range(3)]
+    ops.muon(*arrays, parts=None, **OPTIONS)
+    assert all(a.shape == (0, 3) for a in arrays)
+
+
 @pytest.mark.parametrize("way", ["where they lie", "packed"], indirect=True)
 @pytest.mark.parametrize(("rows", "columns", "parts"), SHAPES)
 @pytest.mark.parametrize(("dtype", "close"), [(np.float32, 2e-6), (np.float64, 1e-13)])

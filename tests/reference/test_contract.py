@@ -256,6 +256,18 @@ def test_a_size_may_be_0(name: str, letter: str, backend: str) -> None:
     assert all(np.isfinite(array).all() for array in arrays_in((out,)))
 
 
+@pytest.mark.parametrize(
+    ("backend", "compute"), [("reference", "float32"), ("cpu", "float32"), ("cpu", "bf16")]
+)
+def test_no_rows_of_no_vocabulary_have_no_loss(backend: str, compute: str) -> None:
+    ops = accel.load(backend, compute=compute)
+    x, head = (ops.from_numpy(np.zeros((0, 3), np.float32), activation=True) for _ in range(2))
+    loss, cache = ops.linear_cross_entropy_forward(x, head, np.zeros(0, np.int32))
+    assert (float(loss.total), int(loss.n_valid)) == (0.0, 0)
+    found = ops.linear_cross_entropy_backward(1.0, cache)
+    assert [gradient.shape for gradient in found[:2]] == [(0, 3), (0, 3)]
+
+
 # ---- bad input: what must hold, what arrived -----------------------------------------------------
 
 

@@ -11,10 +11,11 @@ from reference import model, ops
 from reference.blocks import self_attention_forward
 from reference.config import Config
 from reference.generate import generate
+from reference.kv import room
 from reference.model import start_pass
 from reference.params import decoder_layout
 from reference.presets import GPT2_SMALL, MYLLM_1B
-from reference.types import Array
+from reference.types import Array, KVCache
 from tests.helpers.models import encoder_decoder, toy
 
 CONTEXT = 30
@@ -260,3 +261,11 @@ def test_a_config_has_a_scaling_of_rope_where_it_says_so() -> None:
 def test_an_encoder_decoder_has_no_window() -> None:
     with pytest.raises(ValueError, match="attends to whole sentences, so window must be 0, got 3"):
         encoder_decoder(window=3)
+
+
+def test_a_cache_with_slots_beside_its_window_takes_no_more_positions_than_slots() -> None:
+    """Only one of just the window's slots is a ring, which takes any number."""
+    config = toy(MYLLM_1B, window=8, context_length=64)
+    for slots, expected in ((7, 7), (8, 64), (16, 16), (64, 64), (80, 64)):
+        kept = tuple(np.zeros((1, slots, 2, 6)) for _ in range(config.n_layers))
+        assert room(config, KVCache(kept, kept)) == expected

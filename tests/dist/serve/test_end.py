@@ -16,12 +16,31 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accel import threads
+from accel.system import cores
 from dist import checkpoint, cli
+from dist.model import load_model
+from dist.serve.engine import Engine
 from tests.helpers import ROOT
-from tests.helpers.runs import save_run_file
+from tests.helpers.runs import in_threads, save_run_file
 from tests.helpers.serving import Server, chat_of, prepare_chats, serving, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def test_the_engine_has_as_many_threads_as_the_process(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba keeps the number for each thread of Python."""
+    model, seen = load_model(run, "cpu", "float32"), []
+    monkeypatch.setattr(Engine, "_admit", lambda self: seen.append(threads.team()))
+    for n in (1, cores()):
+        with in_threads(n):
+            threads.ready_pool()
+            engine = Engine(model, places=1, queue=0)
+            engine.start()
+            engine._thread.join()
+    assert seen == [1, cores()]
 
 
 def test_when_the_model_fails_everybody_is_told_and_it_ends(run: Path) -> None:
