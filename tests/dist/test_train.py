@@ -1,8 +1,6 @@
 """Training from the command, on one rank: resuming, guards, signals, what it says and writes."""
 
-import contextlib
 import dataclasses
-import errno
 import json
 import mmap
 import os
@@ -24,7 +22,7 @@ from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
 from dist.step import Stepper
 from dist.stopping import StopRequest
-from dist.train import Trainer, _the_same, same_learning
+from dist.train import Trainer, same_learning
 from dist.weights import load_master
 from reference.params import decoder_layout
 from tests.helpers.processes import wait_for
@@ -568,171 +566,3 @@ def test_the_checkpoint_is_json_and_flat_float32(tmp_path: Path) -> None:
     size = decoder_layout(config.model).size
     assert manifest["parameters"] == size and manifest["position"] == 48
     assert np.fromfile(path / "master.bin", "<f4").shape == (size,)
-
-
-# ---- a run that is set back ----------------------------------------------------------------------
-
-
-def test_a_best_of_what_was_learned_otherwise_is_not_kept(tmp_path: Path) -> None:
-    config = prepare(tmp_path, run__eval_every=2, run__checkpoint_every=2, run__keep=9)
-    assert train(config) == 0
-    folder = tmp_path / "run" / "checkpoints"
-    assert checkpoint.pointed(folder, "best") == folder / "step-00000006"
-    worse = ("--set", "train.lr=3.0", "--set", "train.steps=4", "--changed")
-    assert train(config, "--from", "step-2", *worse) == 0
-    records = monitor.read_metrics(tmp_path / "run")
-    losses = [r["heldout_loss"] for r in records if "heldout_loss" in r]
-    assert losses[0] < losses[1]  # worse than what the run had learned before
-    best = checkpoint.pointed(folder, "best")
-    assert best == folder / "step-00000004"
-    assert checkpoint.read_manifest(best).monitor.best == losses[1]
-
-
-def test_the_best_is_pointed_at_before_the_latest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who goes on from before both comes to the best again."""
-    config = prepare(tmp_path, run__eval_every=2)
-    point, pointed = saving.point, []
-
-    def noted(folder: Path, pointer: str, name: str) -> None:
-        pointed.append((pointer, name))
-        point(folder, pointer, name)
-
-    monkeypatch.setattr(saving, "point", noted)
-    assert train(config) == 0
-    assert pointed[-2:] == [("best", "step-00000006"), ("latest", "step-00000006")]
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("kind", "moved"),
-    [(Killed, "step-00000006.tmp"), (OSError, "step-00000006.tmp"), (OSError, "step-00000006")],
-)
-def test_a_checkpoint_that_comes_again_is_there_once_or_twice_and_never_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], moved: str
-) -> None:
-    """The run is killed between the two names, or one of them cannot be given."""
-    config = prepare(tmp_path, run__eval_every=2, run__checkpoint_every=2, run__keep=9)
-    assert train(config) == 0
-    whole = digest(config)
-    folder = tmp_path / "run" / "checkpoints"
-    move = saving.move
-
-    def fails(source: Path, target: Path) -> None:
-        if source.name == moved:
-            raise kind(28, "No space left on device")
-        move(source, target)
-
-    monkeypatch.setattr(saving, "move", fails)
-    if kind is Killed:
-        with pytest.raises(Killed):
-            train(config, "--from", "step-4")
-    else:
-        assert train(config, "--from", "step-4") == 1
-        assert checkpoint.pointed(folder) == folder / "step-00000006"
-        assert checkpoint.pointed(folder, "best") == folder / "step-00000006"
-    monkeypatch.undo()
-    newest, best = checkpoint.to_resume(folder), checkpoint.find(folder)
-    assert newest is not None
-    assert checkpoint.read_manifest(newest).step == (4 if kind is Killed else 6)
-    assert checkpoint.read_manifest(best)
-    assert train(config) == 0 and digest(config) == whole
-    assert checkpoint.pointed(folder, "best") == folder / "step-00000006"
-    assert sorted(p.name for p in folder.glob("step-*"))[-1] == "step-00000006"
-
-
-def test_a_run_that_is_set_back_keeps_its_figures_until_it_has_others(tmp_path: Path) -> None:
-    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
-    assert train(config) == 0
-    file = tmp_path / "run" / "metrics.jsonl"
-    before = file.read_bytes()
-    metrics = monitor.Metrics(tmp_path / "run", 2)
-    metrics.flush()
-    metrics.close()
-    assert file.read_bytes() == before
-    metrics = monitor.Metrics(tmp_path / "run", 2)
-    metrics.write({"step": 3, "loss": 1.0})
-    metrics.close()
-    steps = [r["step"] for r in monitor.read_metrics(tmp_path / "run") if "loss" in r]
-    assert steps == [1, 2, 3]
-
-
-def test_what_a_record_tells_of_is_not_on_the_disk_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = prepare(tmp_path, run__checkpoint_every=2)
-    fsync, synced = os.fsync, []
-
-    def noted(descriptor: int) -> None:
-        with contextlib.suppress(OSError):
-            synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    assert train(config) == 0
-    assert 0 <= synced.index("metrics.jsonl") < synced.index("master.bin")
-
-
-def test_figures_that_cannot_be_kept_end_the_run_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = prepare(tmp_path, run__checkpoint_every=2)
-    fsync = os.fsync
-
-    def broken(descriptor: int) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == "metrics.jsonl":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", broken)
-    assert train(config) == 1
-    said = capsys.readouterr().err
-    assert f"{tmp_path}/run/metrics.jsonl: Input/output error" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(errno.ENOTEMPTY, 0), (errno.EBUSY, 0), (errno.EIO, 1)]
-)
-def test_a_checkpoint_that_somebody_reads_may_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
-) -> None:
-    config = prepare(tmp_path, run__checkpoint_every=1, run__keep=1)
-    rmtree, refused = shutil.rmtree, []
-
-    def read_elsewhere(path: Path, *more: Any, **how: Any) -> None:
-        if path.name == "step-00000002.old" and not refused:
-            refused.append(path)
-            raise OSError(number, os.strerror(number), str(path))
-        rmtree(path, *more, **how)
-
-    monkeypatch.setattr("dist.train.shutil.rmtree", read_elsewhere)
-    assert train(config) == status
-    assert refused
-    if status == 0:  # the next time, then
-        names = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")}
-        assert names == {"step-00000006"}
-
-
-@pytest.mark.parametrize(("batch", "said"), [(4, "windows come again"), (16, "are passed over")])
-def test_another_batch_says_where_the_data_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int, said: str
-) -> None:
-    config = prepare(tmp_path)
-    assert train(config) == 0
-    more = ("--set", "train.steps=7", "--set", f"train.global_batch={batch}", "--changed")
-    assert train(config, *more) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"has taken 48 windows; by train.global_batch ({batch})" in out
-    assert f"behind {6 * batch}: {abs(6 * batch - 48)} windows" in out and said in out
-
-
-def test_ranks_that_read_other_texts_end_together() -> None:
-    opened = [{"data/a": "70 abc", "data/b": "9 "}] * 3
-    _the_same(opened)
-    opened.append({"data/a": "70 abc", "data/b": "8 "})
-    with pytest.raises(AllRanksError, match="rank 3 reads another data/b than rank 0"):
-        _the_same(opened)
