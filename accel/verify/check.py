@@ -22,7 +22,7 @@ from accel.verify.like.case import OwnOp
 from accel.verify.load import as_subject
 from accel.verify.ops import room
 from accel.verify.report import Report, failure_text
-from accel.verify.search import Failure, OpReport, follows, gather, search
+from accel.verify.search import LEANS, Failure, OpReport, follows, gather, search
 from accel.verify.subject import OTHERS, KernelError, Subject, SubjectError
 from reference.contract import Op
 from reference.ops import OPS
@@ -391,7 +391,10 @@ def cases_of(spec: Op, options: Options) -> int:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     evidence, failure.evidence = failure.evidence, None
-    failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
+    if failure.kind == LEANS:  # there is no case to save
+        options = dataclasses.replace(options, save=None)
+    else:
+        failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
     judged = [] if options.save is None else [failure.judged, *subject.run(failure.case)]
     subject.notes |= leave_behind(failure, subject.command, options, judged)
 

@@ -15,6 +15,7 @@ from reference.config import Config
 from reference.contract import Pattern
 
 TELLING = 5_000  # elements of a case that hints are tried on
+RIGHT = 20  # right cases
 KEPT = 5  # failing cases of each result with few features, and as many with many
 TILES = (2, 4, 8, 16, 32, 64, 128, 256)
 FEWEST = 4  # failing cases, below which a condition says nothing
@@ -32,10 +33,18 @@ class Wrong(NamedTuple):
     every: Sequence[Judged] = ()  # all results of the case
 
 
+class Seen(NamedTuple):
+    """A case without a wrong result."""
+
+    case: Case
+    judged: Sequence[Judged]
+
+
 class Evidence:
     """Collects the cases of an op in one precision."""
 
     def __init__(self) -> None:
+        self.right: list[Seen] = []  # the largest that hints are tried on
         self.plain: dict[Key, list[Wrong]] = {}
         self.varied: dict[Key, list[Wrong]] = {}
         self.seen: list[tuple[Features, set[Key]]] = []
@@ -47,6 +56,10 @@ class Evidence:
             if not result.ok:
                 failed.setdefault((result.name, result.kind), result)
         self.seen.append((features(case), set(failed)))
+        if not failed and case.size[0] <= TELLING and special_at(case) is None:
+            self.right.append(Seen(case, judged))
+            self.right.sort(key=lambda s: -s.case.size[0])
+            del self.right[RIGHT:]
         for key, result in failed.items() if special_at(case) is None else ():
             for lists, sign in ((self.plain, 1), (self.varied, -1)):
                 kept = lists.setdefault(key, [])

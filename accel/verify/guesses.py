@@ -67,12 +67,12 @@ def that_explain(
 ) -> Iterator[str]:
     """Yield the guesses that give what the kernel gave in one case."""
     told: set[str] = set()
-    for text, results in _tried(case, judged, guesses, wanted, stop):
+    for text, results in tried(case, guesses, _precise(case, judged), wanted, stop):
         if text in told or judged.name not in results:
             continue
         check = _loses_alike if text.startswith(ALIKE) else explains
         try:
-            right = check(_onto(results[judged.name], case, judged), judged)
+            right = check(onto(results[judged.name], case, judged), judged)
         except (TypeError, ValueError):
             continue  # no array at all
         if right:
@@ -80,12 +80,21 @@ def that_explain(
             yield text
 
 
-def _tried(
-    case: Case, judged: Judged, guesses: Guesses, wanted: frozenset[str] | None, stop: float
+def _precise(case: Case, judged: Judged) -> np.dtype[Any]:
+    """Return the precision of mistakes: the working one where it is what overflows."""
+    finite = judged.got is None or np.all(np.isfinite(judged.got))
+    return np.dtype(np.float64) if finite else numpy_dtype(case.dtype)
+
+
+def tried(
+    case: Case,
+    guesses: Guesses,
+    dtype: np.dtype[Any],
+    wanted: frozenset[str] | None = None,
+    stop: float = math.inf,
 ) -> Iterator[tuple[str, Mapping[str, Array]]]:
     """Yield what comes of the guesses that apply to a case."""
-    finite = judged.got is None or np.all(np.isfinite(judged.got))
-    for text, make in guesses(case, np.dtype(np.float64) if finite else numpy_dtype(case.dtype)):
+    for text, make in guesses(case, dtype):
         if time.monotonic() > stop:
             return
         if wanted is None or text in wanted:
@@ -105,10 +114,10 @@ def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) ->
         first = {j.name: j for j in reversed(every) if j.got is not None}  # not of a second call
         others = {name: other for name, other in first.items() if name != judged.name}
         here: Counter[str] = Counter()
-        for text, results in _tried(case, judged, guesses, frozenset(likely), math.inf):
+        for text, results in tried(case, guesses, _precise(case, judged), frozenset(likely)):
             near = sum(
                 np.shape(results[name]) == np.shape(np.asarray(other.got))
-                and _near(_onto(results[name], case, other), other)
+                and _near(onto(results[name], case, other), other)
                 for name, other in others.items()
                 if name in results
             )
@@ -131,7 +140,7 @@ def noise_of(judged: Judged) -> float:
     return judged.closeness.bound * (float(np.linalg.norm(np.asarray(judged.exact))) or 1.0)
 
 
-def _onto(wrong: Array, case: Case, judged: Judged) -> Array:
+def onto(wrong: Array, case: Case, judged: Judged) -> Array:
     """Return what a mistake gives where a gradient was added onto something."""
     if case.out == "accumulate" and judged.name == f"d{case.spec.parameters[0]}":
         return np.asarray(wrong + accumulated_onto(case))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel.verify.contract import Case
-from accel.verify.search import Failure, OpReport, Tally
+from accel.verify.search import LEANS, Failure, OpReport, Tally
 from accel.verify.travel import element
 from reference.types import Array
 
@@ -102,7 +102,7 @@ def _op_dict(op: OpReport) -> dict[str, Any]:
                 "kind": failure.kind,
                 "problem": problem_line(failure),
                 "also": failure.also,
-                "case": failure.case.describe(),
+                "case": "" if failure.kind == LEANS else failure.case.describe(),
                 "hints": failure.hints,
                 "file": failure.file,
                 "rerun": failure.rerun,
@@ -220,8 +220,9 @@ def problem_line(failure: Failure) -> str:
 def failure_text(failure: Failure) -> str:
     """Return one failure in words: what, the case, the first wrong element, hints, the command."""
     lines = [f"FAIL {failure.where} ({failure.dtype}): {problem_line(failure)}"]
-    lines.append(f"  smallest case: {failure.case.describe()}")
-    lines += [f"    {line}" for line in small_arrays(failure.case)]
+    if failure.kind != LEANS:
+        lines.append(f"  smallest case: {failure.case.describe()}")
+        lines += [f"    {line}" for line in small_arrays(failure.case)]
     judged = failure.judged
     if (
         judged.got is not None

@@ -10,8 +10,9 @@ cases.
 
 import dataclasses
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,12 @@ from accel.verify.calling import Judged
 from accel.verify.contract import Case
 from accel.verify.draw import Pick
 from accel.verify.evidence import Evidence
+from accel.verify.leaning import leanings
 from accel.verify.shrink import Found, smallest
 from accel.verify.subject import Subject
 from reference.contract import Op
 
+LEANS = "leans"  # the kind of a failure that no case shows by itself
 GATHERED = 40  # cases beside one that is run again, for its hints
 
 
@@ -178,8 +181,22 @@ def search(
         failure = Failure(spec.name, dtype, *key, case, found.judged, evidence=evidence)
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
         report.failures.append(failure)
+    if not first:
+        report.failures += _leaning(subject, report, evidence)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _leaning(subject: Subject, report: OpReport, evidence: Evidence) -> Iterator[Failure]:
+    """Yield the results that are right in every case, and wrong in all together."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a mistake may well divide by zero
+        found = list(leanings(subject, report.dtype, evidence.right))
+    for name, problem, hints in found:
+        report.results[name].failed = len(evidence.right)
+        judged = Judged(name, LEANS, problem=problem)
+        case = evidence.right[0].case
+        yield Failure(report.op, report.dtype, name, LEANS, case, judged, hints=list(hints))
 
 
 def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:

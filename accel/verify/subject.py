@@ -37,6 +37,7 @@ GUARD_BYTES = 64  # on either side of an array: it stays aligned as vector loads
 if TYPE_CHECKING:
     from accel.verify.calling import Judged
     from accel.verify.evidence import Evidence
+    from accel.verify.guesses import Guesses
 
 # where to go with an op that the contract has not
 OTHERS = ". An op of your own is held to a reference of yours: myllm verify --like REF.py"
@@ -290,6 +291,13 @@ class Subject:
     def cuts(self, case: Case) -> Iterator[Case]:
         """Yield smaller cases, the boldest cuts first."""
         return cuts(case)
+
+    @property
+    def mistakes(self) -> "Guesses | None":
+        """Return the mistakes that people make, if any are known."""
+        from accel.verify.guesses import known  # which needs this module
+
+        return known
 
     def hints(self, case: Case, judged: "Judged", evidence: "Evidence | None" = None) -> list[str]:
         """Return what may be wrong; the evidence is what other cases say."""

@@ -372,6 +372,20 @@ def test_roundings_are_not_blamed_for_what_is_wrong_in_float32_too(
     assert not any("follows from the roundings" in hint for hint in hints_of(report))
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [("bf16", 1.02), ("float16", 1.003)])
+def test_a_factor_within_16_bits_roundings_is_found_in_many_cases(
+    tmp_path: Path, dtype: str, factor: float
+) -> None:
+    silu = "(torch.nn.functional.silu(x.float()) * {}).to(x.dtype)"
+    right, wrong = (TANH.replace("torch.tanh(x)", silu.format(f)) for f in (1, factor))
+    ref = TANH.replace("torch.tanh(x)", "x * torch.sigmoid(x)")
+    report = checked(tmp_path, right, ref=ref, dtypes=(dtype,), examples=40)
+    assert report.ok, report.text()
+    report = checked(tmp_path, wrong, ref=ref, dtypes=(dtype,), examples=40)
+    assert {(f.name, f.kind) for f in report.failures} == {("out", "leans"), ("dx", "leans")}
+    assert f"it is {factor} ± " in report.text()
+
+
 def test_nothing_is_guessed_where_nothing_is_known(tmp_path: Path) -> None:
     ref = """
 import torch

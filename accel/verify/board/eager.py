@@ -1,61 +1,67 @@
-"""Attention as eager code computes it in bf16: every array that it makes is rounded.
+"""NumPy code run step by step in another precision: every array that a step makes is rounded."""
 
-Its error is the measure of flash-attention's tests.
-"""
-
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from accel.tolerance import round_bf16
-from reference import ops
+from reference.ops import OPS
 from reference.types import Array
 
 
-def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
-    """Return o and what the backward needs."""
-    _, cache = ops.attention_forward(q, k, v, **options)
-    inner = cache.cache
-    P = round_bf16(_softmax_of_rounded(inner, options, q.shape[1], k.shape[1]))
-    kept = P if inner.kappa is None else round_bf16(P * inner.kappa)
-    o = round_bf16(kept @ inner.v)
-    B, Hkv, G, T, dv = o.shape
-    rounded = inner._replace(P=P)
-    return o.transpose(0, 3, 1, 2, 4).reshape(B, T, Hkv * G, dv), rounded
+class Stepwise(np.ndarray):
+    """An array that makes rounded arrays: of the ufuncs, products and sums that NumPy has."""
+
+    how: Callable[[Array], Array] = staticmethod(round_bf16)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Make a step as usual, and round what comes of it."""
+        options = {name: _each(_plain, value) for name, value in options.items()}
+        made = getattr(ufunc, method)(*map(_plain, inputs), **options)
+        for given in options.get("out") or ():
+            given[...] = self._rounded(given)
+        return _each(self._rounded, made)
+
+    def _rounded(self, made: Any) -> Any:
+        if np.asarray(made).dtype.kind != "f":
+            return made
+        return np.asarray(self.how(made)).view(type(self))
 
 
-def _softmax_of_rounded(inner: Any, options: Any, T: int, S: int) -> Array:
-    s = round_bf16(inner.scale * round_bf16(inner.q @ inner.k.swapaxes(-1, -2)))
-    seen = inner.P > 0
-    if options.get("alibi") is not None:
-        distance = np.arange(S - T, S)[:, None] - np.arange(S)
-        _, Hkv, G = inner.q.shape[:3]
-        s = round_bf16(s - options["alibi"].reshape(Hkv, G, 1, 1) * distance.astype(s.dtype))
-    s = np.where(seen, s, -np.inf)
-    m = np.max(s, axis=-1, keepdims=True)
-    e = np.exp(s - np.where(m == -np.inf, 0, m))
-    total = e.sum(axis=-1, keepdims=True)
-    return np.asarray(e / np.where(total == 0, 1, total))
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change a value, or those of a tuple, a NamedTuple too."""
+    if isinstance(value, tuple):
+        changed = [_each(change, part) for part in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
+    return change(value)
 
 
-def backward(dout: Array, c: Any) -> Any:
-    """Return (dq, dk, dv)."""
-    B, Hkv, G, T, d = c.q.shape
-    do = dout.reshape(B, T, Hkv, G, -1).transpose(0, 2, 3, 1, 4)
-    kept = c.P if c.kappa is None else round_bf16(c.P * c.kappa)
-    dv = kept.swapaxes(-1, -2) @ do
-    dP = round_bf16(do @ c.v.swapaxes(-1, -2))
-    dP = dP if c.kappa is None else round_bf16(dP * c.kappa)
-    ds = round_bf16(c.P * (dP - np.sum(dP * c.P, axis=-1, keepdims=True)))
-    ds = round_bf16(c.scale * ds)
-    dq = (ds @ c.k).transpose(0, 3, 1, 2, 4).reshape(B, T, Hkv * G, d)
-    dk = round_bf16(ds.swapaxes(-1, -2) @ c.q).sum(axis=2)
-    return (
-        round_bf16(dq),
-        round_bf16(dk).transpose(0, 2, 1, 3),
-        round_bf16(round_bf16(dv).sum(axis=2)).transpose(0, 2, 1, 3),
+def _plain(value: Any) -> Any:
+    return value.view(np.ndarray) if isinstance(value, Stepwise) else value
+
+
+def stepwise(module: Any, op: str, how: Callable[[Array], Array] = round_bf16) -> SimpleNamespace:
+    """Return the functions of an op so that each of their steps is rounded, bf16 unless told."""
+    kind = type("Stepwise", (Stepwise,), {"how": staticmethod(how)})
+
+    def taken(value: Any) -> Any:
+        floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+        return value.view(kind) if floats else value
+
+    def given(value: Any) -> Any:
+        floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+        return np.asarray(how(_plain(value))) if floats else _plain(value)
+
+    def forward(*arrays: Any, **options: Any) -> Any:
+        options = {name: _each(taken, value) for name, value in options.items()}
+        made = getattr(module, OPS[op].forward_name)(*(_each(taken, a) for a in arrays), **options)
+        return (_each(given, made[0]), made[1]) if OPS[op].backward else _each(given, made)
+
+    def backward(dout: Any, cache: Any) -> Any:
+        return _each(given, getattr(module, f"{op}_backward")(_each(taken, dout), cache))
+
+    return SimpleNamespace(
+        DTYPES="bf16", **dict(zip(OPS[op].names, (forward, backward), strict=False))
     )
-
-
-EAGER = SimpleNamespace(attention_forward=forward, attention_backward=backward)

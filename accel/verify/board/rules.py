@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.verify.board.corpus import settings
-from accel.verify.board.eager import EAGER
+from accel.verify.board.eager import stepwise
 from accel.verify.board.outcome import Call, Result, copied, outcome, suits
 from reference import ops
 from reference.types import Array
@@ -168,7 +168,7 @@ RULES = (
         repeats=20,
         cut="batch 1, d = 32, 2 or 4 heads; one pairing of options in four where T ≥ 1023; "
         "20 repeats, not 250, in the search for races",
-        plain=EAGER,
+        plain=stepwise(ops, "attention"),
     ),
     Rule(
         "cs336",

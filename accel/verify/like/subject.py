@@ -273,6 +273,8 @@ class LikeSubject(Subject):
         self.watch("case", case)
         return Run(self, pair, case, truths, types).judged
 
+    mistakes = None  # nobody knows those of a function of one's own
+
     def hints(self, case: Case, judged: Judged, evidence: Evidence | None = None) -> list[str]:
         assert isinstance(case, LikeCase)
         return hints_for(self, self.pairs[case.op].reference, case, judged, evidence)

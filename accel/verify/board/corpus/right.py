@@ -1,6 +1,7 @@
 """Right kernels that compute in ways of their own; ``EDITED`` are ``kernels.py`` in other orders.
 
-``upcast`` and ``stored_as_bf16`` make more of any: computed in float64, and kept as bf16.
+``upcast`` and ``stored_as_bf16`` make more of any: computed in float64, and kept as bf16. And the
+reference is right in bf16 step by step (``board/eager.py``).
 """
 
 import math
@@ -14,6 +15,9 @@ from accel.verify.board.corpus import kernels as k
 from accel.verify.board.corpus.build import SECTIONS, edited
 from accel.verify.board.corpus.build import functions as built
 from accel.verify.board.corpus.wrong import Wrong
+from accel.verify.board.eager import stepwise
+from accel.verify.contract import applies
+from reference import ops
 from reference.ops import OPS
 from reference.types import Loss
 
@@ -524,5 +528,7 @@ def all_right(op):
     if op == "softmax":
         yield "upcast", "float64 inside", upcast(k, op)
         yield "stored_as_bf16", "bf16", stored_as_bf16(k, op)
+    if applies(OPS[op], "bf16") and not OPS[op].written:
+        yield "rounded_step_by_step", "bf16", stepwise(ops, op)
     if op in ("attention", "linear", "linear_cross_entropy", "logits"):
         yield "products_in_tf32", "tf32", products_in_tf32(k, op)

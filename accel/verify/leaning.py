@@ -1,0 +1,232 @@
+"""Errors that lean one way: what no case shows by itself, and many say together.
+
+In 16 bits a right kernel may be off by whatever its roundings come to, and many a mistake makes
+less of a difference than that: GELU's slope without its factor 3, or a result 1.02 times as large.
+But roundings go either way, and a mistake goes its own. So where every case is near enough, the
+errors e of many are held to what a mistake makes of each, d, by least squares::
+
+    a = Σ e·d / Σ d·d
+
+which is 1 where that mistake was made and near 0 where it was not. Elements count as parts of s,
+by which the bound grows (``accel/tolerance.py``). Those of one case may be off together, by the
+rounding of what they share, but cases are independent of one another. So a is off by about
+√Σ(e·d - a d·d)² / Σ d·d, the sum of squares being over cases (Liang & Zeger 1986, "Longitudinal
+data analysis using generalized linear models", equation 5).
+
+The mistakes are those that hints know of, and one factor by which all elements are off.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from accel.tolerance import UNIT_ROUNDOFF
+from accel.verify.calling import Judged
+from accel.verify.contract import Case, expected
+from accel.verify.evidence import Seen
+from accel.verify.guesses import ALIKE, Guesses, onto, tried
+from reference.types import Array
+
+if TYPE_CHECKING:
+    from accel.verify.subject import Subject
+
+COARSE = 2.0**-12  # unit roundoffs from here on hide mistakes
+CERTAIN = 10  # times its own error that a is
+NEAR = 0.2  # of 1, that a may be off
+FEWEST = 4  # cases that a is made of, as far as they weigh alike
+LEAST = 0.1  # roundings of s that a mistake makes in the mean: less may be a right kernel's manner
+FACTOR = 4  # roundings that one factor comes to: a kernel that always rounds down makes up to 3
+TRIED = 3  # of so many cases one shows which mistakes are worth trying on the rest
+
+Scales = Mapping[str, Array]  # s of each result
+
+
+class Leaning(NamedTuple):
+    """A result whose errors are those of a mistake."""
+
+    name: str
+    problem: str  # what they are like, in words
+    hints: tuple[str, ...]
+
+
+class Fit:
+    """How much of the errors of many cases is what one mistake makes."""
+
+    def __init__(self) -> None:
+        self._cases: list[tuple[float, float, int]] = []  # e·d, d·d and the elements
+
+    def add(self, e: Array, d: Array) -> None:
+        """Count a case, unless the mistake shows nowhere in it."""
+        if d.any():
+            self._cases.append((float(np.vdot(e, d)), float(np.vdot(d, d)), d.size))
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    @property
+    def _sums(self) -> tuple[Array, Array]:
+        ed, dd, _ = np.array(self._cases).T
+        return ed, dd
+
+    @property
+    def share(self) -> float:
+        """Return a."""
+        ed, dd = self._sums
+        return float(ed.sum() / dd.sum())
+
+    @property
+    def spread(self) -> float:
+        """Return what a may be off by, as one standard deviation."""
+        ed, dd = self._sums
+        return float(np.linalg.norm(ed - self.share * dd) / dd.sum())
+
+    @property
+    def certain(self) -> bool:
+        """Whether a is no chance, nor that of a few cases."""
+        if not self._cases:
+            return False
+        _, dd = self._sums
+        many = dd.sum() ** 2 / np.vdot(dd, dd) >= FEWEST
+        return bool(many and abs(self.share) > CERTAIN * self.spread)
+
+    @property
+    def size(self) -> float:
+        """Return what the mistake makes in the mean of an element."""
+        return math.sqrt(sum(dd for _, dd, _ in self._cases) / sum(n for *_, n in self._cases))
+
+    @property
+    def explained(self) -> float:
+        """Return by how much less the squares of the errors are with the mistake than without."""
+        return sum(2 * ed - dd for ed, dd, _ in self._cases)
+
+
+def leanings(subject: "Subject", dtype: str, seen: Sequence[Seen]) -> Iterator[Leaning]:
+    """Yield the results whose errors lean one way in cases that are right, each by itself.
+
+    Parameters
+    ----------
+    seen : sequence of Seen
+        The cases of an op in a precision.
+    """
+    u = UNIT_ROUNDOFF[dtype]
+    if u < COARSE or len(seen) < FEWEST:
+        return
+    names = list(dict.fromkeys(j.name for s in seen for j in s.judged))
+    factors = _factors(seen)
+    found = _mistakes(subject, seen, u)
+    for name in names:
+        factor = factors.get(name, Fit())
+        if factor.certain and abs(factor.share) > FACTOR * u:
+            times = f"{1 + factor.share:.4g} ± {_digits(factor.spread)} times what it should be"
+            yield Leaning(name, _says(name, f"it is {times}", factor), ())
+            continue
+        likely = {text: fit for (of, text), fit in found.items() if of == name}
+        if likely:
+            text = max(likely, key=lambda t: likely[t].explained)
+            fit = likely[text]
+            share = f"its errors are {fit.share:.2f} ± {_digits(fit.spread)} times those"
+            hint = f"{text} That explains the errors of {name} in {len(fit)} cases together."
+            yield Leaning(name, _says(name, f"{share} of one mistake", fit), (hint,))
+
+
+def _says(name: str, what: str, fit: Fit) -> str:
+    return f"{name} is near enough in each case, but {what}, over {len(fit)} cases"
+
+
+def _digits(spread: float) -> str:
+    return f"{spread:.1g}"
+
+
+def _first(judged: Sequence[Judged]) -> dict[str, Judged]:
+    """Return the values of a first call."""
+    return {j.name: j for j in reversed(judged) if j.kind == "value" and j.closeness is not None}
+
+
+def _compared(judged: Judged) -> tuple[Array, Array, Array] | None:
+    """Return got - exact and exact, zero where one of them is no number, and where they are."""
+    got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.known, np.float64)
+    there = np.isfinite(got) & np.isfinite(exact)
+    if not there.any() or np.asarray(judged.got).dtype.kind != "f":
+        return None
+    exact = np.where(there, exact, 0.0)
+    return np.where(there, got, 0.0) - exact, exact, there
+
+
+def _factors(seen: Sequence[Seen]) -> dict[str, Fit]:
+    """Return of each result how the errors go with what is due."""
+    fits: dict[str, Fit] = {}
+    for case, judged in seen:
+        for name, each in _first(judged).items():
+            parts = None if case.out == "accumulate" else _compared(each)
+            size = 0.0 if parts is None else float(np.linalg.norm(parts[1]))
+            if parts is not None and 0 < size < np.inf:
+                error, exact, there = parts
+                size /= math.sqrt(np.count_nonzero(there))
+                fits.setdefault(name, Fit()).add(error / size, exact / size)
+    return fits
+
+
+def _mistakes(subject: "Subject", seen: Sequence[Seen], u: float) -> dict[tuple[str, str], Fit]:
+    """Return the mistakes that explain the errors of a result: first of few cases, then of all."""
+    guesses = subject.mistakes
+    if guesses is None:
+        return {}
+    fits: dict[tuple[str, str, int], Fit] = {}
+    _try(seen[::TRIED], guesses, fits, None)
+
+    def likely(least: float, off: float) -> dict[tuple[str, str, int], Fit]:
+        return {
+            key: fit
+            for key, fit in fits.items()
+            if len(fit) and fit.size > least * u and abs(fit.share - 1) < off
+        }
+
+    fits = likely(LEAST / 2, 0.5)
+    if fits:
+        rest = [s for at, s in enumerate(seen) if at % TRIED]
+        _try(rest, guesses, fits, frozenset(text for _, text, _ in fits))
+    return {
+        (name, text): fit for (name, text, _), fit in likely(LEAST, NEAR).items() if fit.certain
+    }
+
+
+def _try(
+    seen: Sequence[Seen],
+    guesses: Guesses,
+    fits: dict[tuple[str, str, int], Fit],
+    wanted: frozenset[str] | None,
+) -> None:
+    """Add cases to what is known of mistakes: of all, or of those that are there already."""
+    for case, judged in seen:
+        results = _first(judged)
+        compared = {
+            name: (parts, s)
+            for name, s in _scales(case).items()
+            if name in results and (parts := _compared(results[name])) is not None
+        }
+        told: Counter[str] = Counter()  # several mistakes may have the same words
+        for text, wrong in tried(case, guesses, np.dtype(np.float64), wanted):
+            told[text] += 1
+            if text.startswith(ALIKE):
+                continue
+            for name, ((error, exact, there), s) in compared.items():
+                key = name, text, told[text]
+                if name not in wrong or (wanted is not None and key not in fits):
+                    continue
+                made = np.asarray(onto(wrong[name], case, results[name]))
+                if made.shape == exact.shape and made.dtype.kind == "f":
+                    d = np.where(there, made - exact, 0.0) / s
+                    if np.isfinite(d).all():
+                        fits.setdefault(key, Fit()).add(error / s, d)
+
+
+def _scales(case: Case) -> dict[str, Array]:
+    """Return s of each result, infinite where nothing can be off."""
+    found = {}
+    for name, magnitude in expected(case).magnitudes.items():
+        s = np.asarray(magnitude.s, np.float64)
+        found[name] = np.where((s > 0) & np.isfinite(s), s, np.inf)
+    return found
