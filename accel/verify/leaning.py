@@ -7,7 +7,8 @@ errors e of many are held to what a mistake makes of each, d, by least squares::
 
     a = Σ e·d / Σ d·d
 
-which is 1 where that mistake was made and near 0 where it was not. Elements count as parts of s,
+which is 1 where that mistake was made, something else where one like it was, as with another
+constant, and near 0 where none was. Elements count as parts of s,
 by which the bound grows (``accel/tolerance.py``). Those of one case may be off together, by the
 rounding of what they share, but cases are independent of one another. So a is off by about
 √Σ(e·d - a d·d)² / Σ d·d, the sum of squares being over cases (Liang & Zeger 1986, "Longitudinal
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 
 COARSE = 2.0**-12  # unit roundoffs from here on hide mistakes
 CERTAIN = 10  # times its own error that a is
-NEAR = 0.2  # of 1, that a may be off
+SHARE = 1 / 3  # of a mistake, or so much of the share: a kernel that rounds down has 0.01 of many
 FEWEST = 4  # cases that a is made of, as far as they weigh alike
-LEAST = 0.1  # roundings of s that a mistake makes in the mean: less may be a right kernel's manner
+LEAST = 0.1  # roundings of s that the share of it makes in the mean: less may be a kernel's manner
 FACTOR = 4  # roundings that one factor comes to: a kernel that always rounds down makes up to 3
 TRIED = 3  # of so many cases one shows which mistakes are worth trying on the rest
 
@@ -93,14 +94,21 @@ class Fit:
         return bool(many and abs(self.share) > CERTAIN * self.spread)
 
     @property
-    def size(self) -> float:
-        """Return what the mistake makes in the mean of an element."""
-        return math.sqrt(sum(dd for _, dd, _ in self._cases) / sum(n for *_, n in self._cases))
+    def whole(self) -> bool:
+        """Whether it is about all of the mistake, and not a part of it."""
+        return abs(self.share - 1) < SHARE
+
+    @property
+    def lean(self) -> float:
+        """Return what the share of the mistake makes in the mean of an element."""
+        size = sum(dd for _, dd, _ in self._cases) / sum(n for *_, n in self._cases)
+        return abs(self.share) * math.sqrt(size)
 
     @property
     def explained(self) -> float:
-        """Return by how much less the squares of the errors are with the mistake than without."""
-        return sum(2 * ed - dd for ed, dd, _ in self._cases)
+        """Return by how much less the squares of the errors are without that share of it."""
+        ed, _ = self._sums
+        return self.share * float(ed.sum())
 
 
 def leanings(subject: "Subject", dtype: str, seen: Sequence[Seen]) -> Iterator[Leaning]:
@@ -125,11 +133,11 @@ def leanings(subject: "Subject", dtype: str, seen: Sequence[Seen]) -> Iterator[L
             continue
         likely = {text: fit for (of, text), fit in found.items() if of == name}
         if likely:
-            text = max(likely, key=lambda t: likely[t].explained)
+            text = max(likely, key=lambda t: (likely[t].whole, likely[t].explained))
             fit = likely[text]
-            share = f"its errors are {fit.share:.2f} ± {_digits(fit.spread)} times those"
-            hint = f"{text} That explains the errors of {name} in {len(fit)} cases together."
-            yield Leaning(name, _says(name, f"{share} of one mistake", fit), (hint,))
+            share = f"{fit.share:.2f} ± {_digits(fit.spread)} times"
+            hint = f"{text} The errors of {len(fit)} cases together go that way, {share} as far."
+            yield Leaning(name, _says(name, "its errors go one way", fit), (hint,))
 
 
 def _says(name: str, what: str, fit: Fit) -> str:
@@ -177,20 +185,20 @@ def _mistakes(subject: "Subject", seen: Sequence[Seen], u: float) -> dict[tuple[
     fits: dict[tuple[str, str, int], Fit] = {}
     _try(seen[::TRIED], guesses, fits, None)
 
-    def likely(least: float, off: float) -> dict[tuple[str, str, int], Fit]:
+    def likely(part: float) -> dict[tuple[str, str, int], Fit]:
         return {
             key: fit
             for key, fit in fits.items()
-            if len(fit) and fit.size > least * u and abs(fit.share - 1) < off
+            if len(fit)
+            and part * SHARE < abs(fit.share) < 1 / (part * SHARE)
+            and fit.lean > part * LEAST * u
         }
 
-    fits = likely(LEAST / 2, 0.5)
+    fits = likely(0.5)
     if fits:
         rest = [s for at, s in enumerate(seen) if at % TRIED]
         _try(rest, guesses, fits, frozenset(text for _, text, _ in fits))
-    return {
-        (name, text): fit for (name, text, _), fit in likely(LEAST, NEAR).items() if fit.certain
-    }
+    return {(name, text): fit for (name, text, _), fit in likely(1).items() if fit.certain}
 
 
 def _try(
