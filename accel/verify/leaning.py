@@ -94,11 +94,6 @@ class Fit:
         return bool(many and abs(self.share) > CERTAIN * self.spread)
 
     @property
-    def whole(self) -> bool:
-        """Whether it is about all of the mistake, and not a part of it."""
-        return abs(self.share - 1) < SHARE
-
-    @property
     def lean(self) -> float:
         """Return what the share of the mistake makes in the mean of an element."""
         size = sum(dd for _, dd, _ in self._cases) / sum(n for *_, n in self._cases)
@@ -133,11 +128,19 @@ def leanings(subject: "Subject", dtype: str, seen: Sequence[Seen]) -> Iterator[L
             continue
         likely = {text: fit for (of, text), fit in found.items() if of == name}
         if likely:
-            text = max(likely, key=lambda t: (likely[t].whole, likely[t].explained))
-            fit = likely[text]
+            text, fit = _best(likely)
             share = f"{fit.share:.2f} ± {_digits(fit.spread)} times"
             hint = f"{text} The errors of {len(fit)} cases together go that way, {share} as far."
             yield Leaning(name, _says(name, "its errors go one way", fit), (hint,))
+
+
+def _best(likely: Mapping[str, Fit]) -> tuple[str, Fit]:
+    """Return what was made as a whole, of those that explain about as much as any does."""
+    most = 0.9 * max(fit.explained for fit in likely.values())
+    return min(
+        ((text, fit) for text, fit in likely.items() if fit.explained >= most),
+        key=lambda found: abs(found[1].share - 1),
+    )
 
 
 def _says(name: str, what: str, fit: Fit) -> str:
@@ -166,9 +169,9 @@ def _compared(judged: Judged) -> tuple[Array, Array, Array] | None:
 def _factors(seen: Sequence[Seen]) -> dict[str, Fit]:
     """Return of each result how the errors go with what is due."""
     fits: dict[str, Fit] = {}
-    for case, judged in seen:
+    for _, judged in seen:
         for name, each in _first(judged).items():
-            parts = None if case.out == "accumulate" else _compared(each)
+            parts = _compared(each)
             size = 0.0 if parts is None else float(np.linalg.norm(parts[1]))
             if parts is not None and 0 < size < np.inf:
                 error, exact, there = parts

@@ -12,13 +12,19 @@ import pytest
 from accel.tolerance import round_bf16, round_bits, round_float16
 from accel.verify import check_op
 from accel.verify.board.eager import stepwise
+from accel.verify.calling import Judged
 from accel.verify.cli import run
 from accel.verify.contract import applies
+from accel.verify.evidence import TELLING, Evidence
 from accel.verify.leaning import Fit
+from accel.verify.load import as_subject
 from accel.verify.report import Report
+from accel.verify.search import Dealer
+from accel.verify.travel import special_at
 from reference import ops
 from reference.ops import OPS
 from reference.types import Array
+from tests.helpers.kernels.unfused import unfused_attention
 
 Rounded = Callable[[Array], Array]
 
@@ -123,12 +129,37 @@ def test_code_that_rounds_after_every_step_is_right_in_fifty_seeds(op: str) -> N
 
 
 def test_steps_are_rounded() -> None:
-    x = np.linspace(-3, 3, 60, dtype=np.float32).reshape(4, 15)
-    out, _ = stepwise(ops, "gelu_tanh").gelu_tanh_forward(round_bf16(x))
-    exact = ops.gelu_tanh_forward(round_bf16(x))[0]
-    assert np.array_equal(out, round_bf16(out)) and type(out) is np.ndarray
-    off = np.abs(out - exact) / np.maximum(np.abs(x), 1e-3)
-    assert 2**-9 < off.max() < 2**-6  # more than one rounding of the result
+    x, gain = (round_bf16(np.linspace(-3, 3, n, dtype=np.float32)) for n in (60, 15))
+    x, eps = x.reshape(4, 15), np.float32(1e-5)
+    out, _ = stepwise(ops, "rmsnorm").rmsnorm_forward(x, gain, eps=eps)
+    b = round_bf16
+    mean = b(np.mean(b(x * x), axis=-1, keepdims=True))
+    r = b(1 / b(np.sqrt(b(mean + eps))))
+    assert type(out) is np.ndarray
+    np.testing.assert_array_equal(out, b(b(x * r) * gain))
+    assert (out != b(ops.rmsnorm_forward(x, gain, eps=eps)[0])).any()
+
+
+@pytest.mark.parametrize("op", ["gelu", "rmsnorm", "rope", "softmax", "attention"])
+def test_errors_that_are_those_of_float32_are_no_mistake(op: str) -> None:
+    report = judged(op, module=ops, shrink=False)  # whose results are not even rounded
+    assert report.ok, report.text()
+
+
+def test_rounding_what_16_bits_may_round_is_no_mistake() -> None:
+    report = judged("attention", "float16", module=unfused_attention(False, round_float16))
+    assert report.ok, report.text()
+
+
+def test_the_largest_right_cases_are_looked_at() -> None:
+    evidence, subject, spec = Evidence(), as_subject(ops), OPS["softmax"]
+    dealer = Dealer(0, subject.hard(spec))
+    cases = [subject.draw(spec, "bf16", dealer.picks([])) for _ in range(60)]
+    for case in cases:
+        evidence.add(case, [Judged("out", "value", problem="wrong" if case is cases[5] else "")])
+    sizes = [c.size[0] for c in cases if special_at(c) is None and c is not cases[5]]
+    kept = [seen.case.size[0] for seen in evidence.right]
+    assert kept == sorted((n for n in sizes if n <= TELLING), reverse=True)[:20]
 
 
 @pytest.mark.parametrize("op", ["softmax", "swiglu", "gelu", "gelu_tanh", "rope"])

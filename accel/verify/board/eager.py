@@ -24,6 +24,10 @@ class Stepwise(np.ndarray):
             given[...] = self._rounded(given)
         return _each(self._rounded, made)
 
+    def mean(self, *args: Any, **options: Any) -> Any:
+        """Take a mean in one step, as frameworks do: that of equal numbers is one of them."""
+        return self._rounded(_plain(self).mean(*args, **options))
+
     def _rounded(self, made: Any) -> Any:
         if np.asarray(made).dtype.kind != "f":
             return made
