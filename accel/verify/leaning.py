@@ -152,8 +152,8 @@ def _digits(spread: float) -> str:
 
 
 def _first(judged: Sequence[Judged]) -> dict[str, Judged]:
-    """Return the values of a first call."""
-    return {j.name: j for j in reversed(judged) if j.kind == "value" and j.closeness is not None}
+    """Return the results of a first call."""
+    return {j.name: j for j in reversed(judged) if j.closeness is not None}
 
 
 def _compared(judged: Judged) -> tuple[Array, Array, Array] | None:

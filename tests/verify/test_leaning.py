@@ -16,7 +16,7 @@ from accel.verify.calling import Judged
 from accel.verify.cli import run
 from accel.verify.contract import applies
 from accel.verify.evidence import TELLING, Evidence
-from accel.verify.leaning import Fit
+from accel.verify.leaning import Fit, _compared
 from accel.verify.load import as_subject
 from accel.verify.report import Report
 from accel.verify.search import Dealer
@@ -149,6 +149,15 @@ def test_errors_that_are_those_of_float32_are_no_mistake(op: str) -> None:
 def test_rounding_what_16_bits_may_round_is_no_mistake() -> None:
     report = judged("attention", "float16", module=unfused_attention(False, round_float16))
     assert report.ok, report.text()
+
+
+def test_what_is_no_number_or_not_known_is_no_error() -> None:
+    got, exact = np.float32([1.5, np.inf, 2, 4]), np.array([1, np.inf, 3, 4.0])
+    judged = Judged("dx", "value", None, got, exact, unknown=np.array([0, 0, 1, 0], np.bool_))
+    error, due, there = _compared(judged) or ()
+    assert error.tolist() == [0.5, 0, 0, 0] and due.tolist() == [1, 0, 0, 4]
+    assert there.tolist() == [True, False, False, True]
+    assert _compared(judged._replace(got=np.arange(4))) is None  # integers are exact
 
 
 def test_the_largest_right_cases_are_looked_at() -> None:
