@@ -391,10 +391,9 @@ def cases_of(spec: Op, options: Options) -> int:
 def _explain(subject: Subject, failure: Failure, options: Options) -> None:
     """Add hints, the file, and the command that runs the case again."""
     evidence, failure.evidence = failure.evidence, None
-    if failure.kind == LEANS:  # there is no case to save
-        options = dataclasses.replace(options, save=None)
-    else:
-        failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
+    if failure.kind == LEANS:
+        return  # it has its hint, and no case of its own
+    failure.hints = subject.hints(failure.case, failure.judged, evidence)[:MAX_HINTS]
     judged = [] if options.save is None else [failure.judged, *subject.run(failure.case)]
     subject.notes |= leave_behind(failure, subject.command, options, judged)
 

@@ -14,13 +14,14 @@ rounding of what they share, but cases are independent of one another. So a is o
 √Σ(e·d - a d·d)² / Σ d·d, the sum of squares being over cases (Liang & Zeger 1986, "Longitudinal
 data analysis using generalized linear models", equation 5).
 
-The mistakes are those that hints know of, and one factor by which all elements are off.
+The mistakes are those that hints know of, and one factor by which all elements are off, or those of
+one sign, every other one, or one half.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +38,10 @@ if TYPE_CHECKING:
 COARSE = 2.0**-12  # unit roundoffs from here on hide mistakes
 CERTAIN = 10  # times its own error that a is
 SHARE = 1 / 3  # of a mistake, or so much of the share: a kernel that rounds down has 0.01 of many
-FEWEST = 4  # cases that a is made of, as far as they weigh alike
+FEWEST = 8  # cases that a is made of, as far as they weigh alike
 LEAST = 0.1  # roundings of s that the share of it makes in the mean: less may be a kernel's manner
 FACTOR = 4  # roundings that one factor comes to: a kernel that always rounds down makes up to 3
 TRIED = 3  # of so many cases one shows which mistakes are worth trying on the rest
-
-Scales = Mapping[str, Array]  # s of each result
 
 
 class Leaning(NamedTuple):
@@ -51,25 +50,26 @@ class Leaning(NamedTuple):
     name: str
     problem: str  # what they are like, in words
     hints: tuple[str, ...]
+    cases: int  # that show it together
 
 
 class Fit:
     """How much of the errors of many cases is what one mistake makes."""
 
     def __init__(self) -> None:
-        self._cases: list[tuple[float, float, int]] = []  # e·d, d·d and the elements
+        self._cases: list[tuple[float, float]] = []  # e·d and d·d, in the mean of an element
 
     def add(self, e: Array, d: Array) -> None:
         """Count a case, unless the mistake shows nowhere in it."""
         if d.any():
-            self._cases.append((float(np.vdot(e, d)), float(np.vdot(d, d)), d.size))
+            self._cases.append((float(np.vdot(e, d)) / d.size, float(np.vdot(d, d)) / d.size))
 
     def __len__(self) -> int:
         return len(self._cases)
 
     @property
     def _sums(self) -> tuple[Array, Array]:
-        ed, dd, _ = np.array(self._cases).T
+        ed, dd = np.array(self._cases).T
         return ed, dd
 
     @property
@@ -96,8 +96,8 @@ class Fit:
     @property
     def lean(self) -> float:
         """Return what the share of the mistake makes in the mean of an element."""
-        size = sum(dd for _, dd, _ in self._cases) / sum(n for *_, n in self._cases)
-        return abs(self.share) * math.sqrt(size)
+        _, dd = self._sums
+        return abs(self.share) * math.sqrt(dd.mean())
 
     @property
     def explained(self) -> float:
@@ -106,49 +106,47 @@ class Fit:
         return self.share * float(ed.sum())
 
 
-def leanings(subject: "Subject", dtype: str, seen: Sequence[Seen]) -> Iterator[Leaning]:
+def leanings(
+    subject: "Subject", dtype: str, seen: Sequence[Seen], known: Collection[str] = ()
+) -> Iterator[Leaning]:
     """Yield the results whose errors lean one way in cases that are right, each by itself.
 
     Parameters
     ----------
     seen : sequence of Seen
         The cases of an op in a precision.
+    known : collection of str
+        Results that are wrong in other cases, of which no more is said.
     """
     u = UNIT_ROUNDOFF[dtype]
     if u < COARSE or len(seen) < FEWEST:
         return
-    names = list(dict.fromkeys(j.name for s in seen for j in s.judged))
     factors = _factors(seen)
-    found = _mistakes(subject, seen, u)
-    for name in names:
-        factor = factors.get(name, Fit())
-        if factor.certain and abs(factor.share) > FACTOR * u:
-            times = f"{1 + factor.share:.4g} ± {_digits(factor.spread)} times what it should be"
-            yield Leaning(name, _says(name, f"it is {times}", factor), ())
-            continue
-        likely = {text: fit for (of, text), fit in found.items() if of == name}
+    mistakes = _mistakes(subject, seen, u)
+    for name in dict.fromkeys(j.name for s in seen for j in s.judged if j.name not in known):
+        off = {
+            part: fit
+            for (of, part), fit in factors.items()
+            if of == name and fit.certain and abs(fit.share) > FACTOR * u
+        }
+        if off:
+            most = max(abs(fit.share) for fit in off.values())
+            part, fit = next(found for found in off.items() if abs(found[1].share) > 0.8 * most)
+            beside = _beside_plain(subject, seen, name, part)
+            if beside.certain and abs(beside.share) > FACTOR * u:
+                times = f"{1 + fit.share:.4g} ± {fit.spread:.1g} times what it should be{part}"
+                yield Leaning(name, _says(name, f"it is {times}", fit), (), len(fit))
+                continue
+        likely = {text: fit for (of, text), fit in mistakes.items() if of == name}
         if likely:
             text, fit = _best(likely)
-            share = f"{fit.share:.2f} ± {_digits(fit.spread)} times"
+            share = f"{fit.share:.2f} ± {fit.spread:.1g} times"
             hint = f"{text} The errors of {len(fit)} cases together go that way, {share} as far."
-            yield Leaning(name, _says(name, "its errors go one way", fit), (hint,))
-
-
-def _best(likely: Mapping[str, Fit]) -> tuple[str, Fit]:
-    """Return what was made as a whole, of those that explain about as much as any does."""
-    most = 0.9 * max(fit.explained for fit in likely.values())
-    return min(
-        ((text, fit) for text, fit in likely.items() if fit.explained >= most),
-        key=lambda found: abs(found[1].share - 1),
-    )
+            yield Leaning(name, _says(name, "its errors go one way", fit), (hint,), len(fit))
 
 
 def _says(name: str, what: str, fit: Fit) -> str:
     return f"{name} is near enough in each case, but {what}, over {len(fit)} cases"
-
-
-def _digits(spread: float) -> str:
-    return f"{spread:.1g}"
 
 
 def _first(judged: Sequence[Judged]) -> dict[str, Judged]:
@@ -166,18 +164,76 @@ def _compared(judged: Judged) -> tuple[Array, Array, Array] | None:
     return np.where(there, got, 0.0) - exact, exact, there
 
 
-def _factors(seen: Sequence[Seen]) -> dict[str, Fit]:
-    """Return of each result how the errors go with what is due."""
-    fits: dict[str, Fit] = {}
+# ---- a factor ------------------------------------------------------------------------------------
+
+
+def _even(x: Array) -> Array:
+    return np.arange(x.shape[-1] if x.ndim else 1) % 2 == 0
+
+
+def _second_half(x: Array) -> Array:
+    n = x.shape[-1] if x.ndim else 1
+    return np.arange(n) >= n / 2
+
+
+PARTS: dict[str, Callable[[Array], Any]] = {
+    "": lambda x: True,
+    " where that is above zero": lambda x: x > 0,
+    " where that is below zero": lambda x: x < 0,
+    " at even indices of the last axis": _even,
+    " at odd indices of the last axis": lambda x: ~_even(x),
+    " in the first half of the last axis": lambda x: ~_second_half(x),
+    " in the second half of the last axis": _second_half,
+}
+
+
+def _factors(seen: Sequence[Seen]) -> dict[tuple[str, str], Fit]:
+    """Return of each result, and of parts of it, how the errors go with what is due."""
+    fits: dict[tuple[str, str], Fit] = {}
     for _, judged in seen:
         for name, each in _first(judged).items():
-            parts = _compared(each)
-            size = 0.0 if parts is None else float(np.linalg.norm(parts[1]))
-            if parts is not None and 0 < size < np.inf:
-                error, exact, there = parts
-                size /= math.sqrt(np.count_nonzero(there))
-                fits.setdefault(name, Fit()).add(error / size, exact / size)
+            if compared := _compared(each):
+                error, exact, _ = compared
+                for part in PARTS:
+                    _add_factor(fits.setdefault((name, part), Fit()), error, exact, part)
     return fits
+
+
+def _add_factor(fit: Fit, error: Array, exact: Array, part: str) -> None:
+    """Count a case, all of which weigh alike."""
+    due = np.where(PARTS[part](exact), exact, 0.0)
+    size = float(np.linalg.norm(due)) / math.sqrt(max(due.size, 1))
+    if 0 < size < np.inf:
+        fit.add(error / size, due / size)
+
+
+def _beside_plain(subject: "Subject", seen: Sequence[Seen], name: str, part: str) -> Fit:
+    """Return how what separates a result from that of plain code goes with what is due.
+
+    Plain code may lean, too, by a constant that is rounded or by numbers that underflow.
+    """
+    fit = Fit()
+    for case, judged in seen:
+        each = _first(judged).get(name)
+        compared = None if each is None else _compared(each)
+        if each is not None and compared is not None:
+            error, exact, there = compared
+            plain = np.asarray(onto(subject.plain(case)[name], case, each), np.float64)
+            off = np.where(there & np.isfinite(plain), plain - exact, 0.0)
+            _add_factor(fit, error - off, exact, part)
+    return fit
+
+
+# ---- mistakes that people make -------------------------------------------------------------------
+
+
+def _best(likely: Mapping[str, Fit]) -> tuple[str, Fit]:
+    """Return what was made as a whole, of those that explain about as much as any does."""
+    most = 0.9 * max(fit.explained for fit in likely.values())
+    return min(
+        ((text, fit) for text, fit in likely.items() if fit.explained >= most),
+        key=lambda found: abs(found[1].share - 1),
+    )
 
 
 def _mistakes(subject: "Subject", seen: Sequence[Seen], u: float) -> dict[tuple[str, str], Fit]:

@@ -22,6 +22,7 @@ from accel.verify.calling import Judged
 from accel.verify.contract import Case
 from accel.verify.draw import Pick
 from accel.verify.evidence import Evidence
+from accel.verify.files import search_command
 from accel.verify.leaning import leanings
 from accel.verify.shrink import Found, smallest
 from accel.verify.subject import Subject
@@ -181,22 +182,26 @@ def search(
         failure = Failure(spec.name, dtype, *key, case, found.judged, evidence=evidence)
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
         report.failures.append(failure)
-    if not first:
-        report.failures += _leaning(subject, report, evidence)
+    wrong = {name for name, _ in first}
+    if "" not in wrong:
+        report.failures += _leaning(subject, report, evidence, wrong, seed)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _leaning(subject: Subject, report: OpReport, evidence: Evidence) -> Iterator[Failure]:
+def _leaning(
+    subject: Subject, report: OpReport, evidence: Evidence, wrong: Collection[str], seed: int
+) -> Iterator[Failure]:
     """Yield the results that are right in every case, and wrong in all together."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a mistake may well divide by zero
-        found = list(leanings(subject, report.dtype, evidence.right))
-    for name, problem, hints in found:
-        report.results[name].failed = len(evidence.right)
-        judged = Judged(name, LEANS, problem=problem)
-        case = evidence.right[0].case
-        yield Failure(report.op, report.dtype, name, LEANS, case, judged, hints=list(hints))
+        found = list(leanings(subject, report.dtype, evidence.right, wrong))
+    op, dtype = report.op, report.dtype
+    again = search_command(subject.command, op, dtype, seed=seed, cases=report.cases)
+    for name, problem, hints, cases in found:
+        report.results[name].failed = cases
+        judged, case = Judged(name, LEANS, problem=problem), evidence.right[0].case
+        yield Failure(op, dtype, name, LEANS, case, judged, hints=list(hints), rerun=again)
 
 
 def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:

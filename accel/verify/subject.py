@@ -22,6 +22,7 @@ from accel.verify.contract import (
     applies,
     contract_parameters,
     draw_case,
+    expected,
     storable,
 )
 from accel.verify.cuts import cuts
@@ -291,6 +292,10 @@ class Subject:
     def cuts(self, case: Case) -> Iterator[Case]:
         """Yield smaller cases, the boldest cuts first."""
         return cuts(case)
+
+    def plain(self, case: Case) -> Mapping[str, Array]:
+        """Return what plain code gives in the precision of a case."""
+        return expected(case).plain
 
     @property
     def mistakes(self) -> "Guesses | None":

@@ -386,6 +386,18 @@ def test_a_factor_within_16_bits_roundings_is_found_in_many_cases(
     assert f"it is {factor} ± " in report.text()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "float16"])
+def test_a_function_that_leans_by_itself_is_right_beside_itself(tmp_path: Path, dtype: str) -> None:
+    thirds = TANH.replace(
+        "return torch.tanh(x)",
+        "c = torch.tensor(1 / 3, dtype=x.dtype)\n    for _ in range(12): x = x * c\n    return x",
+    )
+    small = TANH.replace("torch.tanh(x)", "(x * 1e-6) ** 2")  # which float16 does not have
+    for text in (thirds, small):
+        report = checked(tmp_path, text, ref=text, dtypes=(dtype,), examples=40)
+        assert report.ok, report.text()
+
+
 def test_nothing_is_guessed_where_nothing_is_known(tmp_path: Path) -> None:
     ref = """
 import torch

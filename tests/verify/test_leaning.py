@@ -66,6 +66,41 @@ def test_a_factor_that_is_less_than_the_roundings_may_come_to(op: str) -> None:
         assert {"leans", "value"} >= {kind for _, kind in kinds(report)} and kinds(report)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_large_cases_do_not_outvote_the_others(seed: int) -> None:
+    def backward(dloss: float, cache: Any) -> Any:
+        dx, *others = ops.linear_cross_entropy_backward(dloss, cache)
+        return round_bf16(dx * np.float32(1.025)), *(
+            o if o is None else round_bf16(o) for o in others
+        )
+
+    wrong = {"forward": ops.linear_cross_entropy_forward, "backward": backward, "seed": seed}
+    assert ("dx", "leans") in kinds(judged("linear_cross_entropy", **wrong))
+
+
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        (lambda y: np.where(np.arange(y.shape[-1]) % 2, 1, 1.03), "at even indices of the last"),
+        (lambda y: np.where(np.arange(y.shape[-1]) % 2, 0.97, 1), "at odd indices of the last"),
+        (lambda y: np.where(y > 0, 1.02, 0.99), "where that is above zero"),
+        (lambda y: np.where(y < 0, 1.03, 0.99), "where that is below zero"),
+        (
+            lambda y: np.where(2 * np.arange(y.shape[-1]) < y.shape[-1], 1, 1.03),
+            "in the second half of the last axis",
+        ),
+    ],
+)
+def test_a_factor_of_a_part(part: Callable[[Array], Array], where: str) -> None:
+    def forward(x: Array, gain: Array, bias: Array, *, eps: float) -> Array:
+        y = ops.layernorm_forward(x, gain, bias, eps=eps)[0]
+        return round_bf16(y * part(y).astype(np.float32))
+
+    report = judged("layernorm", forward=forward)
+    assert kinds(report) == {("out", "leans")}, report.text()
+    assert f"times what it should be {where}" in report.text()
+
+
 def gelu_tanh_backward(dout: Array, x: Array, *, three: float = 3.0) -> Array:
     c, a = np.float32(np.sqrt(2 / np.pi)), np.float32(0.044715)
     h = np.tanh(c * (x + a * x * x * x))
@@ -138,6 +173,26 @@ def test_steps_are_rounded() -> None:
     assert type(out) is np.ndarray
     np.testing.assert_array_equal(out, b(b(x * r) * gain))
     assert (out != b(ops.rmsnorm_forward(x, gain, eps=eps)[0])).any()
+    alike = np.full((1, 3), -1000, np.float32)  # whose sum is -3008 in bf16
+    out, _ = stepwise(ops, "layernorm").layernorm_forward(alike, gain[:3], gain[3:6], eps=eps)
+    np.testing.assert_array_equal(out[0], gain[3:6])
+
+
+def test_what_fails_in_a_case_by_itself_is_said_to_lean_no_more() -> None:
+    wrong = changed("rmsnorm", forward=1.02, how=round_bf16)
+
+    def forward(x: Array, gain: Array, **options: Any) -> Any:
+        out, cache = wrong["forward"](x, gain, **options)
+        return (out * (2 if x.shape[-1] == 7 else 1)), cache
+
+    report = judged(
+        "rmsnorm",
+        forward=forward,
+        backward=changed("rmsnorm", backward=1.02, how=round_bf16)["backward"],
+    )
+    assert kinds(report) == {("out", "value"), ("dx", "leans"), ("dgain", "leans")}
+    dx = next(f for f in report.failures if f.name == "dx")
+    assert f"over {report.ops[0].results['dx'].failed} cases" in dx.judged.problem
 
 
 @pytest.mark.parametrize("op", ["gelu", "rmsnorm", "rope", "softmax", "attention"])

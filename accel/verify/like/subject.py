@@ -273,6 +273,13 @@ class LikeSubject(Subject):
         self.watch("case", case)
         return Run(self, pair, case, truths, types).judged
 
+    def plain(self, case: Case) -> Mapping[str, Array]:
+        assert isinstance(case, LikeCase)
+        reference = self.pairs[case.op].reference
+        options, init = reference.resolved(case), reference.init(case.sizes)
+        with np.errstate(all="ignore"):
+            return reference.results(case.arrays, options, init, working(case.dtype))[0]
+
     mistakes = None  # nobody knows those of a function of one's own
 
     def hints(self, case: Case, judged: Judged, evidence: Evidence | None = None) -> list[str]:
