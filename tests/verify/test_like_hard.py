@@ -1,9 +1,14 @@
 """``--like`` on hard cases and in narrow precisions: no right function is called wrong."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from accel.verify.like.bound import expect
+from accel.verify.like.truth import close
+from reference.types import Array
 from tests.helpers.like import checked
 
 ONE_CLASS = """
@@ -216,3 +221,32 @@ def test_tf32_and_8_bits_are_tried_when_they_are_declared(
     assert report.right == right, report.text()
     hinted = any("rounded to TF32?" in hint for f in report.failures for hint in f.hints)
     assert hinted == (dtype == "float32")
+
+
+def _sum_and_top(given: Mapping[str, Array], precision: str) -> dict[str, Array]:
+    """Return the sums and maxima of rows, and dx, where the first of equal numbers is the top."""
+    kind = np.float64 if precision == "float64" else np.float32
+    x, by_sum, by_top = (np.asarray(given[n], kind) for n in ("x", "dout.sum", "dout.top"))
+    rows, at = np.arange(len(x)), x.argmax(-1)
+    dx = np.repeat(by_sum[:, None], x.shape[1], axis=1)
+    dx[rows, at] += by_top
+    return {"out.sum": x.sum(-1), "out.top": x[rows, at], "dx": dx}
+
+
+@pytest.mark.parametrize("seed", range(16, 21))  # in 18 a row was taken to have no kink
+def test_any_of_equal_numbers_may_be_the_largest(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    alike = np.repeat(2 * rng.standard_normal(7).astype(np.float32)[:, None], 129, axis=1)
+    by_sum, by_top = (f * rng.standard_normal(7).astype(np.float32) for f in np.float32([3, 1]))
+    arrays = {"x": alike, "dout.sum": by_sum, "dout.top": by_top}
+    truth = expect(_sum_and_top, arrays, "float32", rng, frozenset({"dx"}))["dx"]
+    dx = np.repeat(by_sum[:, None], 129, axis=1)
+    dx[:, 33] += by_top
+    assert close(dx, truth, "float32", gradient=True).ok
+    dx[:, 33] += 20
+    assert not close(dx, truth, "float32", gradient=True).ok
+    arrays["x"] = rng.standard_normal((7, 129)).astype(np.float32)  # of which one is the largest
+    found = _sum_and_top(arrays, "float32")["dx"]
+    truth = expect(_sum_and_top, arrays, "float32", rng, frozenset({"dx"}))["dx"]
+    assert close(found, truth, "float32", gradient=True).ok
+    assert not close(np.roll(found, 1, axis=1), truth, "float32", gradient=True).ok

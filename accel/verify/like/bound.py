@@ -189,7 +189,8 @@ def expect(
     reach = min(reach * u_work, 2.0**-4)
     ways: list[Callable[..., Array]] = [np.ones, lambda shape: -np.ones(shape), signs]
     far = [(evaluate(moved(wide, reach, way), "float64"), reach) for way in ways]
-    far += [(found, TIE) for found in _ties(evaluate, wide, exact, rng, gradients)]
+    ties = _ties(evaluate, wide, exact, rng, gradients)
+    far += [(there, TIE) for there, _ in ties]
     floors = dict.fromkeys(exact, 0.0)
     for turned in (
         {name: _shuffled(a, None) for name, a in wide.items()},
@@ -238,6 +239,7 @@ def expect(
             [(p[name], e[name]) for p, e in plain],
             [(a[name], b[name]) for a, b in steps],
             [(found[name], by) for found, by in far if name in found],
+            [(a[name], b[name]) for a, b in ties if name in a],
             Scales(terms[name], floors[name], u_work, float(u / u_work)),
             due.get(name),
             near_top.get(name),
@@ -323,8 +325,8 @@ def _ties(
     exact: Results,
     rng: np.random.Generator,
     gradients: frozenset[str],
-) -> list[Results]:
-    """Return the gradients where no two inputs are equal and none is zero."""
+) -> list[tuple[Results, Results]]:
+    """Return the gradients where no two inputs are equal and none is zero, and nearer by."""
     if not gradients:
         return []
 
@@ -332,13 +334,15 @@ def _ties(
         n = int(np.prod(shape))
         return np.linspace(-1.0, 1.0, n).reshape(shape) if n > 1 else np.ones(shape)
 
-    def at(way: Callable[..., Array]) -> Results:
-        found = evaluate(moved(wide, TIE, way, zeros=True), "float64")
-        return {name: found[name] for name in gradients}
+    def at(way: Callable[..., Array]) -> tuple[Results, Results]:
+        there = moved(wide, TIE, way, zeros=True)
+        pair = evaluate(there, "float64"), evaluate(_between(wide, there, 1 / 16), "float64")
+        near, nearer = ({name: found[name] for name in gradients} for found in pair)
+        return near, nearer
 
     far = [at(ramp), at(lambda shape: -ramp(shape))]
     with np.errstate(invalid="ignore"):
-        off = [_typical(found[n] - exact[n]) for found in far for n in gradients]
+        off = [_typical(found[n] - exact[n]) for found, _ in far for n in gradients]
         size = [_typical(exact[n]) for _ in far for n in gradients]
     if any(by > JUMP * TIE * max(s, TINY) for by, s in zip(off, size, strict=True)):
         far += [at(lambda shape: np.asarray(rng.uniform(-1, 1, shape))) for _ in range(TIES)]

@@ -44,6 +44,7 @@ def truth_of(
     plain: list[tuple[Array, Array]],
     steps: list[tuple[Array, Array]],
     far: list[tuple[Array, float]],
+    ties: list[tuple[Array, Array]],
     scales: Scales,
     due: Array | None = None,
     near_top: Array | None = None,
@@ -78,7 +79,8 @@ def truth_of(
         finite &= ~_mostly(moved)
         judged = finite & ~(KNOWN * worst > size) & (not lost) | due
         jumps = none
-        for move, (_, nearer) in zip(moves, steps, strict=True):
+        moves += [np.abs(there - exact) for there, _ in ties]
+        for move, (_, nearer) in zip(moves, [*steps, *ties], strict=True):
             less = np.abs(nearer - exact)
             before = (4 * less > move) & (less > noise)
             beyond = move > 1024 * np.maximum(less, noise)
