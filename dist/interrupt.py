@@ -21,7 +21,11 @@ from types import FrameType
 from accel.system import ENDING
 
 AGAIN = 0.01  # seconds later
+UNHEARD = 0.5  # seconds after which one that nobody has looked at comes once more
 MAIN = threading.main_thread().ident or 0  # where Python looks at signals
+
+
+_looked = 0  # how often a signal was looked at
 
 
 class Ended(BaseException):  # no KeyboardInterrupt: a chat goes on after one
@@ -39,6 +43,8 @@ class Ended(BaseException):  # no KeyboardInterrupt: a chat goes on after one
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise what a signal means, or see to it that the signal comes again."""
+    global _looked
+    _looked += 1
     told = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         code = frame.f_code
@@ -60,6 +66,16 @@ def _engine() -> str | None:
 
 def _again(number: int) -> None:
     time.sleep(AGAIN)
+    before = _looked
+    _send(number)
+    time.sleep(UNHEARD)
+    # one that came just before a wait for the system began has not ended that wait
+    while _looked == before and signal.getsignal(number) is interrupt:
+        _send(number)
+        time.sleep(UNHEARD)
+
+
+def _send(number: int) -> None:
     if sys.platform == "win32":
         _thread.interrupt_main(signal.Signals(number))
     else:  # also out of a wait for the system

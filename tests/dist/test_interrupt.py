@@ -94,6 +94,28 @@ def test_ctrl_c_is_heard_where_it_would_be_lost(where: Callable[[], None]) -> No
     assert time.monotonic() - started < 30 and signal.getsignal(signal.SIGINT) is before
 
 
+def test_one_that_comes_just_before_a_wait_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, kill = [], signal.pthread_kill
+
+    def lost_at_first(thread: int, number: int) -> None:
+        sent.append(number)
+        if len(sent) > 1:
+            kill(thread, number)
+
+    monkeypatch.setattr(signal, "pthread_kill", lost_at_first)
+    with pytest.raises(KeyboardInterrupt), interrupt.raising():
+        in_del()
+    assert sent == [signal.SIGINT] * 2
+
+
+def test_one_that_was_heard_comes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupt, "UNHEARD", 0.05)
+    with pytest.raises(KeyboardInterrupt), interrupt.raising():
+        in_del()
+    with interrupt.raising():
+        time.sleep(0.3)  # in which it would come
+
+
 def test_other_signals_end_a_command_and_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
