@@ -23,8 +23,6 @@ from accel.system import ENDING
 AGAIN = 0.01  # seconds later
 UNHEARD = 0.5  # seconds after which one that nobody has looked at comes once more
 MAIN = threading.main_thread().ident or 0  # where Python looks at signals
-
-
 _looked = 0  # how often a signal was looked at
 
 

@@ -173,19 +173,24 @@ def explains(wrong: Any, judged: Judged) -> bool:
 
 def known(case: Case, dtype: Any) -> Iterator[Any]:
     """Yield the mistakes that are listed."""
+    # what overflows does so in the working precision alone
+    yield from in_words(case, dtype, numpy_dtype(case.dtype), np.dtype(np.float64))
+    if dtype == np.float64:
+        for text, rounded in _rounded(case):
+            yield text, partial(reference_results, rounded, dtype)
+
+
+def in_words(case: Case, dtype: Any, *more: Any) -> Iterator[Any]:
+    """Yield the mistakes that rooms know, changes of the reference in more precisions, too."""
     for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case)):
         if isinstance(wrong, Case):
             yield text, partial(reference_results, wrong, dtype)
         elif dtype == np.float64:
             yield text, wrong
     for mistake in listed(case.op):
-        # what overflows does so in the working precision alone
-        for kind in dict.fromkeys((dtype, numpy_dtype(case.dtype), np.dtype(np.float64))):
+        for kind in dict.fromkeys((dtype, *more)):
             make = partial(spoiled, case.op, mistake)
             yield mistake.says, partial(_spoiled_results, case, make, kind)
-    if dtype == np.float64:
-        for text, rounded in _rounded(case):
-            yield text, partial(reference_results, rounded, dtype)
 
 
 def _spoiled_results(case: Case, make: Callable[[], Any], dtype: Any) -> dict[str, Array]:

@@ -8,11 +8,11 @@ errors e of many are held to what a mistake makes of each, d, by least squares::
     a = Σ e·d / Σ d·d
 
 which is 1 where that mistake was made, something else where one like it was, as with another
-constant, and near 0 where none was. Elements count as parts of s,
-by which the bound grows (``accel/tolerance.py``). Those of one case may be off together, by the
-rounding of what they share, but cases are independent of one another. So a is off by about
-√Σ(e·d - a d·d)² / Σ d·d, the sum of squares being over cases (Liang & Zeger 1986, "Longitudinal
-data analysis using generalized linear models", equation 5).
+constant, and near 0 where none was. Elements count as parts of s, by which the bound grows
+(``accel/tolerance.py``), and e·d and d·d of a case are means over its elements. Those may be off
+together, by the rounding of what they share, but cases are independent of one another. So a is off
+by about √Σ(e·d - a d·d)² / Σ d·d, the sum of squares being over cases (Liang & Zeger 1986,
+"Longitudinal data analysis using generalized linear models", equation 5).
 
 The mistakes are those that hints know of, and one factor by which all elements are off, or those of
 one sign, every other one, or one half.
@@ -215,8 +215,7 @@ def _beside_plain(subject: "Subject", seen: Sequence[Seen], name: str, part: str
     fit = Fit()
     for case, judged in seen:
         each = _first(judged).get(name)
-        compared = None if each is None else _compared(each)
-        if each is not None and compared is not None:
+        if each is not None and (compared := _compared(each)):
             error, exact, there = compared
             plain = np.asarray(onto(subject.plain(case)[name], case, each), np.float64)
             off = np.where(there & np.isfinite(plain), plain - exact, 0.0)

@@ -300,9 +300,9 @@ class Subject:
     @property
     def mistakes(self) -> "Guesses | None":
         """Return the mistakes that people make, if any are known."""
-        from accel.verify.guesses import known  # which needs this module
+        from accel.verify.guesses import in_words  # which needs this module
 
-        return known
+        return in_words
 
     def hints(self, case: Case, judged: "Judged", evidence: "Evidence | None" = None) -> list[str]:
         """Return what may be wrong; the evidence is what other cases say."""

@@ -42,6 +42,10 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
+
+
 def _plain(value: Any) -> Any:
     return value.view(np.ndarray) if isinstance(value, Stepwise) else value
 
@@ -51,12 +55,11 @@ def stepwise(module: Any, op: str, how: Callable[[Array], Array] = round_bf16) -
     kind = type("Stepwise", (Stepwise,), {"how": staticmethod(how)})
 
     def taken(value: Any) -> Any:
-        floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
-        return value.view(kind) if floats else value
+        return value.view(kind) if _is_float(value) else value
 
     def given(value: Any) -> Any:
-        floats = isinstance(value, np.ndarray) and value.dtype.kind == "f"
-        return np.asarray(how(_plain(value))) if floats else _plain(value)
+        value = _plain(value)
+        return np.asarray(how(value)) if _is_float(value) else value
 
     def forward(*arrays: Any, **options: Any) -> Any:
         options = {name: _each(taken, value) for name, value in options.items()}
