@@ -173,6 +173,10 @@ def test_steps_are_rounded() -> None:
     assert type(out) is np.ndarray
     np.testing.assert_array_equal(out, b(b(x * r) * gain))
     assert (out != b(ops.rmsnorm_forward(x, gain, eps=eps)[0])).any()
+    _, cache = stepwise(ops, "embedding").embedding_forward(np.zeros(7, np.int32), x)
+    grad = stepwise(ops, "embedding").embedding_backward(np.repeat(gain[None], 7, 0), cache)
+    np.testing.assert_array_equal(grad, b(grad))  # added up in place, and kept in bf16
+    assert (grad[0] != 7 * gain).any()
     alike = np.full((1, 3), -1000, np.float32)  # whose sum is -3008 in bf16
     out, _ = stepwise(ops, "layernorm").layernorm_forward(alike, gain[:3], gain[3:6], eps=eps)
     np.testing.assert_array_equal(out[0], gain[3:6])
