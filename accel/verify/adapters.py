@@ -11,6 +11,7 @@ and ``parameter`` in the file say what else they are.
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from accel.verify.apart import TIMEOUT, Ended, Silent, Worker
 from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
-from accel.verify.report import Report, failure_text
+from accel.verify.report import Report, Test, failure_text, not_checked
 from accel.verify.subject import Subject, SubjectError
 from reference.ops import OPS
 from reference.types import Array, Loss
@@ -39,17 +40,71 @@ CLOSE = 1e-4  # of the largest element, in float32
 Run = Callable[..., Any]  # an adapter
 
 
-class Found(NamedTuple):
+@dataclasses.dataclass
+class Found:
     """What was found of one adapters file."""
 
-    missing: list[str]  # adapters that are not there, or not written yet
-    verdicts: dict[str, Verdict]  # by adapter
+    subject: str  # its name
+    seed: int
+    verdicts: dict[str, Verdict | None] = dataclasses.field(default_factory=dict)  # by adapter
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    error: str = ""  # why it could not be checked at all, when it could not
 
-    def add(self, name: str, verdict: Verdict | None) -> None:
-        if verdict is None:
-            self.missing.append(name)
-        else:
-            self.verdicts[name] = verdict
+    @property
+    def there(self) -> dict[str, Verdict]:
+        """The verdicts of those that are there and written."""
+        return {name: verdict for name, verdict in self.verdicts.items() if verdict}
+
+    @property
+    def ok(self) -> bool:
+        written = all(self.verdicts.values())
+        return not self.error and written and all(v.right for v in self.there.values())
+
+    right = ok
+
+    @property
+    def verdict(self) -> str:
+        if self.error:
+            return "not checked"
+        right = sum(verdict.right for verdict in self.there.values())
+        wrong, missing = len(self.there) - right, len(self.verdicts) - len(self.there)
+        counts = f"{right} of {len(self.verdicts)} adapters right, {wrong} wrong"
+        return f"{counts}, {missing} missing or not written yet"
+
+    def tests(self) -> list[Test]:
+        """Return a test for each adapter."""
+        tests = not_checked(self.error)
+        for name, verdict in self.verdicts.items():
+            outcome = "" if verdict and verdict.right else "failure"
+            text, seconds = verdict.text if verdict else "", self.seconds[name]
+            tests.append(Test("", name, outcome, said(verdict), text, seconds))
+        return tests
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        return {
+            "subject": self.subject,
+            "seed": self.seed,
+            "ok": self.ok,
+            "error": self.error,
+            "adapters": {
+                name: {
+                    "ok": bool(verdict and verdict.right),
+                    "missing": verdict is None,
+                    "cases": verdict.calls if verdict else 0,
+                    "seconds": round(self.seconds[name], 3),
+                    "problem": verdict.text if verdict else "",
+                }
+                for name, verdict in self.verdicts.items()
+            },
+        }
+
+
+def said(verdict: Verdict | None) -> str:
+    """Return what came of an adapter, in a word or two."""
+    if verdict is None:
+        return "missing"
+    return f"ok in {verdict.calls} cases" if verdict.right else "FAIL"
 
 
 # ---- adapters that are ops -----------------------------------------------------------------------
@@ -228,36 +283,36 @@ def _trial(adapter: Adapter, trial: Trial, seed: int) -> Verdict:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def run(path: Path, out: Console, *, seed: int, examples: int | None, timeout: float) -> int:
-    """Check an adapters file in a process of its own, say what was found, return the status.
+def check_file(path: Path, options: Options, timeout: float, out: Console) -> Found:
+    """Check an adapters file in a process of its own, and say what comes of each adapter.
 
     Raises
     ------
     SubjectError
         When there is no such file, it does not import, or it has no adapter at all.
     """
-
-    def say(text: str, style: str = "") -> None:
-        out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    found, width = Found([], {}), max(map(len, ADAPTERS))
-    options = Options(seed=seed, examples=examples)
+    found, width = Found(path.name, options.seed), max(map(len, ADAPTERS))
+    began = time.monotonic()
     with out.status("") as status:  # on a terminal
         for name, verdict in each_apart(path, options, timeout, status.update):
-            found.add(name, verdict)
-            if verdict is None:
-                say(f"{name:<{width}}  missing", "yellow")
-            else:
-                said = f"ok in {verdict.calls} cases" if verdict.right else "FAIL"
-                say(f"{name:<{width}}  {said}", "" if verdict.right else "red")
-    for verdict in found.verdicts.values():
+            found.verdicts[name] = verdict
+            found.seconds[name], began = time.monotonic() - began, time.monotonic()
+            colour = "yellow" if verdict is None else "" if verdict.right else "red"
+            say(out, f"{name:<{width}}  {said(verdict)}", colour)
+    return found
+
+
+def show(found: Found, out: Console) -> None:
+    """Say what is wrong with each adapter, and how many are right."""
+    for verdict in found.there.values():
         if verdict.text:
-            say(f"\n{verdict.text}")
-    wrong = [name for name, verdict in found.verdicts.items() if not verdict.right]
-    right = len(found.verdicts) - len(wrong)
-    counts = f"\n{right} of {len(ADAPTERS)} adapters right, {len(wrong)} wrong"
-    say(f"{counts}, {len(found.missing)} missing or not written yet")
-    return int(bool(wrong or found.missing))
+            say(out, f"\n{verdict.text}")
+    say(out, f"\n{found.verdict}")
+
+
+def say(out: Console, text: str, style: str = "") -> None:
+    """Print a text as it is."""
+    out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 # ---- the process ---------------------------------------------------------------------------------

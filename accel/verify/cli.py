@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,10 +17,15 @@ from accel.verify.check import Options
 from accel.verify.contract import DTYPES
 from accel.verify.files import case_command, load_failure
 from accel.verify.formats import format_of, to_json, write_reports
-from accel.verify.golden import check_results, write_golden
-from accel.verify.report import Report, failure_text, show
+from accel.verify.golden import GoldenReport, check_results, write_golden
+from accel.verify.report import AnyReport, Report, failure_text, show
 from accel.verify.subject import OTHERS, SubjectError
 from reference.ops import OPS
+
+if TYPE_CHECKING:  # needs what `--adapters` alone needs
+    from accel.verify.adapters import Found
+
+R = TypeVar("R", bound=AnyReport)
 
 # Every backend in every mode, as accel.load names them.
 BACKENDS = (("cpu", "float32"), ("cpu", "bf16"), ("cuda", "float32"), ("cuda", "bf16"))
@@ -142,21 +147,9 @@ def run(argv: list[str]) -> int:
             format_of(path)
     except ValueError as error:
         parser().error(str(error))
-    lacking = {"adapters": ("json", "report"), "golden": ("json", "report"), "against": ("report",)}
-    for kind, options in lacking.items():
-        for option in options:
-            if getattr(arguments, kind) is not None and getattr(arguments, option):
-                parser().error(f"--{kind} makes no such report: leave out --{option}")
-    if arguments.adapters is not None:
-        from accel.verify import adapters
-
-        return adapters.run(
-            arguments.adapters,
-            out,
-            seed=arguments.seed,
-            examples=arguments.examples,
-            timeout=arguments.timeout,
-        )
+    for option in ("json", "report"):
+        if arguments.golden is not None and getattr(arguments, option):
+            parser().error(f"--golden makes no report: leave out --{option}")
     if arguments.golden is not None:
         count = write_golden(arguments.golden, seed=arguments.seed, ops=arguments.op)
         out.print(
@@ -165,24 +158,18 @@ def run(argv: list[str]) -> int:
         )
         return 0
     if arguments.against is not None:
-        dtype = arguments.dtype[0] if arguments.dtype else None
-        results = check_results(arguments.against, seed=arguments.seed, dtype=dtype)
-        if arguments.json:
-            print(json.dumps(results.to_dict(), indent=2))
-        else:
-            results.show(out)
-        if not results.ok:
-            return 1
-        return UNTRIED if results.unread and not arguments.partial else 0
+        return _told([_results(arguments, err)], arguments, lambda found: found.show(out))
+    if arguments.adapters is not None:
+        from accel.verify import adapters
 
+        found = _adapters(arguments, err if arguments.json else out, err)
+        return _told([found], arguments, partial(adapters.show, out=out))
     if arguments.case is not None:
         return _told(_again(arguments, err), arguments, partial(_show_case, out=out))
     return _told(_reports(arguments, err), arguments, partial(show, console=out))
 
 
-def _told(
-    reports: Sequence[Report], arguments: argparse.Namespace, tell: Callable[[Report], None]
-) -> int:
+def _told(reports: Sequence[R], arguments: argparse.Namespace, tell: Callable[[R], None]) -> int:
     """Print and write reports, and return the exit status."""
     if arguments.json:
         print(to_json(reports), end="")
@@ -195,6 +182,28 @@ def _told(
     if not all(report.right for report in reports):
         return 1
     return 0 if all(report.ok for report in reports) else UNTRIED
+
+
+def _results(arguments: argparse.Namespace, err: Console) -> GoldenReport:
+    """Check results that were computed from golden vectors."""
+    dtype = arguments.dtype[0] if arguments.dtype else None
+    try:
+        return check_results(
+            arguments.against, seed=arguments.seed, dtype=dtype, partial=arguments.partial
+        )
+    except ValueError as error:
+        return GoldenReport(str(arguments.against), error=_says(error, err))
+
+
+def _adapters(arguments: argparse.Namespace, out: Console, err: Console) -> "Found":
+    """Check the adapters of a course."""
+    from accel.verify.adapters import Found, check_file
+
+    path, options = arguments.adapters, Options(seed=arguments.seed, examples=arguments.examples)
+    try:
+        return check_file(path, options, arguments.timeout, out)
+    except SubjectError as error:
+        return Found(path.name, arguments.seed, error=_says(error, err))
 
 
 def _reports(arguments: argparse.Namespace, err: Console) -> list[Report]:
@@ -223,11 +232,15 @@ def _reports(arguments: argparse.Namespace, err: Console) -> list[Report]:
 
 def _broken(source: Source, error: Exception, err: Console) -> Report:
     """Say why a subject cannot be checked, and return that as its report."""
-    said = f"myllm verify: {error}"
-    if source.backend and isinstance(error, ImportError):
-        said = f"{source.name} is not here: {error}"
-    err.print(said, markup=False, highlight=False, soft_wrap=True)
-    return Report(source.name, None, error=str(error))
+    absent = source.backend and isinstance(error, ImportError)
+    who = f"{source.name} is not here" if absent else "myllm verify"
+    return Report(source.name, None, error=_says(error, err, who))
+
+
+def _says(error: Exception, err: Console, who: str = "myllm verify") -> str:
+    """Say why something cannot be checked, and return that."""
+    err.print(f"{who}: {error}", markup=False, highlight=False, soft_wrap=True)
+    return str(error)
 
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:

@@ -8,11 +8,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from accel.verify.report import Report, cases_text, failure_text, problem_line
-from accel.verify.search import Failure, OpReport
+from accel.verify.report import AnyReport, Report, cases_text, failure_text
 
 
-def write_reports(path: Path, reports: Sequence[Report]) -> None:
+def write_reports(path: Path, reports: Sequence[AnyReport]) -> None:
     """Write reports in the format that a file's name ends in.
 
     Raises
@@ -28,7 +27,7 @@ def write_reports(path: Path, reports: Sequence[Report]) -> None:
         raise ValueError(f"the report cannot be written to {path}: {error.strerror}") from None
 
 
-def format_of(path: Path) -> Callable[[Sequence[Report]], str]:
+def format_of(path: Path) -> Callable[[Sequence[AnyReport]], str]:
     """Return what makes the text of a report file.
 
     Raises
@@ -44,54 +43,37 @@ def format_of(path: Path) -> Callable[[Sequence[Report]], str]:
         ) from None
 
 
-def to_json(reports: Sequence[Report]) -> str:
+def to_json(reports: Sequence[AnyReport]) -> str:
     return json.dumps([report.to_dict() for report in reports], indent=2) + "\n"
 
 
-def to_junit(reports: Sequence[Report]) -> str:
-    """Return a test suite for each subject, with a test case for each op, precision, direction."""
+def to_junit(reports: Sequence[AnyReport]) -> str:
+    """Return a test suite for each subject, with a test case for each of its tests."""
     root = ElementTree.Element("testsuites")
     for report in reports:
-        subject = _xml(report.subject)
-        suite = ElementTree.SubElement(root, "testsuite", name=f"myllm verify {subject}")
-        tests = failed = skipped = 0
-        if report.error:
-            tests += 1
+        subject, tests = _xml(report.subject), report.tests()
+        outcomes = [test.outcome for test in tests]
+        suite = ElementTree.SubElement(
+            root,
+            "testsuite",
+            name=f"myllm verify {subject}",
+            tests=str(len(tests)),
+            failures=str(outcomes.count("failure")),
+            errors=str(outcomes.count("error")),
+            skipped=str(outcomes.count("skipped")),
+            time=f"{sum(test.seconds for test in tests):.3f}",
+        )
+        for test in tests:
             case = ElementTree.SubElement(
-                suite, "testcase", classname=subject, name="can be checked", time="0"
+                suite,
+                "testcase",
+                classname=f"{subject}.{_xml(test.group)}" if test.group else subject,
+                name=_xml(test.name),
+                time=f"{test.seconds:.3f}",
             )
-            ElementTree.SubElement(case, "error", message=_xml(report.error))
-        for op in report.ops:
-            for direction, failures in by_direction(op).items():
-                tests += 1
-                case = ElementTree.SubElement(
-                    suite,
-                    "testcase",
-                    classname=f"{subject}.{op.op}",
-                    name=f"{op.dtype}-{direction}",
-                    time=f"{op.seconds / len(by_direction(op)):.3f}",
-                )
-                if op.not_offered:
-                    skipped += 1
-                    ElementTree.SubElement(case, "skipped", message=_xml(op.not_offered))
-                if failures:
-                    failed += 1
-                    lines = "; ".join(problem_line(failure) for failure in failures)
-                    text = "\n\n".join(failure_text(failure) for failure in failures)
-                    ElementTree.SubElement(case, "failure", message=_xml(lines)).text = _xml(text)
-        if report.untried:
-            tests += 1
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=subject, name="all was tried", time="0"
-            )
-            kind = "skipped" if report.partial else "failure"
-            skipped, failed = skipped + report.partial, failed + (not report.partial)
-            ElementTree.SubElement(case, kind, message=_xml("; ".join(report.untried)))
-        suite.set("tests", str(tests))
-        suite.set("failures", str(failed))
-        suite.set("errors", str(int(bool(report.error))))
-        suite.set("skipped", str(skipped))
-        suite.set("time", f"{sum(op.seconds for op in report.ops):.3f}")
+            if test.outcome:
+                part = ElementTree.SubElement(case, test.outcome, message=_xml(test.says))
+                part.text = _xml(test.text) or None
     ElementTree.indent(root)
     text = ElementTree.tostring(root, encoding="unicode")
     return f"<?xml version='1.0' encoding='utf-8'?>\n{text}\n"
@@ -102,51 +84,57 @@ def _xml(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
-def by_direction(op: OpReport) -> dict[str, list[Failure]]:
-    """Return the failures of an op's forward, and of its backward where one was called."""
-    found: dict[str, list[Failure]] = {"forward": []}
-    for failure in op.failures:
-        found.setdefault(failure.direction, []).append(failure)
-    if op.backward:
-        found.setdefault("backward", [])
-    return found
-
-
-def to_markdown(reports: Sequence[Report]) -> str:
+def to_markdown(reports: Sequence[AnyReport]) -> str:
     """Return a table for each subject, and every failure below it."""
     parts = []
     for report in reports:
-        head = f"## {_markdown(report.subject)}: {report.verdict}"
+        lines = [f"## {_markdown(report.subject)}: {_markdown(report.verdict)}", ""]
         if report.error:
-            parts.append(f"{head}\n\n{_fenced(report.error)}\n")
-            continue
-        cases = f"{report.cases} case{'s' * (report.cases != 1)}"
-        lines = [
-            head,
-            "",
-            f"{cases}." if report.seed is None else f"{cases}, seed {report.seed}.",
-            "",
-            "| op | dtype | cases | result | error | allowed | verdict |",
-            "| --- | --- | ---: | --- | ---: | ---: | --- |",
-        ]
-        for op in report.ops:
-            head = f"| {_markdown(op.op)} | {op.dtype} | {cases_text(op)}"
-            if op.not_offered:
-                lines.append(f"{head} | | | | not offered |")
-            for failure in op.failures:
-                if not failure.name:
-                    lines.append(f"{head} | | | | **FAIL** {failure.kind} |")
-            for name, tally in op.results.items():
-                verdict = f"**FAIL** in {tally.failed}" if tally.failed else "ok"
-                error = f"{tally.error:.1e}" if np.isfinite(tally.error) else "not finite"
-                bound = f"{tally.bound:.1e}" if np.isfinite(tally.bound) else ""
-                lines.append(f"{head} | {_markdown(name)} | {error} | {bound} | {verdict} |")
-        lines += ["", *(f"- not tried: {_markdown(sentence)}" for sentence in report.untried)]
-        for failure in report.failures:
-            lines += ["", f"### {_markdown(failure.where)} ({failure.dtype})", ""]
-            lines.append(_fenced(failure_text(failure)))
+            lines.append(_fenced(report.error))
+        else:
+            lines += _closeness(report) if isinstance(report, Report) else _tests(report)
         parts.append("\n".join(lines).rstrip() + "\n")
     return "\n".join(parts)
+
+
+def _closeness(report: Report) -> list[str]:
+    """Return how close each result of each op came, what was not tried, and all failures."""
+    cases = f"{report.cases} case{'s' * (report.cases != 1)}"
+    lines = [
+        f"{cases}." if report.seed is None else f"{cases}, seed {report.seed}.",
+        "",
+        "| op | dtype | cases | result | error | allowed | verdict |",
+        "| --- | --- | ---: | --- | ---: | ---: | --- |",
+    ]
+    for op in report.ops:
+        head = f"| {_markdown(op.op)} | {op.dtype} | {cases_text(op)}"
+        if op.not_offered:
+            lines.append(f"{head} | | | | not offered |")
+        for failure in op.failures:
+            if not failure.name:
+                lines.append(f"{head} | | | | **FAIL** {failure.kind} |")
+        for name, tally in op.results.items():
+            verdict = f"**FAIL** in {tally.failed}" if tally.failed else "ok"
+            error = f"{tally.error:.1e}" if np.isfinite(tally.error) else "not finite"
+            bound = f"{tally.bound:.1e}" if np.isfinite(tally.bound) else ""
+            lines.append(f"{head} | {_markdown(name)} | {error} | {bound} | {verdict} |")
+    lines += ["", *(f"- not tried: {_markdown(sentence)}" for sentence in report.untried)]
+    for failure in report.failures:
+        lines += ["", f"### {_markdown(failure.where)} ({failure.dtype})", ""]
+        lines.append(_fenced(failure_text(failure)))
+    return lines
+
+
+def _tests(report: AnyReport) -> list[str]:
+    """Return what came of each test, and all failures."""
+    lines, below = ["| test | verdict |", "| --- | --- |"], list[str]()
+    for test in report.tests():
+        name = _markdown(f"{test.group} {test.name}".strip())
+        verdict = _markdown(test.says) or "ok"
+        lines.append(f"| {name} | {f'**{verdict}**' if test.outcome == 'failure' else verdict} |")
+        if test.text:
+            below += ["", f"### {name}", "", _fenced(test.text)]
+    return lines + below
 
 
 def _markdown(text: str) -> str:

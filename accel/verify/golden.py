@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +24,7 @@ from accel.verify.contract import Case, draw_case, expected, gradient_names, sha
 from accel.verify.draw import Draw
 from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json, unreadable
 from accel.verify.ops import room
+from accel.verify.report import Test, all_tried, not_checked
 from accel.verify.travel import special_at
 from reference import ops as reference
 from reference.model import loss_backward, loss_forward
@@ -196,36 +197,91 @@ def write_golden(folder: Path, *, seed: int = 0, ops: Iterable[str] | None = Non
     return len(vectors)
 
 
+class Row(NamedTuple):
+    """What one result is worth."""
+
+    file: str
+    name: str
+    dtype: str
+    near: Closeness | None
+    why: str  # it is wrong
+
+    @property
+    def right(self) -> bool:
+        return not self.why and self.near is not None and self.near.ok
+
+
 @dataclasses.dataclass
 class GoldenReport:
     """What a folder of results is worth."""
 
-    folder: str
-    rows: list[tuple[str, str, str, Closeness | None, str]]  # file, result, dtype, how close, why
-    missing: list[str]  # files that another program did not write
-    unread: list[str]  # files that it did write, and that are no golden vector's
+    subject: str  # the folder
+    partial: bool = False  # whether files that are no golden vector's are all right
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # files that were not written
+    unread: list[str] = dataclasses.field(default_factory=list)  # no golden vector's
+    error: str = ""  # why it could not be checked at all, when it could not
+
+    @property
+    def right(self) -> bool:
+        """Whether all results are as the reference."""
+        return not self.error and all(row.right for row in self.rows)
 
     @property
     def ok(self) -> bool:
-        return all(not why and near is not None and near.ok for _, _, _, near, why in self.rows)
+        return self.right and (self.partial or not self.unread)
+
+    @property
+    def verdict(self) -> str:
+        if self.error:
+            return "not checked"
+        all_right = "all as the reference" if self.right else "not as the reference"
+        return f"{len(self.rows)} results: {all_right}"
+
+    @property
+    def untried(self) -> list[str]:
+        """What nobody looked at, in a sentence."""
+        why = (
+            "no golden vector has such a name, or it is there in another form; rename or remove it"
+        )
+        return [f"{', '.join(self.unread)}: {why}"] if self.unread else []
+
+    @property
+    def not_there(self) -> list[str]:
+        """What was not written, in a sentence."""
+        ops = dict.fromkeys(name.rpartition("-")[0] or name for name in self.missing)
+        return [f"{len(self.missing)} files of {', '.join(ops)}"] if self.missing else []
+
+    def tests(self) -> list[Test]:
+        """Return a test for each result."""
+        tests = not_checked(self.error)
+        tests += [
+            Test(
+                row.file, f"{row.name} {row.dtype}".strip(), "" if row.right else "failure", row.why
+            )
+            for row in self.rows
+        ]
+        tests += [Test("", "all is there", "skipped", f"not there: {s}") for s in self.not_there]
+        return tests + all_tried(self.untried, self.partial)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
         rows = [
             {
-                "file": file,
-                "result": name,
-                "dtype": dtype,
-                "ok": not why and near is not None and near.ok,
-                "error": near.error if near and math.isfinite(near.error) else None,
-                "bound": near.bound if near else None,
-                "problem": why,
+                "file": row.file,
+                "result": row.name,
+                "dtype": row.dtype,
+                "ok": row.right,
+                "error": row.near.error if row.near and math.isfinite(row.near.error) else None,
+                "bound": row.near.bound if row.near else None,
+                "problem": row.why,
             }
-            for file, name, dtype, near, why in self.rows
+            for row in self.rows
         ]
         return {
-            "folder": self.folder,
+            "subject": self.subject,
             "ok": self.ok,
+            "error": self.error,
             "results": rows,
             "missing": self.missing,
             "unread": self.unread,
@@ -233,34 +289,27 @@ class GoldenReport:
 
     def show(self, console: Console) -> None:
         """Print a table of all results."""
-        table = Table(title=f"{escape(self.folder)} against the golden vectors")
+        table = Table(title=f"{escape(self.subject)} against the golden vectors")
         for title in ("file", "result", "dtype", "error", "allowed", "verdict"):
             table.add_column(title)
-        for file, name, dtype, near, why in self.rows:
-            numbers = ("", "") if near is None else (f"{near.error:.1e}", f"{near.bound:.1e}")
-            good = not why and near is not None and near.ok
-            verdict = "[green]ok[/]" if good else f"[red]FAIL[/] {escape(why)}"
-            table.add_row(file, escape(name), dtype, *numbers, verdict)
+        for row in self.rows:
+            numbers = ("", "")
+            if row.near is not None:
+                numbers = f"{row.near.error:.1e}", f"{row.near.bound:.1e}"
+            verdict = "[green]ok[/]" if row.right else f"[red]FAIL[/] {escape(row.why)}"
+            table.add_row(row.file, escape(row.name), row.dtype, *numbers, verdict)
         console.print(table)
-        if self.missing:
-            ops = dict.fromkeys(name.rpartition("-")[0] or name for name in self.missing)
-            console.print(
-                f"not there, so not checked: {len(self.missing)} files of {', '.join(ops)}",
-                highlight=False,
-            )
-        if self.unread:
-            console.print(
-                f"not tried: {', '.join(self.unread)}: no golden vector has such a name, or it is "
-                "there in another form; rename or remove it",
-                style="yellow",
-                highlight=False,
-                markup=False,
-            )
-        verdict = "all as the reference" if self.ok else "not as the reference"
-        console.print(f"{len(self.rows)} results: {verdict}", highlight=False)
+        for sentence in self.not_there:
+            console.print(f"not there, so not checked: {sentence}", highlight=False)
+        for sentence in self.untried:
+            said = f"not tried: {sentence}"
+            console.print(said, style="yellow", highlight=False, markup=False)
+        console.print(self.verdict, highlight=False)
 
 
-def check_results(folder: Path, *, seed: int = 0, dtype: str | None = None) -> GoldenReport:
+def check_results(
+    folder: Path, *, seed: int = 0, dtype: str | None = None, partial: bool = False
+) -> GoldenReport:
     """Check a folder of results, one ``.safetensors`` or ``.npz`` for each golden file.
 
     Raises
@@ -271,7 +320,7 @@ def check_results(folder: Path, *, seed: int = 0, dtype: str | None = None) -> G
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; give the folder of computed results")
     files = {path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
-    report = GoldenReport(str(folder), [], [], [])
+    report = GoldenReport(str(folder), partial)
     for golden in golden_cases(seed):
         paths = [folder / f"{golden.name}{suffix}" for suffix in SUFFIXES]
         path = next((p for p in paths if p.is_file()), None)
@@ -282,11 +331,11 @@ def check_results(folder: Path, *, seed: int = 0, dtype: str | None = None) -> G
         try:
             results = read_tensors(path)
         except ValueError as error:
-            report.rows.append((path.name, "", "", None, str(error)))
+            report.rows.append(Row(path.name, "", "", None, str(error)))
             continue
         for name, exact in golden.exact.items():
             row = _one_result(golden, name, exact, results, dtype)
-            report.rows.append((path.name, name, *row))
+            report.rows.append(Row(path.name, name, *row))
     report.unread = sorted(files)
     if not report.rows:
         raise ValueError(

@@ -118,8 +118,7 @@ class KernelItem(_Item):
         self.of = of
 
     def runtest(self) -> None:
-        from accel.verify.formats import by_direction
-        from accel.verify.report import failure_text
+        from accel.verify.report import by_direction, failure_text
 
         assert isinstance(self.parent, KernelFile)
         op, dtype, direction = self.of

@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,34 @@ from reference.types import Array
 
 if TYPE_CHECKING:  # rich is wanted where a report is printed: a GPU's tests do without
     from rich.console import Console
+
+
+class Test(NamedTuple):
+    """One thing that was looked at, as programs count it that read JUnit's XML."""
+
+    group: str
+    name: str
+    outcome: str = ""  # "failure", "error" or "skipped"; "": all is right
+    says: str = ""  # what came of it, in a line
+    text: str = ""  # all that is known of a failure
+    seconds: float = 0.0
+
+
+class AnyReport(Protocol):
+    """What was found of one subject, in a form that can be written to a file."""
+
+    @property
+    def subject(self) -> str: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def right(self) -> bool: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def verdict(self) -> str: ...
+    def tests(self) -> list[Test]: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass
@@ -60,6 +88,20 @@ class Report:
         buffer = io.StringIO()
         show(self, Console(file=buffer, width=110, no_color=True))
         return buffer.getvalue()
+
+    def tests(self) -> list[Test]:
+        """Return a test for each op, precision and direction."""
+        tests = not_checked(self.error)
+        for op in self.ops:
+            each = by_direction(op)
+            for direction, failures in each.items():
+                outcome, says = "skipped" if op.not_offered else "", op.not_offered
+                if failures:
+                    outcome, says = "failure", "; ".join(map(problem_line, failures))
+                text = "\n\n".join(map(failure_text, failures))
+                name, seconds = f"{op.dtype}-{direction}", op.seconds / len(each)
+                tests.append(Test(op.op, name, outcome, says, text, seconds))
+        return tests + all_tried(self.untried, self.partial)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values, for JSON."""
@@ -110,6 +152,27 @@ def _op_dict(op: OpReport) -> dict[str, Any]:
             for failure in op.failures
         ],
     }
+
+
+def not_checked(error: str) -> list[Test]:
+    """Return the test that says why a subject cannot be checked, where it cannot."""
+    return [Test("", "can be checked", "error", error)] if error else []
+
+
+def all_tried(untried: list[str], partial: bool) -> list[Test]:
+    """Return the test that says what was not tried, where there is something."""
+    outcome = "skipped" if partial else "failure"
+    return [Test("", "all was tried", outcome, "; ".join(untried))] if untried else []
+
+
+def by_direction(op: OpReport) -> dict[str, list[Failure]]:
+    """Return the failures of an op's forward, and of its backward where one was called."""
+    found: dict[str, list[Failure]] = {"forward": []}
+    for failure in op.failures:
+        found.setdefault(failure.direction, []).append(failure)
+    if op.backward:
+        found.setdefault("backward", [])
+    return found
 
 
 def _finite(x: float) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from accel.verify.adapters import ADAPTERS, OPS_OF, Found, check_adapter, each_apart
+from accel.verify.adapters import ADAPTERS, OPS_OF, check_adapter, each_apart
 from accel.verify.calls import Verdict, difference
 from accel.verify.check import Options
 from accel.verify.load import import_file
@@ -128,12 +128,10 @@ def numpy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
-def check_adapters(module: Any, options: Options) -> Found:
-    """Hold the adapters of a module to the reference, in this process."""
-    found = Found([], {})
-    for name in ADAPTERS:
-        found.add(name, check_adapter(module, name, options))
-    return found
+def check_adapters(module: Any, options: Options) -> dict[str, Verdict]:
+    """Hold the adapters of a module that are there to the reference, in this process."""
+    found = {name: check_adapter(module, name, options) for name in ADAPTERS}
+    return {name: verdict for name, verdict in found.items() if verdict}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -167,9 +165,9 @@ def test_a_mistake_is_named(wrong: Wrong, tmp_path: Path) -> None:
     if wrong.adapter != "run_softmax":
         text = text.replace(" run_softmax(", " other_run_softmax(")
     found = check_adapters(import_file(write(tmp_path, text)), Options(examples=20, shrink=False))
-    assert set(found.verdicts) == {wrong.adapter}
-    assert not found.verdicts[wrong.adapter].right
-    assert wrong.says in found.verdicts[wrong.adapter].text
+    assert set(found) == {wrong.adapter}
+    assert not found[wrong.adapter].right
+    assert wrong.says in found[wrong.adapter].text
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def {adapter}{head[1]}:
     return out
 """
     found = check_adapters(import_file(write(tmp_path, text)), Options(examples=20))
-    verdict = found.verdicts[adapter]
+    verdict = found[adapter]
     assert not verdict.right and verdict.text.startswith(f"FAIL {adapter}: changes its {says}")
     assert verdict.text.endswith(": it is to stay, as callers look at it again")
     assert verdict.text.count("\n") == 0
@@ -255,7 +253,7 @@ def test_a_result_may_be_float64(adapter: str, tmp_path: Path) -> None:
     text = re.sub(r"\brun_(?=\w+\()", "other_run_", RIGHT)
     text += f"\n\ndef {adapter}(*given):\n    return np.float64(other_{adapter}(*given))\n"
     found = check_adapters(import_file(write(tmp_path, text)), Options(examples=8))
-    assert found.verdicts[adapter].right, found.verdicts[adapter].text
+    assert found[adapter].right, found[adapter].text
 
 
 @pytest.mark.parametrize(
@@ -276,7 +274,7 @@ def test_an_array_where_none_is_due_is_a_difference(want: Any, got: Any, says: s
 
 def test_an_optimizer_with_groups_passes(tmp_path: Path) -> None:
     found = check_adapters(import_file(write(tmp_path, GROUPED)), Options())
-    assert found.verdicts == {"get_adamw_cls": Verdict(True, 14, "")}
+    assert found == {"get_adamw_cls": Verdict(True, 14, "")}
 
 
 ROOT_OF_V = 'np.sqrt(state["v"])'
@@ -286,9 +284,7 @@ def test_eps_may_stand_where_pytorch_has_it(tmp_path: Path) -> None:
     text = GROUPED.replace(ROOT_OF_V, f"{ROOT_OF_V} / math.sqrt(1 - b2**t)").replace(
         "lr * math.sqrt(1 - b2**t) / (", "lr / ("
     )
-    verdict = check_adapters(import_file(write(tmp_path, text)), Options()).verdicts[
-        "get_adamw_cls"
-    ]
+    verdict = check_adapters(import_file(write(tmp_path, text)), Options())["get_adamw_cls"]
     assert verdict.right, verdict.text
 
 
@@ -324,9 +320,7 @@ def test_a_mistake_with_several_parameters_is_named(
 ) -> None:
     assert GROUPED.count(old) == 1
     text = GROUPED.replace(old, new)
-    verdict = check_adapters(import_file(write(tmp_path, text)), Options()).verdicts[
-        "get_adamw_cls"
-    ]
+    verdict = check_adapters(import_file(write(tmp_path, text)), Options())["get_adamw_cls"]
     assert not verdict.right and says in verdict.text
     assert verdict.text.count("hint:") == (not says.startswith("step"))
 
@@ -335,7 +329,7 @@ def test_what_is_expected_is_the_right_result_that_is_nearest(tmp_path: Path) ->
     """The first parameter is right, with the decay after the step; the second is not."""
     text = GROUPED.replace(' group["weight_decay"]', ' self.defaults["weight_decay"]')
     found = check_adapters(import_file(write(tmp_path, text)), Options())
-    assert "\n    item 1: first difference" in found.verdicts["get_adamw_cls"].text
+    assert "\n    item 1: first difference" in found["get_adamw_cls"].text
 
 
 def test_what_is_missing_or_not_written_is_counted_and_not_success(

@@ -470,7 +470,7 @@ def test_wrong_results_are_found_by_file_and_name(
     (tmp_path / "relu-0.safetensors").write_bytes(b"not one")
     np.savez(tmp_path / "relu-1.npz", out=right["out"])
     assert main(["verify", "--against", str(tmp_path), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    (report,) = json.loads(capsys.readouterr().out)
     found = {(r["file"], r["result"]): r for r in report["results"]}
     assert found["gelu-1.npz", "out"]["ok"] and not found["gelu-1.npz", "dx"]["ok"]
     assert "no readable safetensors" in found["relu-0.safetensors", ""]["problem"]
@@ -488,7 +488,7 @@ def test_files_of_no_golden_vector_are_named(
     assert main(["verify", "--against", str(tmp_path)]) == UNTRIED
     assert "not tried: gelu-7.npz, gelu0.npz: no golden vector" in capsys.readouterr().out
     assert main(["verify", "--against", str(tmp_path), "--partial", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unread"] == ["gelu-7.npz", "gelu0.npz"]
+    assert json.loads(capsys.readouterr().out)[0]["unread"] == ["gelu-7.npz", "gelu0.npz"]
 
 
 def test_bf16_results_are_read_and_held_to_bf16(tmp_path: Path) -> None:

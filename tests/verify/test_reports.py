@@ -15,6 +15,7 @@ from accel.verify import Report, check_case, check_op
 from accel.verify.calling import Judged
 from accel.verify.cli import UNTRIED
 from accel.verify.formats import to_junit, to_markdown
+from accel.verify.golden import golden_cases
 from accel.verify.load import as_subject
 from accel.verify.report import first_difference
 from accel.verify.search import Dealer, Failure, OpReport, Tally
@@ -251,14 +252,7 @@ def test_infinities_that_are_alike_are_no_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("--adapters", "a.py", "--report", "r.xml"),
-        ("--adapters", "a.py", "--json"),
-        ("--golden", "g", "--report", "r.xml"),
-        ("--golden", "g", "--json"),
-        ("--against", "g", "--report", "r.xml"),
-    ],
+    "words", [("--golden", "g", "--report", "r.xml"), ("--golden", "g", "--json")]
 )
 def test_what_makes_no_report_says_so(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -266,5 +260,82 @@ def test_what_makes_no_report_says_so(
     with pytest.raises(SystemExit) as exit:
         verify(*words)
     assert exit.value.code == 2
-    assert f"{words[0]} makes no such report: leave out {words[2]}" in capsys.readouterr().err
+    assert f"{words[0]} makes no report: leave out {words[2]}" in capsys.readouterr().err
     assert not Path("g").exists()
+
+
+ADAPTERS = """
+import numpy as np
+
+def run_linear(d_in, d_out, weights, in_features):
+    return in_features @ weights.T
+
+def run_silu(in_features):
+    return in_features / (1 + np.exp(in_features))
+
+def run_softmax(in_features, dim):
+    raise NotImplementedError
+"""
+
+
+def test_adapters_of_a_course_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("adapters.py").write_text(ADAPTERS, encoding="utf-8")
+    assert verify("--adapters", "adapters.py", "--examples", "3", *REPORTS, "--json") == 1
+    said = capsys.readouterr()
+    (report,), (suite,), page = written()
+    assert json.loads(said.out) == [report]
+    assert not report["ok"] and report["subject"] == "adapters.py" and report["seed"] == 0
+    right, wrong, missing = (report["adapters"][f"run_{n}"] for n in ("linear", "silu", "softmax"))
+    assert right["ok"] and right["cases"] == 3 and right["seconds"] > 0 and not right["problem"]
+    assert not wrong["ok"] and wrong["problem"].startswith("FAIL run_silu")
+    assert not missing["ok"] and missing["missing"] and not wrong["missing"]
+    assert suite.attrib["tests"] == "13" and suite.attrib["failures"] == "12"
+    found = {case.attrib["name"]: [(p.tag, p.attrib["message"]) for p in case] for case in suite}
+    assert found["run_linear"] == [] and found["run_silu"] == [("failure", "FAIL")]
+    assert found["run_softmax"] == [("failure", "missing")]
+    (text,) = [case[0].text for case in suite if case.attrib["name"] == "run_silu"]
+    assert text == wrong["problem"]
+    assert page.startswith(r"## adapters.py: 1 of 13 adapters right, 1 wrong, 11 missing")
+    assert r"| run\_linear | ok in 3 cases |" in page and r"| run\_silu | **FAIL** |" in page
+    assert r"| run\_softmax | **missing** |" in page
+    assert f"### run\\_silu\n\n```text\n{text}\n```" in page
+
+
+def test_adapters_that_cannot_be_checked_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify("--adapters", "none.py", *REPORTS, "--json") == 1
+    said = capsys.readouterr()
+    (report,), (suite,), page = written()
+    assert json.loads(said.out) == [report] and "there is no file none.py" in report["error"]
+    assert said.err == f"myllm verify: {report['error']}\n"
+    assert outcomes(suite) == {"none.py can be checked": ["error"]}
+    assert "## none.py: not checked" in page and report["error"] in page
+
+
+def test_results_of_golden_vectors_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    (vector, *_) = golden_cases(ops=["gelu"])
+    Path("mine").mkdir()
+    right = {name: a.astype(np.float32) for name, a in vector.plain.items()}
+    np.savez("mine/gelu-0.npz", out=right["out"], dx=right["dx"] * np.float32(1.01))
+    assert verify("--against", "mine", *REPORTS, "--json") == 1
+    (report,), (suite,), page = written()
+    assert json.loads(capsys.readouterr().out) == [report] and not report["ok"]
+    assert outcomes(suite) == {
+        "mine.gelu-0.npz out float32": [],
+        "mine.gelu-0.npz dx float32": ["failure"],
+        "mine all is there": ["skipped"],
+    }
+    assert "## mine: 2 results: not as the reference" in page
+    assert "| gelu-0.npz out float32 | ok |" in page and re.search(
+        r"\| gelu-0.npz dx float32 \| \*\*.* times what is allowed\*\* \|", page
+    )
+    np.savez("mine/gelu-0.npz", **right)
+    np.savez("mine/gelu-x.npz", **right)
+    assert verify("--against", "mine", *REPORTS) == UNTRIED
+    (report,), (suite,), page = written()
+    assert not report["ok"] and outcomes(suite)["mine all was tried"] == ["failure"]
+    assert "gelu-x.npz: no golden vector" in page
+    assert verify("--against", "mine", "--partial", *REPORTS) == 0
+    (report,), (suite,), _ = written()
+    assert report["ok"] and outcomes(suite)["mine all was tried"] == ["skipped"]
+    assert verify("--against", "none", *REPORTS) == 1
+    assert written()[0][0]["error"].startswith("there is no folder none")
