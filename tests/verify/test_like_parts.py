@@ -162,12 +162,47 @@ def f(x):
     return np.sqrt(np.abs(x - 1))
 """
     strict = text.replace("    return", "    assert ((x > 1) & (x < 2)).all()\n    return")
-    report = checked(tmp_path, strict, ref=text)
-    assert report.right, report.text()
+    for ref in (text, strict):
+        report = checked(tmp_path, strict, ref=ref)
+        assert report.right, report.text()
     report = checked(tmp_path, text.replace("(np.abs", "(2 * np.abs"), ref=text, shrink=True)
     (failure,) = report.failures
     x = failure.case.arrays["x"]
     assert failure.name == "out" and x.size <= 2 and ((x > 1) & (x < 2)).all(), report.text()
+
+
+@pytest.mark.parametrize("bounds", [">= 16 <= 1000", "> 16", "<= -16", "> 0 < 1"])
+def test_a_reference_that_refuses_what_is_beyond_a_range_is_not_asked_for_it(
+    bounds: str, tmp_path: Path
+) -> None:
+    text = f"""
+import numpy as np
+SHAPES = {{"f": {{"x": "B T {bounds}", "y": "B T"}}}}
+def f(x, y):
+    assert ((x {bounds.replace(" <", ") & (x <")})).all()
+    return np.sqrt(np.abs(x)) * y
+def f_backward(dout, x, y):
+    return dout * y * np.sign(x) / (2 * np.sqrt(np.abs(x))), dout * np.sqrt(np.abs(x))
+"""
+    report = checked(tmp_path, text, ref=text, dtypes=("float32", "float64", "bf16"))
+    assert report.right, report.text()
+    assert {name for op in report.ops for name in op.results} == {"out", "dx", "dy"}
+    wrong = text.replace("dout * np.sqrt", "dout * 1.01 * np.sqrt")
+    report = checked(tmp_path, wrong, ref=text, dtypes=("float32",))
+    assert {failure.name for failure in report.failures} == {"dy"}, report.text()
+
+
+def test_a_range_that_is_not_declared_is_said(tmp_path: Path) -> None:
+    text = """
+SHAPES = {"f": {"x": "B T >= 1 <= 9", "y": "B T"}}
+def f(x, y):
+    if (x == x.astype("float16")).all():
+        return x + y
+    raise ValueError("x in three digits")
+"""
+    says = r"ValueError: x in three digits for numbers that are not those of a case.*declare the"
+    with pytest.raises(SubjectError, match=says):
+        checked(tmp_path, text, ref=text, dtypes=("float16",))
 
 
 def test_options_of_a_case_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -268,6 +268,17 @@ class Declared:
             sizes[letter] = draw.pick(options)
         return {letter: sizes[letter] for letter in letters}
 
+    def brought_back(
+        self, arrays: Mapping[str, Array], case: Mapping[str, Array], sizes: Sizes
+    ) -> dict[str, Array]:
+        """Return arrays whose elements beyond the bounds are those of a case."""
+        found = dict(arrays)
+        for name, declared in self.arrays.items():
+            if name in found and found[name].shape == case[name].shape:
+                kept = declared.keeps(found[name], sizes)
+                found[name] = np.where(kept, found[name], case[name].astype(found[name].dtype))
+        return found
+
     def check(self) -> None:
         """See that there are sizes.
 

@@ -231,20 +231,25 @@ class Reference:
         array = np.array(self.framework.take(value))
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
-    def evaluator(
-        self, options: Mapping[str, Any], init: tuple[Any, ...]
-    ) -> Callable[[Mapping[str, Array], str], Results]:
-        return lambda arrays, dtype: self.results(arrays, options, init, dtype)[0]
+    def evaluator(self, case: LikeCase) -> Callable[[Mapping[str, Array], str], Results]:
+        """Return what evaluates the reference beside a case.
 
-    def slopes(
-        self,
-        arrays: Mapping[str, Array],
-        options: Mapping[str, Any],
-        init: tuple[Any, ...],
-        rng: np.random.Generator,
-    ) -> Any:
-        """Return gradients by differences in float64, where there is no autograd."""
-        run = self.evaluator(options, init)
+        Where it refuses what lies beyond a range that is declared, what does is as in the case.
+        """
+        options, init = self.resolved(case), self.init(case.sizes)
+
+        def evaluate(arrays: Mapping[str, Array], dtype: str) -> Results:
+            try:
+                return self.results(arrays, options, init, dtype)[0]
+            except Refused:
+                kept = self.declared.brought_back(arrays, case.arrays, case.sizes)
+                return self.results(kept, options, init, dtype)[0]
+
+        return evaluate
+
+    def slopes(self, case: LikeCase, arrays: Mapping[str, Array], rng: np.random.Generator) -> Any:
+        """Return gradients beside a case, by differences, where there is no autograd."""
+        run = self.evaluator(case)
         inputs = {name: a for name, a in arrays.items() if not name.startswith("dout")}
         return slopes(
             lambda given: run(given, "float64"),

@@ -248,8 +248,14 @@ class LikeSubject(Subject):
         wanted = frozenset(f"d{name}" for name in reference.wanted(case.arrays))
         work = working(case.dtype)
         with np.errstate(all="ignore"):
-            run = reference.evaluator(options, init)
-            truths = expect(run, case.arrays, case.dtype, rng, wanted)
+            run = reference.evaluator(case)
+            try:
+                truths = expect(run, case.arrays, case.dtype, rng, wanted)
+            except Refused as error:
+                raise SubjectError(
+                    f"{reference.name}: {error} for numbers that are not those of a case, but "
+                    'near them, or smaller; declare the range that it takes, such as "B T > 0"'
+                ) from None
             if cotangents_of(case.arrays) and isinstance(reference.framework, NumPy):
                 truths |= _of_slopes(reference, case, truths, rng)
                 if any(a.size > SMALL for n, a in case.arrays.items() if f"d{n}" in truths):
@@ -311,12 +317,11 @@ def _of_slopes(
     What plain code is off by in a gradient is not known. It is taken to be as many times u s as it
     is in the results, in the worst of their rows, and r roundings of the terms.
     """
-    options, init = reference.resolved(case), reference.init(case.sizes)
     state = rng.bit_generator.state
 
     def at(arrays: Mapping[str, Array]) -> dict[str, Slopes]:
         rng.bit_generator.state = state  # the same elements at every point
-        found: dict[str, Slopes] = reference.slopes(arrays, options, init, rng)
+        found: dict[str, Slopes] = reference.slopes(case, arrays, rng)
         return found
 
     def signs(shape: tuple[int, ...]) -> Array:
