@@ -16,7 +16,7 @@ from accel.verify.subject import SubjectError
 from dist.cli import main
 from tests.helpers import ROOT, like
 
-README = ROOT / "accel" / "verify" / "README.md"
+PAGE = ROOT / "accel" / "verify" / "LIKE.md"
 
 REF = """
 import numpy as np
@@ -330,7 +330,7 @@ def blocks(text: str, kind: str) -> dict[str, str]:
 def test_the_readme_s_example_is_what_comes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for name, code in blocks(text, "file").items():
         (tmp_path / name).write_text(code, encoding="utf-8")
