@@ -83,7 +83,7 @@ def factor(both: Sequence[Wrong]) -> Iterator[str]:
         if np.allclose(ratios, values, rtol=1e-3) and not np.allclose(values, 1, rtol=1e-3):
             yield f"{text} ({factor}, and so by one rule in {len(ratios)} cases)"
             return
-    if np.allclose(ratios, ratios[0], rtol=1e-3):
+    if np.allclose(ratios, ratios[0], rtol=1e-3) and f"{ratios[0]:.4g}" != "1":
         yield f"{factor}, in {len(ratios)} of {len(ratios)} cases"
 
 

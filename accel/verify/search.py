@@ -29,6 +29,8 @@ from accel.verify.subject import Subject
 from reference.contract import Op
 
 LEANS = "leans"  # the kind of a failure that no case shows by itself
+LATER = ("second", "refilled", "nan")  # kinds of what is wrong beside the first call alone
+ALONE = 0.5  # of the cases in which a result fails, by itself: then it is told by itself
 GATHERED = 40  # cases beside one that is run again, for its hints
 
 
@@ -146,6 +148,7 @@ def search(
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
     first: dict[tuple[str, str], Found] = {}  # the smallest that was drawn
     evidence = Evidence()
+    wrong_in: list[set[tuple[str, str]]] = []  # what fails in each case
 
     def look(case: Case, choices: list[int]) -> None:
         judged = subject.run(case)
@@ -159,6 +162,7 @@ def search(
                 found = Found(case, result, choices)
                 if key not in first or found.order < first[key].order:
                     first[key] = found
+        wrong_in.append({(result.name, result.kind) for result in judged if not result.ok})
         evidence.add(case, judged)
         tick()
 
@@ -169,8 +173,9 @@ def search(
         if seconds is not None and time.monotonic() - started > seconds:
             break
     shown: set[tuple[str, str]] = set()
+    beside: set[tuple[str, str]] = set()  # what fails in the smallest case of another
     for key in _in_order(first, list(report.results)):
-        if key in shown or follows(key, first):
+        if follows(key, first) or (key in beside and not _alone(key, shown, wrong_in)):
             continue
         found = first[key]
         if shrink and key not in known:
@@ -178,7 +183,8 @@ def search(
         case = found.case
         # what else the smallest case shows needs no search of its own
         also = [(j.name, j.kind) for j in subject.run(case) if not j.ok]
-        shown |= {key, *also}
+        shown.add(key)
+        beside.update(other for other in also if (other[1] in LATER) == (key[1] in LATER))
         failure = Failure(spec.name, dtype, *key, case, found.judged, evidence=evidence)
         failure.also = list(dict.fromkeys(name for name, _ in also if name not in ("", key[0])))
         report.failures.append(failure)
@@ -209,7 +215,16 @@ def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:
 
     What is wrong with any number is wrong with NaN as well, and in a second call.
     """
-    return key[1] in ("second", "refilled", "nan") and (key[0], "value") in keys
+    wrong = any((key[0], kind) in keys for kind in ("value", "nonfinite"))
+    return key[1] in LATER and wrong
+
+
+def _alone(
+    key: tuple[str, str], shown: set[tuple[str, str]], wrong_in: list[set[tuple[str, str]]]
+) -> bool:
+    """Whether a failure is one of its own: in most of its cases nothing fails that is shown."""
+    cases = [failed for failed in wrong_in if key in failed]
+    return sum(not failed & shown for failed in cases) > ALONE * len(cases)
 
 
 def gather(subject: Subject, spec: Op, dtype: str) -> Evidence:

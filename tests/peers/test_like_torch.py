@@ -358,7 +358,8 @@ def test_a_stale_result_is_not_guessed_where_the_first_call_is_wrong_too(tmp_pat
     ref = TANH.replace("torch.tanh(x)", "-x")
     new = TANH.replace("torch.tanh(x)", "x.float() * 2")
     report = checked(tmp_path, new, ref=ref, dtypes=("bf16",), examples=12)
-    assert [(f.name, f.kind) for f in report.failures] == [("out", "dtype")], report.text()
+    kinds = {(f.name, f.kind) for f in report.failures}
+    assert ("out", "value") in kinds <= {("out", "value"), ("out", "dtype")}, report.text()
     assert not any("stale" in hint for hint in hints_of(report)), report.text()
 
 

@@ -57,7 +57,7 @@ def kinds(report: Report) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("op", ["rmsnorm", "layernorm", "attention", "swiglu", "gelu"])
 def test_a_factor_that_is_less_than_the_roundings_may_come_to(op: str) -> None:
-    for dtype, how, factor in (("bf16", round_bf16, 1.02), ("float16", round_float16, 0.997)):
+    for dtype, how, factor in (("bf16", round_bf16, 1.02), ("float16", round_float16, 0.9975)):
         report = judged(op, dtype, **changed(op, forward=factor, how=how))
         assert ("out", "leans") in kinds(report), report.text()
         (lean,) = (f.judged.problem for f in report.failures if f.name == "out")

@@ -173,7 +173,7 @@ def test_a_backward_alone_is_given_the_lse_of_the_window() -> None:
         q, k, window = inputs.q, inputs.k, inputs.window
         if inputs.alibi is None and inputs.key_mask is None and inputs.documents is None:
             seen.append(window)
-            scale = inputs.scale or 1 / math.sqrt(q.shape[-1])
+            scale = 1 / math.sqrt(q.shape[-1]) if inputs.scale is None else inputs.scale
             s = scale * np.einsum("bthd,bshd->bhts", q, np.repeat(k, q.shape[2] // k.shape[2], 2))
             may = right(q.shape[1], k.shape[1], inputs.causal, window)
             s = np.where(may, s, -np.inf)

@@ -63,6 +63,8 @@ def hints_for(
     if comparable and judged.kind in ("value", "nonfinite", "shape"):
         with np.errstate(all="ignore"):
             found += _of_numbers(case, judged)
+            if not found and evidence is not None:
+                found += _by_one_factor(evidence.telling((judged.name, judged.kind)))
             likely = list(_guesses(subject, reference, case, judged))
             if likely and evidence is not None:
                 others = evidence.telling((judged.name, judged.kind))
@@ -72,6 +74,12 @@ def hints_for(
         found.append(
             "the first backward is right and a second one of the same forward, with -dout, is not: "
             "does the backward write into what the forward saved, or keep a result?"
+        )
+    elif judged.kind == "refilled":
+        found.append(
+            "a stale result? The first call is right, and another with other numbers in the same "
+            "arrays is not, as after a step of the optimizer: is something kept by the address of "
+            "its arguments, or made of the weights only once?"
         )
     elif judged.kind == "second":
         found.append(
@@ -130,15 +138,34 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
         return
     if not np.all(np.isfinite(got)):
         return
-    size = float(np.sum(exact * exact, where=np.isfinite(exact)))
-    if size > 0 and np.count_nonzero(exact) > 2:
-        ratio = float(np.sum(got * exact, where=np.isfinite(exact))) / size
-        if same(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack:
-            yield _factor(case, name, ratio)
-            return
+    if factor := _as_factor(case, judged):
+        yield factor
+        return
     wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
     if wrong.any() and not wrong.all():
         yield from _where(name, got, wrong)
+
+
+def _as_factor(case: LikeCase, judged: Judged) -> str:
+    """Say what a result is off by where that is one factor; "" where it is not, or nobody knows."""
+    got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.exact, np.float64)
+    if got.shape != exact.shape:
+        return ""
+    known = np.isfinite(exact) & (True if judged.unknown is None else ~judged.unknown)
+    got, exact, slack = got[known], exact[known], slack_of(case)
+    if not np.isfinite(got).all() or np.count_nonzero(exact) < 3:
+        return ""
+    ratio = float(np.sum(got * exact) / np.sum(exact * exact))
+    off = same(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack and got.any()
+    return _factor(case, judged.name, ratio) if off else ""
+
+
+def _by_one_factor(others: Sequence[Wrong]) -> Iterator[str]:
+    """Say of a result whose smallest case is too small to tell what it is off by in larger ones."""
+    told = [_as_factor(case, judged) for case, judged, _ in others if judged.got is not None]  # type: ignore[arg-type]
+    told = [text for text in told if text]
+    if len(told) >= 3 and len(told) >= 0.5 * len(others) and len(set(map(_kind, told))) == 1:
+        yield told[0]
 
 
 def _borne_out(
@@ -230,6 +257,8 @@ def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth
             yield text
 
     floats = [n for n, a in case.arrays.items() if a.dtype.kind == "f"]
+    if not got.any():  # as many a thing makes it
+        floats = []
     if case.dtype in ("float32", "float64"):
         for text, how in (
             ("TF32", round_tf32),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.tolerance import round_to
+from accel.tolerance import UNIT_ROUNDOFF, round_to
 from accel.verify.calling import Judged, first_of, misshapen
 from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import (
@@ -18,7 +18,7 @@ from accel.verify.like.frameworks import (
     Torch,
     named_parts,
 )
-from accel.verify.like.reference import STATE, Reference, cotangents_of
+from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
 from accel.verify.like.truth import Truth, close
 from accel.verify.subject import KernelError, Placed
 from reference.types import Array
@@ -91,6 +91,9 @@ class Run:
             if not np.array_equal(now, taken[name], equal_nan=now.dtype.kind == "f"):
                 text = f"{name} changed after it was returned, by a later call"
                 self._problem(name, "overwritten", text)
+        if not self.case.interleaved and not any(j.kind == "missing" for j in self.judged):
+            self._repeat(function, views, taken)
+            self._refill(function, views)
 
     def _taken(self, parts: Mapping[str, Any]) -> dict[str, Array]:
         return {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
@@ -218,25 +221,58 @@ class Run:
             return {}
         return {f"d{n}": gradient for n, gradient in zip(owed, found, strict=True)}
 
+    def _other(self, *, weights: bool) -> LikeCase:
+        """Return a case with other values of the same shapes; those of weights are turned."""
+        ranged = {name for name, a in self.reference.declared.arrays.items() if a.bounds}
+
+        def other(name: str, a: Array) -> Array:
+            if a.dtype.kind != "f" or (name.startswith(STATE) and not weights):
+                return a
+            keep = name in ranged or name.startswith(STATE)
+            return round_to(np.flip(a) * a.dtype.type(1 if keep else 0.5), self.case.dtype)
+
+        given = {n: a for n, a in self.case.arrays.items() if not n.startswith("dout")}
+        arrays = {name: other(name, a) for name, a in given.items()}
+        return dataclasses.replace(self.case, arrays=arrays, layouts={}, interleaved=False)
+
     def _second(self, function: Any) -> None:
         """Call again with other values of the same shapes, and judge that too."""
-        ranged = {name for name, a in self.reference.declared.arrays.items() if a.bounds}
-        arrays = {
-            name: np.flip(a) * a.dtype.type(1 if name in ranged else 0.5)
-            if a.dtype.kind == "f" and not name.startswith(STATE)
-            else a
-            for name, a in self.case.arrays.items()
-            if not name.startswith("dout")
-        }
-        arrays = {
-            name: round_to(a, self.case.dtype) if a.dtype.kind == "f" else a
-            for name, a in arrays.items()
-        }
-        other = dataclasses.replace(self.case, arrays=arrays, layouts={}, interleaved=False)
+        other = self._other(weights=False)
         truths, _ = self.subject.truths(other)
         views = {name: at.view for name, at in self._place(other).items()}
         parts = self._parts(self._forward(function, views)[0], list(truths))
         self._judge(self._taken(parts), truths=truths, note=" of a second call")
+
+    def _repeat(self, function: Any, views: dict[str, Any], first: Mapping[str, Array]) -> None:
+        """Make the same call again."""
+        outputs = [name for name in self.truths if not name.startswith("d")]
+        again = self._taken(self._parts(self._forward(function, views)[0], outputs))
+        if all(a.tobytes() == first[name].tobytes() for name, a in again.items()):
+            return
+        self._judge(again, note=" of a second call, the same again,")
+        self.subject.notes.add(
+            f"{self.reference.name}: the same call twice gives other bits; are sums made in a "
+            "varying order, or is something drawn at random?"
+        )
+
+    def _refill(self, function: Any, views: dict[str, Any]) -> None:
+        """Put other numbers into the same arrays and call again, as a training loop does."""
+        other = self._other(weights=True)
+        try:
+            due, _ = self.reference.results(
+                other.arrays, self.options, self.reference.init(other.sizes), "float64"
+            )
+        except Refused:
+            return
+        for name, a in other.arrays.items():
+            if not self.subject.fill(views[name], a, activation=True):
+                return  # arrays that never change, as JAX's
+        got = self._taken(self._parts(self._forward(function, views)[0], list(due)))
+        if all(_near(got[name], due[name], self.case.dtype) for name in got):
+            return  # what is kept is not nearly right
+        truths, _ = self.subject.truths(other)
+        note = " of a call with other numbers in the same arrays"
+        self._judge(got, truths=truths, note=note, beside="refilled")
 
     def _parts(self, out: Any, owed: list[str]) -> dict[str, Any]:
         parts = named_parts(out)
@@ -257,6 +293,7 @@ class Run:
         *,
         truths: Mapping[str, Truth] | None = None,
         note: str = "",
+        beside: str = "second",
     ) -> None:
         wrong = {j.name for j in self.judged if not j.ok and not _only_dtype(j)}
         for name, value in got.items():
@@ -267,15 +304,17 @@ class Run:
             if value.shape != exact.shape:
                 self.judged.append(misshapen(name, note, value, exact))
                 continue
-            kind, problem = "second" if note else "value", ""
+            kind, problem = beside if note else "value", ""
             found = close(value, truth, self.case.dtype, gradient=name.startswith("d"))
             broken = ~np.isfinite(value) & truth.finite
             if broken.any():
                 kind, problem = "nonfinite", first_of(f"{name}{note}", value, broken)
             elif note and not found.ok:
                 problem = f"{name}{note} is off by {found.error:.2e} relative"
-            elif parts is not None and name in self.types and not problem:
+            elif parts is not None and name in self.types and found.ok:
                 given, due = self.pair.framework.dtype_of(parts[name]), self.types[name]
+                if given == self.case.dtype and due == "float64":
+                    due = given  # NumPy widens, as float32 by integers; who does not is right, too
                 same = type(self.pair.framework) is type(self.reference.framework)
                 if (
                     same
@@ -287,6 +326,14 @@ class Run:
             shown = np.where(known, exact, value)  # what nobody knows is no difference
             unknown = None if known.all() else ~known
             self.judged.append(Judged(name, kind, found, value, shown, problem, unknown))
+
+
+def _near(got: Array, due: Array, dtype: str) -> bool:
+    """Say whether a result is as near as roundings leave it that add up little."""
+    if got.shape != due.shape or not (np.isfinite(got).all() and np.isfinite(due).all()):
+        return False
+    off = float(np.linalg.norm(got.astype(np.float64) - due))
+    return off <= 64 * float(UNIT_ROUNDOFF[dtype]) * float(np.linalg.norm(due))
 
 
 def _only_dtype(judged: Judged) -> bool:

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from accel.verify.contract import Case
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from reference import ops
 from reference.types import Array
 
@@ -49,3 +50,17 @@ def magnitude(v: Values, dout: Array, u: float) -> Magnitudes:
         "da": Magnitude(da, 1, max(1, d.size // max(1, a.size))),
         "db": Magnitude(db, 1, max(1, d.size // max(1, b.size))),
     }
+
+
+def mistakes(case: Case) -> Mistakes:
+    dout = np.asarray(case.cotangent, np.float64)
+    for name, a in case.arrays.items():
+        lead = dout.ndim - a.ndim
+        if a.shape == dout.shape or not dout.any():
+            continue
+        text = f"is d{name} not summed over the axes along which {name} was repeated?"
+        yield text, lambda name=name: {f"d{name}": dout}  # type: ignore[misc]
+        if 1 in a.shape:
+            text = f"is d{name} not summed over the axes of size 1 along which {name} was repeated?"
+            rest = np.sum(dout, axis=tuple(range(lead)))
+            yield text, lambda name=name, rest=rest: {f"d{name}": rest}  # type: ignore[misc]

@@ -49,6 +49,7 @@ HARD: tuple[dict[str, Any], ...] = (
     _SHORT | {"T": 33, "relation": "S > T", "more": 16, "heads": (2, 2, 3), "d": 16, "dv": True},
     _SHORT | {"T": 65, "relation": "S = T", "heads": (1, 2, 2), "window": True, "within": 16},
     _SHORT | {"T": 33, "relation": "S = T", "heads": (2, 2, 2), "d": 128, "causal": True},
+    _SHORT | {"T": 5, "relation": "S = T", "heads": (1, 2, 2), "scale": True, "factor": 0.0},
     {"long": True, "T S": (3, 4097), "heads": (1, 2, 1), "key_mask": True, "masked": "few"},
     _SHORT | {"T": 17, "relation": "any", "S": 5, "heads": (2, 1, 2), "causal": True},
     _SHORT | {"T": 3, "relation": "S = T", "heads": (3, 3, 1), "d": 3, "dv": False},
@@ -131,7 +132,7 @@ def generate(draw: Draw) -> Draft:
     if draw.offers("causal"):
         options["causal"] = draw.pick((True, False), "causal")
     if draw.wants("scale"):
-        options["scale"] = draw.pick((0.3, 1.0), "factor")
+        options["scale"] = draw.pick((0.3, 1.0, 0.0), "factor")
     if draw.offers("dropout_key") and draw.wants("dropout_p"):
         options["dropout_p"] = draw.pick((0.5, 0.1), "p")
         options["dropout_key"] = draw.key(B)
@@ -190,7 +191,7 @@ def _visibility(v: Values) -> Visibility:
 def _table(v: Values) -> _Table:
     Hkv, d = v["k"].shape[2:]
     q, k, who = _by_head(v["q"], Hkv), _by_head(v["k"], Hkv), _visibility(v)
-    scale = v.get("scale") or 1 / math.sqrt(d)
+    scale = 1 / math.sqrt(d) if v.get("scale") is None else v["scale"]
     score = product = scale * (q @ k.swapaxes(-1, -2))
     size = abs(scale) * (np.abs(q) @ np.abs(k).swapaxes(-1, -2))
     if v.get("alibi") is not None:
@@ -356,9 +357,10 @@ def only(case: Case) -> Iterator[tuple[str, str, Array]]:
 
 def ratios(case: Case) -> Iterator[tuple[float, str]]:
     q, k, p = case.arrays["q"], case.arrays["k"], case.options.get("dropout_p", 0)
-    scale = case.options.get("scale") or 1 / math.sqrt(q.shape[-1])
-    yield 1 / scale, "missing scale? the factor is missing once"
-    yield scale, "scale? the factor is there once too often"
+    given = case.options.get("scale")
+    if scale := 1 / math.sqrt(q.shape[-1]) if given is None else given:
+        yield 1 / scale, "missing scale? the factor is missing once"
+        yield scale, "scale? the factor is there once too often"
     yield float(k.shape[1]), "sum for mean over the keys?"
     yield k.shape[2] / q.shape[2], "mean for sum over the query heads of a group?"
     yield 1 - p, "the 1/(1 - p) of dropout is missing"
@@ -377,6 +379,9 @@ def mistakes(case: Case) -> Mistakes:
     if 1 < Hkv < Hq:
         text = "head mapping? query head i seems to read key/value head i % Hkv, not i // G."
         yield text, lambda: _otherwise_mapped(case, np.arange(Hq).reshape(-1, Hkv).T.reshape(-1))
+        if case.cotangent is not None:
+            text = "head mapping? dk and dv are added up over heads i % Hkv, not i // G."
+            yield text, lambda: _added_up(case)
     if o.get("dropout_p"):
         yield "is dropout left out?", case.but(dropout_p=0.0)
     window, dv = o.get("window", 0), a["v"].shape[3]
@@ -388,6 +393,17 @@ def mistakes(case: Case) -> Mistakes:
         yield f"{text} many.", case.but(window=window + 1)
         if window > 1:
             yield f"{text} few.", case.but(window=window - 1)
+
+
+def _added_up(case: Case) -> dict[str, Array]:
+    """Return dk and dv, added up over other heads than those that read them."""
+    Hq, Hkv = case.arrays["q"].shape[2], case.arrays["k"].shape[2]
+    each = case.but({n: np.repeat(case.arrays[n], Hq // Hkv, axis=2) for n in "kv"})
+    results = reference_results(each, np.float64)
+    for name in ("dk", "dv"):
+        x = results[name]
+        results[name] = np.sum(x.reshape(*x.shape[:2], -1, Hkv, x.shape[3]), axis=2)
+    return results
 
 
 def _otherwise_mapped(case: Case, order: Array) -> dict[str, Array]:

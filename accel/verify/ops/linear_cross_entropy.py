@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from accel.tolerance import Unit
-from accel.verify.contract import Case
+from accel.verify.contract import Case, numpy_dtype, reference_results
 from accel.verify.draw import MAX_SCORES, SHAPES, WIDE, WIDTHS
-from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
+from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Mistakes, Values
 from accel.verify.rounding import bend
 from reference import ops
+from reference.types import Array
 
 WEIGHT = 1.5
 CUTS = "... D V"
@@ -114,3 +115,21 @@ def ratios(case: Case) -> Iterator[tuple[float, str]]:
     if isinstance(case.cotangent, float):
         yield 1 / case.cotangent, "dloss, the incoming gradient, is not used"
         yield case.cotangent, "dloss is used twice"
+
+
+def mistakes(case: Case) -> Mistakes:
+    text = "is the log taken of a probability, which may have become 0? It is z - log Σ exp(z)."
+    yield text, lambda: _log_of_softmax(case)
+
+
+@np.errstate(divide="ignore")
+def _log_of_softmax(case: Case) -> dict[str, Array]:
+    """Return the sum of -log p in the precision of the case, and the other results as they are."""
+    kind, a = numpy_dtype(case.dtype), case.arrays
+    x, head = (a[name].astype(kind) for name in ("x", "head"))
+    z = ops.logits(x, head, a["bias"] if a["bias"] is None else a["bias"].astype(kind))
+    here = np.ones(a["targets"].shape, np.bool_) if a["mask"] is None else a["mask"]
+    ids = np.where(here, a["targets"], 0)[..., None]
+    p = np.take_along_axis(ops.softmax(z), ids, axis=-1)[..., 0]
+    found = reference_results(case, np.float64)
+    return found | {"total": np.asarray(-np.sum(np.log(p), where=here))}

@@ -1,0 +1,191 @@
+"""What is told of several mistakes: each once, with its own hint, and none that is not there."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.verify import Report, check_op
+from reference import ops
+from reference.types import Array
+from tests.helpers.like import checked
+
+
+def judged(op: str, **how: Any) -> Report:
+    return check_op(op, dtypes="float32", raises=False, partial=True, **how)
+
+
+def told(report: Report) -> list[tuple[str, str]]:
+    return [(failure.name, failure.kind) for failure in report.failures]
+
+
+def hints(report: Report) -> str:
+    return "\n".join(hint for failure in report.failures for hint in failure.hints)
+
+
+# ---- functions of the contract -------------------------------------------------------------------
+
+
+def test_what_overflows_is_neither_stale_nor_reached_by_nan() -> None:
+    def softmax(x: Array) -> Array:
+        e = np.exp(x)
+        return np.asarray(e / e.sum(-1, keepdims=True))
+
+    report = judged("softmax", forward=softmax)
+    assert told(report) == [("out", "nonfinite")], report.text()
+    assert "is the maximum not taken off?" in hints(report)
+
+
+def test_the_log_of_a_probability_is_named_and_nothing_else() -> None:
+    def forward(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
+        p = ops.softmax(ops.logits(x, head, bias))
+        ids = targets if mask is None else np.where(mask, targets, 0)
+        nll = -np.log(np.take_along_axis(p, ids[..., None], -1)[..., 0])
+        here = np.ones(ids.shape, np.bool_) if mask is None else mask
+        return np.sum(nll, where=here), here.sum()
+
+    report = judged("linear_cross_entropy", forward=forward)
+    assert told(report) == [("total", "nonfinite")], report.text()
+    (hint,) = report.failures[0].hints
+    assert hint.startswith("is the log taken of a probability")
+
+
+def test_two_mistakes_that_fail_in_other_cases_are_both_told() -> None:
+    def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
+        if options.get("window"):
+            options["window"] += 1
+        out, cache = ops.attention_forward(q, k, v, **options)
+        return out, (cache, q.shape[2] // k.shape[2])
+
+    def backward(dout: Array, cache: Any) -> Any:
+        dq, dk, dv = ops.attention_backward(dout, cache[0])
+        return dq, dk / cache[1], dv
+
+    report = judged("attention", forward=forward, backward=backward)
+    assert {("out", "value"), ("dk", "value")} <= set(told(report)), report.text()
+    by_name = {failure.name: failure.hints for failure in report.failures}
+    assert "window off by one?" in by_name["out"][0]
+    assert "mean for sum over the query heads" in by_name["dk"][0]
+
+
+def test_one_mistake_is_told_once() -> None:
+    def forward(x: Array, gain: Array, **options: Any) -> Any:
+        return ops.rmsnorm_forward(x, gain + 1, **options)
+
+    report = judged("rmsnorm", forward=forward, backward=ops.rmsnorm_backward)
+    assert told(report) == [("out", "value")], report.text()
+
+
+def test_heads_that_are_added_up_wrongly_are_named() -> None:
+    def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
+        Hkv, G = k.shape[2], q.shape[2] // k.shape[2]
+        out, _ = ops.attention_forward(q, k, v, **options)
+        wide = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
+        return out, (ops.attention_forward(q, *wide, **options)[1], G, Hkv)
+
+    def backward(dout: Array, cache: Any) -> Any:
+        dq, *both = ops.attention_backward(dout, cache[0])
+        B, S = dout.shape[0], both[0].shape[1]
+        return dq, *(x.reshape(B, S, *cache[1:], x.shape[3]).sum(2) for x in both)
+
+    report = judged("attention", forward=forward, backward=backward)
+    assert "dk and dv are added up over heads i % Hkv, not i // G" in hints(report), report.text()
+
+
+def test_a_scale_of_zero_is_not_the_default() -> None:
+    def forward(q: Array, k: Array, v: Array, *, scale: float | None = None, **options: Any) -> Any:
+        return ops.attention_forward(q, k, v, scale=scale or q.shape[-1] ** -0.5, **options)
+
+    report = judged("attention", forward=forward, backward=ops.attention_backward)
+    assert "is the option scale ignored" in hints(report), report.text()
+
+
+@pytest.mark.parametrize("ones", [False, True])
+def test_a_gradient_that_is_not_summed_where_its_array_was_repeated(ones: bool) -> None:
+    def backward(dout: Array, inputs: Any) -> Any:
+        def of(x: Array) -> Array:
+            lead = tuple(range(dout.ndim - x.ndim)) if ones else ()
+            return np.sum(dout, axis=lead)
+
+        return of(inputs.a), of(inputs.b)
+
+    report = judged("add", backward=backward)
+    size = "of size 1 " if ones else ""
+    for name in "ab":
+        text = f"is d{name} not summed over the axes {size}along which {name} was repeated?"
+        assert text in hints(report), report.text()
+    assert "`b` for `a`" not in hints(report)
+
+
+def test_a_factor_of_one_is_no_hint() -> None:
+    report = judged("global_norm", forward=lambda x: np.sqrt(np.sum(x * x)))
+    assert not report.right and "is 1 times what it should be" not in report.text()
+
+
+# ---- functions of one's own ----------------------------------------------------------------------
+
+LINEAR = """
+import numpy as np
+SHAPES = {"lin": {"x": "B D", "w": "O D"}}
+def lin(x, w):
+    return x @ w.T
+def lin_backward(dout, x, w):
+    return dout @ w, dout.T @ x
+"""
+
+
+def test_a_result_that_is_kept_by_address_is_stale(tmp_path: Path) -> None:
+    kept = LINEAR.replace(
+        "    return x @ w.T",
+        "    key = w.ctypes.data, w.shape\n"
+        "    if key not in packed:\n        packed[key] = w.T.copy(), w\n"
+        "    return x @ packed[key][0]",
+    )
+    report = checked(tmp_path, f"packed = {{}}\n{kept}", ref=LINEAR, dtypes=("float32",))
+    assert told(report) == [("out", "refilled")], report.text()
+    assert "is something kept by the address of its arguments" in hints(report)
+    right = checked(tmp_path, LINEAR, ref=LINEAR)
+    assert right.right, right.text()
+
+
+def test_a_call_that_gives_other_bits_is_noted(tmp_path: Path) -> None:
+    noisy = LINEAR.replace("x @ w.T", "x @ w.T * x.dtype.type(1 + 1e-2 * np.random.rand())")
+    report = checked(tmp_path, noisy, ref=LINEAR, dtypes=("float32",))
+    assert ("out", "value") in told(report)
+    assert any("the same call twice gives other bits" in note for note in report.notes)
+    report = checked(tmp_path, LINEAR, ref=LINEAR, dtypes=("float32",))
+    assert not any("other bits" in note for note in report.notes)
+
+
+POOL = """
+import numpy as np
+SHAPES = {"pool": {"x": "B T D", "m": "B T bool"}}
+def pool(x, m):
+    return (x * m[..., None]).sum(1) / np.maximum(m.sum(1), 1)[:, None]
+"""
+
+
+def test_what_numpy_widens_may_stay_narrow_and_a_wrong_value_is_told_first(tmp_path: Path) -> None:
+    narrow = POOL.replace("[:, None]\n", "[:, None].astype(x.dtype)\n")
+    report = checked(tmp_path, narrow, ref=POOL)
+    assert report.right, report.text()
+    wrong = POOL.replace("np.maximum(m.sum(1), 1)[:, None]", "x.shape[1]")
+    report = checked(tmp_path, wrong, ref=POOL, dtypes=("float32",))
+    assert told(report) == [("out", "value")], report.text()
+    half = narrow.replace("x.dtype", "np.float16").replace("x * m", "x.astype('e') * m")
+    report = checked(tmp_path, half, ref=POOL, dtypes=("float32",))
+    assert not report.right
+
+
+def test_a_sign_is_named_also_where_the_smallest_case_is_one_number(tmp_path: Path) -> None:
+    wrong = LINEAR.replace("dout.T @ x", "-(dout.T @ x)")
+    report = checked(tmp_path, wrong, ref=LINEAR, dtypes=("float32",), shrink=True)
+    assert "the sign is flipped: dw is -1 times" in hints(report), report.text()
+
+
+def test_of_a_gradient_of_zeros_no_input_is_called_ignored(tmp_path: Path) -> None:
+    wrong = LINEAR.replace("dout.T @ x", "np.zeros_like(w)")
+    report = checked(tmp_path, wrong, ref=LINEAR, dtypes=("float32",))
+    assert "dw is zero everywhere: was it written at all?" in hints(report)
+    assert "ignored?" not in hints(report), report.text()
