@@ -14,8 +14,8 @@ The mean of the second term of dc vanishes, as mean_i(n_i) = r mean_i(c_i) = 0, 
 
     dx_i = r (dn_i - mean_j(dn_j) - n_i mean_j(dn_j n_j))
 
-The division takes out the component of dn along n, the centring its mean: neither growing x nor
-adding a constant to it changes the output. Gain and bias are met by every row::
+The division takes out the component of dn along n (but for ε), the centring its mean: neither
+growing x nor adding a constant to it changes the output. Gain and bias are met by every row::
 
     dg_i = Σ_rows dy_i n_i           db_i = Σ_rows dy_i
 """

@@ -11,8 +11,9 @@ Backward. Write dn_i = dy_i g_i. Every x_i enters n_i directly and all n_j throu
     dx_i = dn_i r + Σ_j dn_j x_j ∂r/∂x_i = r dn_i - r³ (x_i/D) Σ_j dn_j x_j
          = r (dn_i - n_i mean_j(dn_j n_j))
 
-so the component of dn along n is taken out: growing x does not change the output. The gain is met
-by every row, so dg_i = Σ_rows dy_i n_i.
+so the component of dn along n is taken out: but for ε, growing x does not change the output. (With
+it n·n/D = 1 - ε r², and that share of the component stays.) The gain is met by every row, so
+dg_i = Σ_rows dy_i n_i.
 """
 
 from typing import NamedTuple

@@ -63,7 +63,7 @@ def forward(
     ----------
     x : (B, T, H, d), d even
     base : float
-        The slowest pair turns once in about 2π·base tokens.
+        The slowest pair turns once in 2π·base^(1 - 2/d) tokens.
     start : int or (B,) int
         Position of the first token, of each row or of all: a decoder with a cache starts late.
     rotate_heads : int, optional

@@ -136,6 +136,8 @@ class Draw:
             x *= 10.0 ** self.rng.uniform(-4, -2, (*shape[:-1], 1))
         elif kind == "offset":  # far from zero beside its spread
             x += self.pick((8, 1000), "offset") * self.rng.choice([-1, 1], (*shape[:-1], 1))
+        elif kind == "apart":  # one number of a row above all others by more than exp can take
+            x[..., self.rng.integers(shape[-1])] += 1500
         elif kind == "zero rows":
             x *= self.rng.random((*shape[:-1], 1)) < 0.5
         elif kind == "equal rows":

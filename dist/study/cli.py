@@ -85,7 +85,9 @@ def run(argv: Sequence[str]) -> int:
         return _check(exercise, arguments.check, arguments.timeout)
     level = 1 if arguments.level is None else arguments.level
     if not 1 <= level <= len(exercise.levels):
-        parser().error(f"{name} has level{'s' * (len(exercise.levels) > 1)} {_levels(exercise)}")
+        if len(exercise.levels) == 1:
+            parser().error(f"{name} has one level; leave out --level")
+        parser().error(f"{name} has levels {_levels(exercise)}")
     out = arguments.out or Path(f"study_{name}{f'_{level}' * (level > 1)}.py")
     return _write(exercise, level, out, arguments.force)
 
@@ -125,6 +127,12 @@ def _levels(exercise: Exercise) -> str:
 
 
 def _run_rung(module: str, rest: list[str], name: str) -> int:
+    source = source_of(module)
+    if rest and "import argparse" not in source:
+        if not {"-h", "--help"} & set(rest):
+            parser().error(f"{name} is a rung that takes no arguments, but {shlex.join(rest)} came")
+        print(f"usage: myllm study {name}\n\n{ast.get_docstring(ast.parse(source))}")
+        return 0
     before, sys.argv = sys.argv, [f"myllm study {name}", *rest]
     try:
         # by its path, as it may be imported already, where an exercise is made of it

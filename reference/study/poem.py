@@ -37,7 +37,7 @@ def between_marks(text: str) -> tuple[Ids, list[str]]:
 def decode(ids: Ids, vocabulary: list[str]) -> str:
     """Return the text of ids (N,): words with a space between, except around ends of lines."""
     text = " ".join(vocabulary[i] for i in ids)
-    return text.replace(" \n ", "\n").replace(" \n", "\n")
+    return text.replace(" \n", "\n").replace("\n ", "\n")
 
 
 def bigram_counts(ids: Ids, vocab_size: int) -> Array:

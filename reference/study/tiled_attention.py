@@ -1,9 +1,9 @@
 """Tiled attention: the same numbers as ``attention.py``, without ever holding a T × T table.
 
-Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with the loop over queries outside (Dao 2023,
-"FlashAttention-2"); the running softmax is Milakov & Gimelshein 2018, "Online normalizer
-calculation for softmax", algorithm 3. Letters are those of ``attention.py``: Q, K, V and O are
-(T, d), s_tu is a score, P_tu a share.
+Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with the loop over queries outside: in the
+forward as Dao 2023, "FlashAttention-2", has it, in the backward by our choice; the running softmax
+is Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3. Letters are
+those of ``attention.py``: Q, K, V and O are (T, d), s_tu is a score, P_tu a share.
 
 **Online softmax.** A row of scores comes piece by piece and will not be kept. Of the scores so far
 keep three things: the maximum m, the sum l = Σ e^(s_u - m), and the row o = Σ e^(s_u - m) v_u. When

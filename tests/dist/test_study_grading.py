@@ -66,6 +66,32 @@ def test_a_mistake_in_a_function_is_named_alone(exercise: Exercise, mistake: Mis
     assert re.findall("hint: (.*)", verdict.text) == [mistake.says]
 
 
+UNDER = """z = z - np.{}(z, axis=-1, keepdims=True)
+    p = np.exp(z) / np.sum(np.exp(z), axis=-1, keepdims=True)"""
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("cross_entropy", "p = softmax(z)", UNDER.format("min")),
+        ("cross_entropy", "p = softmax(z)", UNDER.format("mean")),
+        ("schedule", "if span else 0.0", "if span else 1.0"),
+    ],
+)
+def test_what_is_wrong_at_an_end_alone_is_refused(name: str, right: str, wrong: str) -> None:
+    (exercise,) = (e for e in FUNCTIONS if e.name == name)
+    text = solution(exercise)
+    assert right in text
+    assert not grade_module(exercise, module_of(text.replace(right, wrong), "wrong")).right
+
+
+@pytest.mark.parametrize("taken", ["min", "mean"])
+def test_a_softmax_that_overflows_is_refused(taken: str, tmp_path: Path) -> None:
+    (exercise,) = (e for e in OPS if e.name == "softmax")
+    text = solution(exercise).replace("np.max(", f"np.{taken}(")
+    assert not graded(exercise, write(tmp_path / "x.py", text), examples=20).ok
+
+
 # What a text asks for and no mistake is made of, left out.
 CAUSAL = "        if self.causal:\n            may"
 LEFT_OUT = [

@@ -51,6 +51,11 @@ def test_poem_is_encoded_without_loss() -> None:
     assert len(VOCABULARY) == len(set(VOCABULARY)) == IDS.max() + 1
 
 
+def test_a_poem_with_stanzas_comes_back_as_it_was() -> None:
+    text = "a b\n\n\nc a b d\n"
+    assert decode(*encode(text)) == text
+
+
 def test_poem_leaves_a_one_word_reader_in_doubt() -> None:
     assert np.count_nonzero(COUNTS[VOCABULARY.index("the")]) == 5
     assert bigram_entropy(COUNTS) > 0.7

@@ -21,11 +21,12 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 5, "x": "zero rows", "layout": "transposed"},
     {"long": False, "width": 31, "x": "simple", "special": "inf"},
     {"long": True, "long shape": ((65_539,), 2), "x": "large"},
+    {"long": False, "width": 5, "shape": (3,), "x": "apart"},
 )
 
 
 def generate(draw: Draw) -> Draft:
-    return Draft({"x": draw.rows(kinds=("large", "offset", "zero rows", "wide"))}, {})
+    return Draft({"x": draw.rows(kinds=("large", "offset", "zero rows", "wide", "apart"))}, {})
 
 
 def magnitude(v: Values, dout: None, u: Unit) -> Magnitudes:

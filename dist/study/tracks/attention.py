@@ -57,6 +57,7 @@ def _choices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     yield np.log([0.5, 0.3, 0.2]), None, 0.5
     yield np.log([0.2, 0.5, 0.3]), None, 0.6
     yield np.zeros(3), 2, None
+    yield -0.01 * np.arange(20), 6, 0.5
     for n in (1, 2, 5, 9):
         z = rng.normal(size=n)
         for k in (None, 1, 3):
@@ -280,6 +281,13 @@ min_p leaves what has at least min_p times the probability of the best.""",
                 {
                     "np.concatenate([[True], before[:-1] < top_p])": "np.concatenate([[True, True],"
                     " before[:-2] < top_p])[: len(before)]"
+                },
+            ),
+            Mistake(
+                "are probabilities those among all entries? top_p is of those among the k kept.",
+                {
+                    "np.cumsum(softmax(best.astype(np.float64)))": "np.cumsum("
+                    "softmax(np.sort(logits)[::-1].astype(np.float64)))[: len(best)]"
                 },
             ),
             Mistake(

@@ -15,6 +15,7 @@ def _logits(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         for mask in (np.ones(shape, bool), rng.random(shape) < 0.5):
             yield z.copy(), np.where(mask, targets, -100), mask
     yield np.array([[1000.0, 999.0]]), np.array([0]), np.array([True])
+    yield np.array([[0.0, 1500.0, 0.0]]), np.array([0]), np.array([True])
 
 
 EXERCISES = (

@@ -24,6 +24,9 @@ def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
             for kind in ("cosine", "linear", "constant"):
                 yield step, Options(given, schedule=kind)
             yield step, Options(given, schedule="wsd", decay_steps=3)
+    for step in (9, 10, 12):  # nothing is left behind the warm-up
+        for kind in ("cosine", "linear", "constant"):
+            yield step, Options(given, schedule=kind, peak=1.0, warmup_steps=10, decay_steps=None)
     yield 0, given
     wrongs: tuple[dict[str, Any], ...] = (
         {"schedule": "step"},
