@@ -127,9 +127,10 @@ def pointed(folder: Path, pointer: str = "latest") -> Path | None:
     except FileNotFoundError:
         return None
     if re.fullmatch(r"step-[0-9]{8,}", name) is None:
+        here = [found.name for found in sorted(folder.glob("step-*")) if found.is_dir()]
         raise ValueError(
             f"{path} does not name a checkpoint but says {name[:40]!r}: write the name of one "
-            "there, such as step-00000100"
+            f"there, such as {here[-1] if here else 'step-00000100'}"
         )
     return folder / name
 

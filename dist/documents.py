@@ -166,7 +166,9 @@ def document_of(
     if text not in record:
         known = ", ".join(map(repr, record)) or "none"
         others = ", no prompt and no messages" if aside else ""
-        raise ValueError(f"there is no text field {text!r}{others}; it has {known}")
+        raise ValueError(
+            f"there is no text field {text!r}{others}; it has {known} (--field names one)"
+        )
     return Document((Part(record[text]),))
 
 

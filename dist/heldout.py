@@ -51,6 +51,11 @@ def unlike_others(documents: Iterable[Document]) -> set[float]:
     return {place(d.content) for d, share in zip(found, shares, strict=True) if share < SHARED}
 
 
+def too_little(held: int, total: int, asked: float) -> bool:
+    """Whether less than half of what was to be held out was, of so much in all."""
+    return held < asked / 2 * total
+
+
 def far_share(held: int, n_tokens: int, asked: float) -> str:
     """Return a sentence on a held-out share that is far from what was asked for, or nothing.
 
@@ -62,8 +67,8 @@ def far_share(held: int, n_tokens: int, asked: float) -> str:
         return ""
     return (
         f"{held:,} of {n_tokens:,} tokens were held out, {share:.2g} of them, where "
-        f"--heldout asks for {asked:g}: documents are held out whole, so give more or shorter ones "
-        "to come nearer"
+        f"--heldout asks for {asked:g}: documents are held out whole, so to come "
+        "nearer give more or shorter ones, or ask for another share"
     )
 
 

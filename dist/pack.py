@@ -37,7 +37,7 @@ from accel.ahead import batches, in_order
 from accel.system import unheard
 from dist import manifest, shards
 from dist.documents import EOS_NAMES, PIECE_BYTES, Document, Part, read_documents
-from dist.heldout import holds_out, nearly_trained_on, place, unlike_others
+from dist.heldout import holds_out, nearly_trained_on, place, too_little, unlike_others
 from dist.lock import locked
 from dist.manifest import Count
 from dist.writer import ShardWriter, WriterState, is_shard_file
@@ -98,6 +98,7 @@ class Counts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     empty: Count = 0
     near: Count = 0  # held-out documents dropped as near-duplicates
     n_bytes: Count = 0
+    held_bytes: Count = 0  # of them, held out
     bad_lines: Count = 0
     silent: Count = 0  # documents of which no token is to be predicted
 
@@ -150,8 +151,8 @@ def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:
     return tokenizer.encode_ordinary(part.text)
 
 
-class NoneHeldOut(Exception):
-    """No document was held out, though some were to be: the journal has others, to pack again."""
+class TooLittleHeldOut(Exception):
+    """Less was held out than was to be: the journal has more documents for it, to pack again."""
 
 
 class Encoder:
@@ -350,8 +351,8 @@ def pack(
     with locked(out, "packing"):
         try:
             return _pack(inputs, out, settings, processes, skip_bad_lines, report_once, progress)
-        except NoneHeldOut as none:
-            report(f"{none}: packing again, to hold out {settings.heldout:g} of the text")
+        except TooLittleHeldOut as little:
+            report(f"{little}: packing again, to hold out {settings.heldout:g} of the text")
         return _pack(inputs, out, settings, processes, skip_bad_lines, report_once, progress)
 
 
@@ -434,6 +435,7 @@ def _pack(
                 counts.packed[split] += 1
                 counts.chats[split] += encoded.chat
                 counts.n_bytes += encoded.n_bytes
+                counts.held_bytes += encoded.n_bytes * encoded.heldout
             progress(counts.n_bytes, sum(w.tokens for w in writers.values()), done)
             if time.monotonic() - saved > JOURNAL_SECONDS and not given.streams:
                 counts.bad_lines = bad_lines
@@ -457,22 +459,26 @@ def _pack(
                 f"there is nothing to train on: {counts.packed['heldout']} documents were held out "
                 f"and {counts.empty} were empty; give more documents, or a smaller --heldout"
             )
-        if settings.heldout and not counts.packed["heldout"]:
-            said = f"none of the {counts.packed['train']} documents was held out for evaluation"
-            if counts.near:
+        if too_little(counts.held_bytes, counts.n_bytes, settings.heldout):
+            held, train = counts.packed["heldout"], counts.packed["train"]
+            said = f"none of the {train} documents was held out for evaluation"
+            if held:
+                said = f"{counts.held_bytes:,} of {counts.n_bytes:,} bytes were held out"
+            elif counts.near:
                 said = f"all {counts.near} held-out documents are near-duplicates of training text"
             too_many = settings.distinct and counts.n_bytes > COMPARED_BYTES
             if not settings.chosen and not given.streams and not too_many:
                 known = partial(texts, lambda said: None)
                 among = unlike_others(known()) if settings.distinct else None
                 chosen = holds_out(known(), settings.heldout, among)
-                if chosen:
+                if any(at >= settings.heldout for at in chosen):
                     manifest.write(out / JOURNAL, _fresh(journal.mark, chosen))
-                    raise NoneHeldOut(said)
+                    raise TooLittleHeldOut(said)
             instead = ", other texts, or leave --drop-near-duplicates out"
             if not counts.near:
                 instead = f" than {settings.heldout}, or --heldout 0 to train on all"
-            raise ValueError(f"{said}: give more documents, a larger --heldout{instead}")
+            if not held:
+                raise ValueError(f"{said}: give more documents, a larger --heldout{instead}")
         facts = {
             "tokenizer_sha256": tokenizer.sha256,
             "vocab_size": tokenizer.n_vocab,

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -48,9 +48,10 @@ def new_place(path: Path) -> Iterator[Path]:
                 path.rmdir()
             move(part, path)
     except BaseException:
-        if part.is_dir():
-            shutil.rmtree(part)
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that nothing can be written to: the first says it
+            if part.is_dir():
+                shutil.rmtree(part)
+            part.unlink(missing_ok=True)
         raise
     sync_folder(path.absolute().parent)
 

@@ -263,8 +263,9 @@ class Dataset:
         elif self.path.exists():
             self.shards = [open_shard(self.path)]
         else:
+            where = "" if self.path.is_absolute() else f" in {Path.cwd()}"
             raise FileNotFoundError(
-                f"there is no dataset {str(self.path)!r}; make one by `myllm pack`"
+                f"there is no dataset {str(self.path)!r}{where}; make one by `myllm pack`"
             )
         self.n_tokens = sum(shard.n_tokens for shard in self.shards)
         self.n_windows = self.n_tokens // window
@@ -272,7 +273,8 @@ class Dataset:
         if not self.n_windows:
             raise ValueError(
                 f"{self.path} holds {self.n_tokens:,} tokens, less than one window of {window}; "
-                "pack more text or shorten model.context_length"
+                "pack more text, hold more of it out (--heldout) where this is to be held out, or "
+                "shorten model.context_length"
             )
 
     @property

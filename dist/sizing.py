@@ -25,7 +25,7 @@ from dist.comm import Solo
 from dist.config import RunFile
 from dist.data import make_batch
 from dist.documents import PIECE_BYTES, Document, read_documents
-from dist.heldout import holds_out, place
+from dist.heldout import holds_out, place, too_little
 from dist.pack import JOURNAL, SPLITS, Settings, plain_bytes
 from dist.places import new_place
 from dist.shards import Manifest, is_packed, read_manifest
@@ -160,6 +160,7 @@ class Texts(NamedTuple):
     manifest: Manifest | None  # of the training set; None: nothing is packed yet
     size: int = 0  # bytes of text to be packed and trained on; 0: not known
     share: float | None = None  # of it to be held out; None: what `myllm pack` takes by itself
+    unread: str = ""  # why they could not be read, in a sentence
 
 
 def texts_of(path: str | None, out: Path) -> Texts:
@@ -185,10 +186,12 @@ def split_bytes(files: list[str], share: float) -> tuple[int, int]:
         return read_documents(files, Settings("").field, None)
 
     sizes = [(place(document.content), len(document.content)) for document in documents()]
+    total = sum(size for _, size in sizes)
     by_hash = sum(size for where, size in sizes if where < share)
-    chosen = frozenset() if by_hash else holds_out(documents(), share)
-    held = by_hash + sum(size for where, size in sizes if where in chosen)
-    return sum(size for _, size in sizes) - held, held
+    more = too_little(by_hash, total, share)
+    chosen = holds_out(documents(), share) if more else frozenset()
+    held = by_hash + sum(size for where, size in sizes if where in chosen and where >= share)
+    return total - held, held
 
 
 def to_be_packed(texts: Texts, path: str, window: int) -> Texts:
@@ -209,8 +212,8 @@ def to_be_packed(texts: Texts, path: str, window: int) -> Texts:
             train, held = split_bytes(found.files, share)
             if min(train, held) >= LEAST_HELD * least:
                 return texts._replace(size=train, share=share)
-    except (ValueError, ImportError):  # rows with another field, say: `myllm pack` will tell
-        return texts._replace(share=SHARES[0])
+    except (ValueError, ImportError) as error:  # rows with another field, say
+        return texts._replace(share=SHARES[0], unread=str(error))
     if train + held < LEAST_READ * least:
         raise ValueError(
             f"{path} holds {train + held:,} bytes of text, but a run needs some "
@@ -296,6 +299,8 @@ def advice(
             f"  myllm tokenizer train {text} --vocab-size {size.vocab_size} -o {name}",
             f"  myllm pack {text} --tokenizer {name}{share} -o {packed}",
         ]
+        if texts.unread:
+            said.append(f"How much text that is cannot be told, nor packed so: {texts.unread}.")
     else:
         have, what = texts.manifest.tokens, str(texts.train)
     if have:

@@ -189,7 +189,8 @@ class Trainer:
         return known
 
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
-        state: checkpoint.State = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
+        saved = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
+        state: checkpoint.State = saved
         differences = same_learning(state.config, self.config)
         if state.tokenizer_sha256 != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
@@ -200,6 +201,11 @@ class Trainer:
         )
         differences += [f"{path} was packed anew, and differs" for path in others]
         best = together(self.comm, lambda: checkpoint.pointed(newest.parent, "best"), only=0)[0]
+        if differences and saved.parameters != self.stepper.layout.size:
+            raise AllRanksError(
+                f"{newest} is of another model ({'; '.join(differences)}), of {saved.parameters:,} "
+                f"parameters and not {self.stepper.layout.size:,}: choose another run.out"
+            )
         if differences and not changed:
             raise AllRanksError(
                 f"{newest} belongs to a run with other settings ({'; '.join(differences)}): pass "
@@ -435,7 +441,12 @@ class Trainer:
             self.console.say(said)
         if self.begun:
             self.console.say(self.begun)
-        if self.step >= self.config.steps:
+        if self.step > self.config.steps:
+            self.console.say(
+                f"{self.out} has taken {self.step} steps, more than the {self.config.steps} asked "
+                "for: give train.steps a larger number, or choose another run.out"
+            )
+        elif self.step == self.config.steps:
             self.console.say(f"{self.out} has taken all of its {self.step} steps")
         elif self.step:
             self.console.say(f"going on after step {self.step} in {self.out}")

@@ -23,7 +23,7 @@ from tokenizer import (
 )
 from tokenizer.arrays import Array
 from tokenizer.fileformat import NAME
-from tokenizer.files import check_folder, replace_durably
+from tokenizer.files import make_room, replace_durably
 from tokenizer.patterns import machine_of
 from tokenizer.read import SHOWN_BAD_LINES, Source, is_plain, standard_input
 from tokenizer.tokenizer import decode_utf8
@@ -52,7 +52,7 @@ def train(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.max_chars is not None and not options.max_chars > 0:
         parser.error("--max-chars must be above 0")
-    _make_room(options.output)
+    make_room(options.output, NAME)
     start = time.monotonic()
     with _reading(options) as source:
         tokenizer = train_from_iterator(
@@ -129,7 +129,7 @@ def encode(argv: Sequence[str]) -> int:
         parser.error("--output writes a NumPy array: name it FILE.npy")
     tokenizer = Tokenizer.load(options.tokenizer)
     if options.output is not None:
-        _make_room(options.output, np.lib.format.MAGIC_PREFIX)
+        make_room(options.output, np.lib.format.MAGIC_PREFIX)
     rows = []
     for text in _texts_to_encode(options):
         if options.allow_special:
@@ -272,7 +272,7 @@ def export(argv: Sequence[str]) -> int:
     if writer is None:
         parser.error("--output must end in .json or .tiktoken, which says the format")
     tokenizer = Tokenizer.load(options.tokenizer)
-    _make_room(options.output, b"")
+    make_room(options.output, b"")
     writer(tokenizer, options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     if writer is to_tiktoken:
@@ -312,7 +312,7 @@ def import_(argv: Sequence[str]) -> int:
         tokenizer = from_tiktoken(options.file, pattern=options.pattern, special_tokens=specials)
     else:
         parser.error("FILE must end in .json or .tiktoken, which says the format")
-    _make_room(options.output)
+    make_room(options.output, NAME)
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     if tokenizer.loss:
@@ -341,7 +341,7 @@ def extend(argv: Sequence[str]) -> int:
         raise ValueError(f"{options.tokenizer} has {', '.join(wanted)} already")
     specials = dict(old.special_tokens) | {name: old.n_vocab + i for i, name in enumerate(new)}
     tokenizer = Tokenizer(dataclasses.replace(old, special_tokens=specials))
-    _make_room(options.output)
+    make_room(options.output, NAME)
     tokenizer.save(options.output)
     print(f"{options.output}: {tokenizer.n_vocab:,} ids")
     for name in new:
@@ -398,25 +398,6 @@ def _add_inputs(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
 def _n_merges(tokenizer: Tokenizer) -> int:
     merges = tokenizer.vocabulary.merges
     return len(tokenizer.vocabulary.tokens) - 256 if merges is None else len(merges)
-
-
-def _make_room(path: str, head: bytes = NAME) -> None:
-    """Make the folder of a file to be written, and find out before long work that it can be.
-
-    A file takes the place of an older one that begins as it will itself, and of no other.
-    """
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a folder: -o names the file to write")
-    if Path(path).is_file():
-        with open(path, "rb") as file:
-            begins = file.read(len(head))
-        if begins and begins != head:
-            raise ValueError(
-                f"{path} is a file of another kind, and would be lost: name another by -o"
-            )
-    folder = Path(path).parent
-    check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

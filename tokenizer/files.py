@@ -23,6 +23,26 @@ def check_folder(path: Path) -> None:
             raise ValueError(f"{place} is a file: name another folder")
 
 
+def make_room(path: str | Path, head: bytes) -> None:
+    """Make the folder of a file to be written, and find out before long work that it can be.
+
+    A file takes the place of an older one that begins as it will itself, by ``head``, and of no
+    other: a ``ValueError`` says so.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder: -o names the file to write")
+    if Path(path).is_file():
+        with open(path, "rb") as file:
+            begins = file.read(len(head))
+        if begins and begins != head:
+            raise ValueError(
+                f"{path} is a file of another kind, and would be lost: name another by -o"
+            )
+    folder = Path(path).parent
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Let what the system says of a file that cannot be written name it, as the user knows it."""

@@ -98,6 +98,9 @@ def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator
         if _BEGINS_A_LIST.match(text):
             bad(f"{name}: no JSON: {error}")
             return
+        if _is_object(text.lstrip().partition(b"\n")[0]):  # JSON Lines by another name
+            yield from _json_lines(name, io.BytesIO(text), wanted, bad)
+            return
     if isinstance(content, list) and any(isinstance(row, dict) for row in content):
         for number, row in enumerate(content, 1):
             where = f"{name}, item {number}"
@@ -110,6 +113,13 @@ def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator
         yield name, {wanted[0]: text.decode()}
     except UnicodeDecodeError as error:
         bad(f"{name}: byte 0x{text[error.start]:02x} at {error.start} is no UTF-8")
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _csv(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:

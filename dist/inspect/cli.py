@@ -16,7 +16,7 @@ from dist.monitor import bytes_text
 from dist.use import add_checkpoint, text_of, tokenizer_of
 from reference.params import decoder_layout
 from reference.types import Array
-from tokenizer.files import replace_durably
+from tokenizer.files import make_room, replace_durably
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -39,12 +39,12 @@ def inspect(argv: Sequence[str]) -> int:
         "-o", "--out", type=Path, default=Path("inspect.html"), help="default inspect.html"
     )
     given = args.parse_args(argv)
+    make_room(given.out, b"<!doctype html>")
     model = load_model(given.checkpoint, "reference", "float32")
     tokenizer = tokenizer_of(model)
     text = text_of(given.text)
     ids = np.array(tokenizer.encode_ordinary(text), np.int32)
     page = make_page(model, tokenizer, ids)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     replace_durably(given.out, page.encode())
     print(f"{given.out}: {len(ids)} tokens, {bytes_text(len(page.encode()))}")
     return 0

@@ -1,6 +1,7 @@
 """``myllm serve``: the command."""
 
 import contextlib
+import errno
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -122,8 +123,9 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             found.bind(address)
         except OSError as error:
+            other = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
             raise OSError(
-                f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port"
+                f"cannot listen on {host}, port {port}: {error.strerror}; choose another {other}"
             ) from error
         yield found
 

@@ -171,6 +171,18 @@ class Stand(NamedTuple):
     config: Config
 
 
+def test_a_page_takes_the_place_of_a_page_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, page = tmp_path / "run.toml", tmp_path / "page.html"
+    other.write_text("[model]\n")
+    assert cli.main(["inspect", str(run), "--text", "fox fox", "-o", str(other)]) == 1
+    assert "is a file of another kind, and would be lost" in capsys.readouterr().err
+    assert other.read_text() == "[model]\n"
+    for _ in range(2):
+        assert cli.main(["inspect", str(run), "--text", "fox fox", "-o", str(page)]) == 0
+
+
 def test_a_page_of_four_layers_and_256_tokens_is_small() -> None:
     config = dataclasses.replace(
         TINY, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=4096, context_length=256

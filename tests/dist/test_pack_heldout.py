@@ -64,6 +64,19 @@ def test_of_few_documents_a_share_of_the_text_is_held_out(
     assert not (tmp_path / "d" / "journal.json").exists()
 
 
+def test_what_the_hashes_leave_far_too_short_is_filled_up_by_size(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tiny row that is drawn by its hash does not stand for a hundredth of many long texts."""
+    texts = [a_text(5, 0.0, 0.01), *(a_text(900, i / 50, i / 50 + 0.02) for i in range(3, 43))]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, "--heldout", "0.05") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("myllm pack: 5 of 36,005 bytes were held out: packing again, to hold")
+    held, trained = (len(tokens_of(tmp_path / "d" / split)) for split in ("heldout", "train"))
+    assert 0.03 < held / (held + trained) < 0.07
+
+
 def test_equal_texts_alone_leave_nothing_to_hold_out(
     tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,30 @@ def test_a_pointer_names_a_checkpoint_of_its_own_folder(
     assert train(run, "--set", "train.steps=9", "--changed") == 1
     said = capsys.readouterr().err
     assert f"{pointer} does not name a checkpoint" in said and said.count("\n") == 1
+    last = sorted(path.name for path in folder.glob("step-*"))[-1]
+    assert f"write the name of one there, such as {last}" in said
     assert not (folder / "step-00000009").exists()
+
+
+def test_a_run_that_took_more_steps_than_it_is_asked_for_says_so(
+    run: RunFile, capsys: Said
+) -> None:
+    before = digest(run)
+    assert train(run, "--set", "train.steps=4", "--changed") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has taken 6 steps, more than the 4 asked for: give train.steps a larger number" in said
+    assert digest(run) == before
+
+
+@pytest.mark.parametrize("changed", [(), ("--changed",)])
+def test_a_run_of_another_shape_is_not_told_to_change(
+    run: RunFile, changed: tuple[str, ...], capsys: Said
+) -> None:
+    more = run.model.n_layers + 1
+    assert train(run, "--set", f"model.n_layers={more}", *changed) == 1
+    said = capsys.readouterr().err
+    assert f"is of another model (model.n_layers: {more - 1} -> {more}), of " in said
+    assert "choose another run.out" in said and "--changed" not in said and said.count("\n") == 1
 
 
 def test_a_latest_that_is_a_folder_is_one_sentence(run: RunFile, capsys: Said) -> None:

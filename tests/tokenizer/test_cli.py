@@ -316,6 +316,18 @@ def test_the_field_that_is_named_is_read_whatever_else_a_row_has(
     assert Tokenizer.load(tmp_path / "t.tok").sha256 == expected.sha256
 
 
+def test_json_lines_are_read_as_rows_by_either_name(tmp_path: Path) -> None:
+    lines = tmp_path / "a.json"
+    lines.write_text('\n{"text": "one"}\n{"text": "two"}\n')
+    assert [*Source([str(lines)]).texts()] == [b"one", b"two"]
+    lines.write_text('{"text": "one"}\n{"text": "tw')
+    with pytest.raises(ValueError, match=r"a\.json, line 2"):
+        [*Source([str(lines)]).texts()]
+    for text in ('{"text": "one"}', '{\n  "text": "one"\n}\n', "{no JSON}\n{}\n"):
+        lines.write_text(text)
+        assert [*Source([str(lines)]).texts()] == [text.encode()]
+
+
 @pytest.mark.parametrize("name", ["t.gz", "t.zst"])
 def test_damaged_archives_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tok: Path, name: str

@@ -126,6 +126,7 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read(
         (["--port", "70000"], "must lie in 0..65535"),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--host", "no.such.host.invalid"], "cannot listen on"),
+        (["--host", "192.0.2.1"], "choose another --host"),  # of no machine (RFC 5737)
         (["--backend", "tpu", "--port", "0"], "no backend"),
     ):
         assert cli.main(["serve", str(run), *words]) == 1
