@@ -10,6 +10,7 @@ and ``parameter`` in the file say what else they are.
 """
 
 import dataclasses
+import inspect
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +26,12 @@ from accel.verify import adapter_trials
 from accel.verify.adapter_bpe import BPE
 from accel.verify.adapter_trials import Arrays, Trial
 from accel.verify.apart import TIMEOUT, Ended, Silent, Worker
-from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome
+from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome, short
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
 from accel.verify.report import Report, Test, failure_text, not_checked
-from accel.verify.subject import Subject, SubjectError
+from accel.verify.search import Failure
+from accel.verify.subject import Subject, SubjectError, positional_of
 from reference.ops import OPS
 from reference.types import Array, Loss
 from reference.visibility import Visibility
@@ -193,14 +195,26 @@ class Keeping:
 
     def __init__(self, run: Run, arrays: Arrays) -> None:
         self.run, self.arrays, self.says = run, arrays, ""
+        self.first: list[Any] | None = None  # the arguments of the first call since it was None
 
     def __call__(self, *given: Any) -> Any:
         before = [self._values(each) for each in given]
+        self.first = before if self.first is None else self.first
         found = self.run(*given)
         for says in changes(before, map(self._values, given)):
             says = f"{says}, as callers look at it again"
             self.says = min(self.says or says, says, key=len)
         return found
+
+    def written(self) -> str:
+        """Return how the first call is written."""
+        try:
+            taken = positional_of(inspect.signature(self.run).parameters.values())
+        except (TypeError, ValueError):  # one that is not written in Python
+            taken = []
+        values = [short(value) for value in self.first or ()]
+        named = [f"{p.name} = {value}" for p, value in zip(taken, values, strict=False)]
+        return ", ".join([*named, *values[len(named) :]])
 
     def _values(self, given: Any) -> Any:
         number = given is None or isinstance(given, (int, float))
@@ -258,8 +272,19 @@ def _as_op(adapter: Adapter, options: Options) -> Verdict:
         failure.rerun = ""
         problem = re.sub(rf"^{OPS[op].forward_name}\b", adapter.name, failure.judged.problem)
         failure.judged = failure.judged._replace(problem=problem)
-        texts.append(re.sub(rf"^FAIL {op}\b", f"FAIL {adapter.name}", failure_text(failure)))
+        text = re.sub(rf"^FAIL {op}\b", f"FAIL {adapter.name}", failure_text(failure))
+        texts.append(_as_called(adapter, subject, failure, text))
     return Verdict(report.ok, report.cases, "\n".join(texts))
+
+
+def _as_called(adapter: Adapter, subject: Subject, failure: Failure, text: str) -> str:
+    """Return what is said of a failure with the call that the adapter gets, not the op's."""
+    if not isinstance(adapter.run, Keeping):
+        return text
+    adapter.run.first = None
+    subject.run(failure.case)
+    call = f"  smallest case: {adapter.name}({adapter.run.written()})\n"
+    return re.sub(r"  smallest case: .*\n(    \w+ = .*\n)*", lambda found: call, text)
 
 
 def _called(adapter: Adapter, trial: Trial, case: tuple[Any, ...]) -> Any:

@@ -332,6 +332,23 @@ def test_what_is_expected_is_the_right_result_that_is_nearest(tmp_path: Path) ->
     assert "\n    item 1: first difference" in found["get_adamw_cls"].text
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("inputs, targets", r"run_cross_entropy\(inputs = \[\[.*\]\], targets = \[.*\]\)"),
+        ("*args", r"run_cross_entropy\(\[\[.*\]\], \[.*\]\)"),
+    ],
+)
+def test_a_failure_shows_the_call_that_the_adapter_got(
+    given: str, says: str, tmp_path: Path
+) -> None:
+    text = f"def run_cross_entropy({given}):\n    return 3.0\n"
+    found = check_adapters(import_file(write(tmp_path, text)), Options(examples=8))
+    said = found["run_cross_entropy"].text
+    assert re.search(rf"\n  smallest case: {says}\n  first difference: total", said), said
+    assert "head" not in said and "float32: x" not in said
+
+
 def test_what_is_missing_or_not_written_is_counted_and_not_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
