@@ -52,8 +52,8 @@ def unlike_others(documents: Iterable[Document]) -> set[float]:
 
 
 def too_little(held: int, total: int, asked: float) -> bool:
-    """Whether less than half of what was to be held out was, of so much in all."""
-    return held < asked / 2 * total
+    """Whether less than a tenth of what was to be held out was, of so much in all."""
+    return held < asked / 10 * total
 
 
 def far_share(held: int, n_tokens: int, asked: float) -> str:

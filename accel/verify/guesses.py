@@ -21,13 +21,12 @@ from accel.system import bounded_memory
 from accel.tolerance import round_bf16, round_float16, round_tf32, round_to
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, accumulated_onto, numpy_dtype, reference_results
-from accel.verify.evidence import Seen, Wrong
+from accel.verify.evidence import Wrong
 from accel.verify.ops import Mistakes, room
 from accel.verify.spoiled import by_rule, listed, spoiled
 from reference.types import Array
 
 MOST_MEMORY = 1 << 29  # bytes that trying one guess may take
-REFUTING = 8  # right cases in which a guess must give what is right
 MOST = 0.6  # of the larger cases, in which a guess must give what the kernel gave
 ALIKE = "~ "  # before what loses digits, of which only the size of the loss is compared
 
@@ -36,17 +35,9 @@ Guesses = Callable[[Case, Any], Iterator[tuple[str, Callable[[], Mapping[str, Ar
 
 
 def explained(
-    both: Sequence[Wrong],
-    guesses: Guesses,
-    limit: int = 9,
-    seconds: float = math.inf,
-    right: Sequence[Seen] = (),
+    both: Sequence[Wrong], guesses: Guesses, limit: int = 9, seconds: float = math.inf
 ) -> Iterator[str]:
-    """Yield the guesses that give what the kernel gave: in the first case, and in most others.
-
-    That a result is no number says little, so then ``right`` has cases in which all is right: what
-    is wrong in those is not the mistake.
-    """
+    """Yield the guesses that give what the kernel gave: in the first case, and in most others."""
     (case, judged, _), *larger = both
     hits = Counter(that_explain(case, judged, guesses, stop=time.monotonic() + seconds))
     if not larger and np.size(np.asarray(judged.got)) < 8:
@@ -57,7 +48,6 @@ def explained(
     if best - 1 < MOST * len(larger):
         return
     likely = [text for text, count in hits.items() if count == best]
-    likely = [text for text in likely if not _refuted(text, judged.name, right, guesses)]
     if len(likely) > 1:
         likely = _that_agree(larger, guesses, likely)
     also = f", here and in {best - 1} of {len(larger)} larger cases" if larger else ""
@@ -135,24 +125,6 @@ def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) ->
         agree.update(here)
     best = max(agree.values())
     return [text for text in likely if agree[text] == best]
-
-
-def _refuted(text: str, name: str, right: Sequence[Seen], guesses: Guesses) -> bool:
-    """Whether a guess does not give the right result of a case, in any precision."""
-    for case, every in right[:REFUTING]:
-        got = next((j for j in every if j.name == name and j.got is not None), None)
-        if got is None:
-            continue
-        made = [
-            onto(results[name], case, got)
-            for _, results in tried(case, guesses, numpy_dtype(case.dtype), frozenset([text]))
-            if name in results
-        ]
-        with np.errstate(all="ignore"):
-            same = [np.shape(x) == np.shape(np.asarray(got.got)) and _near(x, got) for x in made]
-        if made and not any(same):
-            return True
-    return False
 
 
 def _near(wrong: Array, judged: Judged) -> bool:

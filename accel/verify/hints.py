@@ -47,17 +47,16 @@ def hints_for(
     both = [Wrong(case, judged), *(w for w in larger if not _same_case(w.case, case))]
     found = list(_late(subject, case, judged))
     values = judged.kind in ("value", "shape", "nonfinite") and judged.got is not None
-    right = evidence.right if judged.kind == "nonfinite" else []
     if values and not found:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
             found += of_parts(both)
             if not found:
-                found += explained(both, known, right=right)
+                found += explained(both, known)
             if not found:
                 found += factor(both)
             if not found:
-                found += explained(both, any_place, limit=2, seconds=SECONDS, right=right)
+                found += explained(both, any_place, limit=2, seconds=SECONDS)
             found += of_values(both)
     if not found:
         found += _not_added(case, judged) or _kept(evidence, judged.name)
