@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -84,7 +86,16 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        return encoded(content)
+
+
+def encoded(content: Any) -> bytes:
+    """Return JSON; a lone surrogate, of bytes that a model wrote, becomes U+FFFD."""
+    try:
         return msgspec.json.encode(content)
+    except UnicodeEncodeError:
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        return re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
 
 
 async def _refused(request: Http, error: Exception) -> Response:
@@ -325,7 +336,7 @@ class Stream(StreamingResponse):
 
 
 def _event(record: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(record) + b"\n\n"
+    return b"data: " + encoded(record) + b"\n\n"
 
 
 def _usage(n_prompt: int, written: int) -> dict[str, Any]:

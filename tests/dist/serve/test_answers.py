@@ -13,6 +13,7 @@ from dist.documents import END
 from dist.model import load_model
 from dist.score import log_probabilities
 from dist.serve.api import ChatRequest, read_request
+from dist.serve.app import encoded
 from tests.helpers.serving import Server, chat_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -193,3 +194,11 @@ def test_what_people_write_can_never_become_a_control_id(server: Server) -> None
     turns = [[special[f"<|{role}|>"], *typed, special[END]] for role in ("user", "assistant")]
     system = [special["<|system|>"], *typed, special[END]]
     assert ids == [*system, *turns[0], *turns[1], *turns[0], special["<|assistant|>"]]
+
+
+@pytest.mark.parametrize("content", [{"text": "a\udcc9b\ud800"}, [{"logprobs": {"\udfff": -1.5}}]])
+def test_half_a_surrogate_pair_is_sent_as_a_character_that_stands_for_none(content: Any) -> None:
+    """A model may write the three bytes of one, which no JSON can hold."""
+    sent = encoded(content).decode()
+    assert "\ufffd" in sent and json.loads(sent) == json.loads(sent.encode())
+    assert encoded({"text": "ä€😀", "n": 1}) == '{"text":"ä€😀","n":1}'.encode()
