@@ -474,10 +474,10 @@ def _pack(
                 if any(at >= settings.heldout for at in chosen):
                     manifest.write(out / JOURNAL, _fresh(journal.mark, chosen))
                     raise TooLittleHeldOut(said)
-            instead = ", other texts, or leave --drop-near-duplicates out"
-            if not counts.near:
-                instead = f" than {settings.heldout}, or --heldout 0 to train on all"
             if not held:
+                instead = ", other texts, or leave --drop-near-duplicates out"
+                if not counts.near:
+                    instead = f" than {settings.heldout}, or --heldout 0 to train on all"
                 raise ValueError(f"{said}: give more documents, a larger --heldout{instead}")
         facts = {
             "tokenizer_sha256": tokenizer.sha256,

@@ -190,7 +190,7 @@ def split_bytes(files: list[str], share: float) -> tuple[int, int]:
     by_hash = sum(size for where, size in sizes if where < share)
     more = too_little(by_hash, total, share)
     chosen = holds_out(documents(), share) if more else frozenset()
-    held = by_hash + sum(size for where, size in sizes if where in chosen and where >= share)
+    held = sum(size for where, size in sizes if where < share or where in chosen)
     return total - held, held
 
 

@@ -14,7 +14,6 @@ import signal
 import textwrap
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,15 +22,15 @@ from typing import Any
 import msgspec
 from threadpoolctl import threadpool_limits
 
-from accel import AUTO
 from accel import load as load_backend
 from accel.system import HANDED_ON
 from dist import checkpoint, manifest, mode, monitor, saving
 from dist.carriers import carrier
 from dist.checkpoint import CHECKPOINTS
 from dist.comm import AllRanksError, Comm, sentence, together
-from dist.config import LEARNING_TABLES, Run, RunFile, from_tables
+from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
+from dist.differences import computes_by, measured_on, same_learning, the_same
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.lock import locked
 from dist.step import Stepper
@@ -43,31 +42,6 @@ from reference.params import decoder_layout
 from tokenizer.files import check_folder, replace_durably
 
 CONFIG = "config.toml"
-
-
-def same_learning(old: dict[str, Any], new: RunFile) -> list[str]:
-    """Return the keys in which two runs would learn differently, as ``table.key: old -> new``."""
-    before, fresh = from_tables(old).to_dict(), new.to_dict()  # an older file has fewer keys
-    return [
-        f"{table}.{key}: {before[table][key]!r} -> {value!r}"
-        for table in LEARNING_TABLES
-        for key, value in fresh[table].items()
-        if before[table][key] != value
-    ]
-
-
-def measured_on(run: RunFile, checksums: Mapping[str, str]) -> tuple[set[str], int]:
-    """Return what a held-out loss is of: texts, by their checksums where these are known."""
-    paths = [str(Path(path)) for path in run.data.heldout_sets]
-    return {checksums.get(path, path) for path in paths}, run.run.eval_windows
-
-
-def computes_by(run: Run) -> str:
-    """Say what decides the last bits of what a run learns."""
-    path = "" if run.attention == AUTO else f", attention by {run.attention}"
-    if not isinstance(run.products, str):
-        path += f", products by cublasLt {zlib.crc32(repr(run.products).encode()):08x}"
-    return f"{run.backend} ({run.compute}{path})"
 
 
 class Trainer:
@@ -105,7 +79,7 @@ class Trainer:
         config, self.attention = together(comm, lambda: mode.attending(config, newest), only=0)[0]
         config, self.products = together(comm, lambda: mode.multiplying(config, newest), only=0)[0]
         self.config = config
-        _the_same(together(comm, lambda: self._open(fresh=newest is None)))
+        the_same(together(comm, lambda: self._open(fresh=newest is None)))
         self.comm, self.carried = carrier(comm, config.run.backend, config.run.comm)
         layout = decoder_layout(config.model)
         first, self.begun = first_weights(
@@ -567,22 +541,6 @@ class Trainer:
     def _wait_for_removing(self) -> None:
         if self.removing.is_alive():
             self.removing.join()
-
-
-def _the_same(opened: list[dict[str, str]]) -> None:
-    """Refuse what one rank reads otherwise than another: a copy on its machine, say.
-
-    Raises
-    ------
-    AllRanksError
-        When any of it differs.
-    """
-    for rank, theirs in enumerate(opened):
-        for path, known in opened[0].items():
-            if theirs[path] != known:
-                raise AllRanksError(
-                    f"rank {rank} reads another {path} than rank 0: bring the same to all machines"
-                )
 
 
 def _due(step: int, every: int) -> bool:

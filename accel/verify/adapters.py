@@ -29,7 +29,7 @@ from accel.verify.apart import TIMEOUT, Ended, Silent, Worker
 from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome, short
 from accel.verify.check import Options, check_subject
 from accel.verify.load import as_subject, import_file
-from accel.verify.report import Report, Test, failure_text, not_checked
+from accel.verify.report import AnyReport, Report, Test, failure_text
 from accel.verify.search import Failure
 from accel.verify.subject import Subject, SubjectError, positional_of
 from reference.ops import OPS
@@ -43,14 +43,12 @@ Run = Callable[..., Any]  # an adapter
 
 
 @dataclasses.dataclass
-class Found:
-    """What was found of one adapters file."""
+class Found(AnyReport):
+    """What was found of one adapters file, by its name."""
 
-    subject: str  # its name
     seed: int
     verdicts: dict[str, Verdict | None] = dataclasses.field(default_factory=dict)  # by adapter
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    error: str = ""  # why it could not be checked at all, when it could not
 
     @property
     def there(self) -> dict[str, Verdict]:
@@ -58,48 +56,35 @@ class Found:
         return {name: verdict for name, verdict in self.verdicts.items() if verdict}
 
     @property
-    def ok(self) -> bool:
-        written = all(self.verdicts.values())
-        return not self.error and written and all(v.right for v in self.there.values())
-
-    right = ok
+    def found_right(self) -> bool:
+        return all(verdict and verdict.right for verdict in self.verdicts.values())
 
     @property
-    def verdict(self) -> str:
-        if self.error:
-            return "not checked"
+    def found_verdict(self) -> str:
         right = sum(verdict.right for verdict in self.there.values())
         wrong, missing = len(self.there) - right, len(self.verdicts) - len(self.there)
         counts = f"{right} of {len(self.verdicts)} adapters right, {wrong} wrong"
         return f"{counts}, {missing} missing or not written yet"
 
-    def tests(self) -> list[Test]:
-        """Return a test for each adapter."""
-        tests = not_checked(self.error)
+    def found_tests(self) -> Iterator[Test]:
+        """Yield a test for each adapter."""
         for name, verdict in self.verdicts.items():
             outcome = "" if verdict and verdict.right else "failure"
-            text, seconds = verdict.text if verdict else "", self.seconds[name]
-            tests.append(Test("", name, outcome, said(verdict), text, seconds))
-        return tests
+            text = verdict.text if verdict else ""
+            yield Test("", name, outcome, said(verdict), text, self.seconds[name])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        return {
-            "subject": self.subject,
-            "seed": self.seed,
-            "ok": self.ok,
-            "error": self.error,
-            "adapters": {
-                name: {
-                    "ok": bool(verdict and verdict.right),
-                    "missing": verdict is None,
-                    "cases": verdict.calls if verdict else 0,
-                    "seconds": round(self.seconds[name], 3),
-                    "problem": verdict.text if verdict else "",
-                }
-                for name, verdict in self.verdicts.items()
-            },
+    def found_facts(self) -> dict[str, Any]:
+        adapters = {
+            name: {
+                "ok": bool(verdict and verdict.right),
+                "missing": verdict is None,
+                "cases": verdict.calls if verdict else 0,
+                "seconds": round(self.seconds[name], 3),
+                "problem": verdict.text if verdict else "",
+            }
+            for name, verdict in self.verdicts.items()
         }
+        return {"seed": self.seed, "adapters": adapters}
 
 
 def said(verdict: Verdict | None) -> str:

@@ -8,7 +8,7 @@ bf16 holds exactly, so one set serves every precision; expected results are floa
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from accel.verify.contract import Case, draw_case, expected, gradient_names, sha
 from accel.verify.draw import Draw
 from accel.verify.files import UNREADABLE, cotangent_arrays, options_to_json, unreadable
 from accel.verify.ops import room
-from accel.verify.report import Test, all_tried, not_checked
+from accel.verify.report import AnyReport, Test
 from accel.verify.travel import special_at
 from reference import ops as reference
 from reference.model import loss_backward, loss_forward
@@ -212,39 +212,21 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass
-class GoldenReport:
+class GoldenReport(AnyReport):
     """What a folder of results is worth."""
 
-    subject: str  # the folder
-    partial: bool = False  # whether files that are no golden vector's are all right
     rows: list[Row] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)  # files that were not written
     unread: list[str] = dataclasses.field(default_factory=list)  # no golden vector's
-    error: str = ""  # why it could not be checked at all, when it could not
 
     @property
-    def right(self) -> bool:
-        """Whether all results are as the reference."""
-        return not self.error and all(row.right for row in self.rows)
+    def found_right(self) -> bool:
+        return all(row.right for row in self.rows)
 
     @property
-    def ok(self) -> bool:
-        return self.right and (self.partial or not self.unread)
-
-    @property
-    def verdict(self) -> str:
-        if self.error:
-            return "not checked"
+    def found_verdict(self) -> str:
         all_right = "all as the reference" if self.right else "not as the reference"
         return f"{len(self.rows)} results: {all_right}"
-
-    @property
-    def untried(self) -> list[str]:
-        """What nobody looked at, in a sentence."""
-        why = (
-            "no golden vector has such a name, or it is there in another form; rename or remove it"
-        )
-        return [f"{', '.join(self.unread)}: {why}"] if self.unread else []
 
     @property
     def not_there(self) -> list[str]:
@@ -252,20 +234,15 @@ class GoldenReport:
         ops = dict.fromkeys(name.rpartition("-")[0] or name for name in self.missing)
         return [f"{len(self.missing)} files of {', '.join(ops)}"] if self.missing else []
 
-    def tests(self) -> list[Test]:
-        """Return a test for each result."""
-        tests = not_checked(self.error)
-        tests += [
-            Test(
-                row.file, f"{row.name} {row.dtype}".strip(), "" if row.right else "failure", row.why
-            )
-            for row in self.rows
-        ]
-        tests += [Test("", "all is there", "skipped", f"not there: {s}") for s in self.not_there]
-        return tests + all_tried(self.untried, self.partial)
+    def found_tests(self) -> Iterator[Test]:
+        """Yield a test for each result."""
+        for row in self.rows:
+            name = f"{row.name} {row.dtype}".strip()
+            yield Test(row.file, name, "" if row.right else "failure", row.why)
+        for sentence in self.not_there:
+            yield Test("", "all is there", "skipped", f"not there: {sentence}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
+    def found_facts(self) -> dict[str, Any]:
         rows = [
             {
                 "file": row.file,
@@ -278,14 +255,7 @@ class GoldenReport:
             }
             for row in self.rows
         ]
-        return {
-            "subject": self.subject,
-            "ok": self.ok,
-            "error": self.error,
-            "results": rows,
-            "missing": self.missing,
-            "unread": self.unread,
-        }
+        return {"results": rows, "missing": self.missing, "unread": self.unread}
 
     def show(self, console: Console) -> None:
         """Print a table of all results."""
@@ -320,7 +290,7 @@ def check_results(
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; give the folder of computed results")
     files = {path.name for path in folder.iterdir() if path.suffix in SUFFIXES}
-    report = GoldenReport(str(folder), partial)
+    report = GoldenReport(str(folder), partial=partial)
     for golden in golden_cases(seed):
         paths = [folder / f"{golden.name}{suffix}" for suffix in SUFFIXES]
         path = next((p for p in paths if p.is_file()), None)
@@ -336,7 +306,12 @@ def check_results(
         for name, exact in golden.exact.items():
             row = _one_result(golden, name, exact, results, dtype)
             report.rows.append(Row(path.name, name, *row))
-    report.unread = sorted(files)
+    if files:
+        report.unread = sorted(files)
+        report.untried = [
+            f"{', '.join(report.unread)}: no golden vector has such a name, or it is there in "
+            "another form; rename or remove it"
+        ]
     if not report.rows:
         raise ValueError(
             f"{folder} holds no results: for a golden file rmsnorm-0.safetensors write "

@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,40 +28,38 @@ class Test(NamedTuple):
     seconds: float = 0.0
 
 
-class AnyReport(Protocol):
+@dataclasses.dataclass
+class AnyReport(ABC):
     """What was found of one subject, in a form that can be written to a file."""
 
-    @property
-    def subject(self) -> str: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def right(self) -> bool: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def verdict(self) -> str: ...
-    def tests(self) -> list[Test]: ...
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-@dataclasses.dataclass
-class Report:
-    """The result of checking one module or backend."""
-
     subject: str
-    seed: int | None  # None: no cases were drawn
-    ops: list[OpReport] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    _: dataclasses.KW_ONLY
+    error: str = ""  # why it could not be checked at all, when it could not
     untried: list[str] = dataclasses.field(default_factory=list)  # sentences: what nobody looked at
     partial: bool = False  # whether that is all right
-    seconds: float = 0.0  # that all of it took, several processes at once
-    error: str = ""  # why it could not be checked at all, when it could not
+
+    @property
+    @abstractmethod
+    def found_right(self) -> bool:
+        """Whether all that was found is as the reference."""
+
+    @property
+    @abstractmethod
+    def found_verdict(self) -> str:
+        """What was found, in a line."""
+
+    @abstractmethod
+    def found_tests(self) -> Iterator[Test]:
+        """Yield what was found, a test each."""
+
+    @abstractmethod
+    def found_facts(self) -> dict[str, Any]:
+        """Return what was found as plain values, for JSON."""
 
     @property
     def right(self) -> bool:
         """Whether all that was tried is as the reference."""
-        return not self.error and all(op.ok for op in self.ops)
+        return not self.error and self.found_right
 
     @property
     def ok(self) -> bool:
@@ -67,8 +67,38 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        if self.error:
-            return "not checked"
+        return "not checked" if self.error else self.found_verdict
+
+    def tests(self) -> list[Test]:
+        """Return a test for each thing that was looked at, and for what was not."""
+        tests = [Test("", "can be checked", "error", self.error)] if self.error else []
+        tests += self.found_tests()
+        if self.untried:
+            outcome = "skipped" if self.partial else "failure"
+            tests.append(Test("", "all was tried", outcome, "; ".join(self.untried)))
+        return tests
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        head = {"subject": self.subject, "ok": self.ok, "error": self.error}
+        return head | self.found_facts()
+
+
+@dataclasses.dataclass
+class Report(AnyReport):
+    """The result of checking one module or backend."""
+
+    seed: int | None  # None: no cases were drawn
+    ops: list[OpReport] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0  # that all of it took, several processes at once
+
+    @property
+    def found_right(self) -> bool:
+        return all(op.ok for op in self.ops)
+
+    @property
+    def found_verdict(self) -> str:
         if self.right and self.untried:
             return "what was tried is as the reference, but not all was tried"
         return "all as the reference" if self.right else "not as the reference"
@@ -89,9 +119,8 @@ class Report:
         show(self, Console(file=buffer, width=110, no_color=True))
         return buffer.getvalue()
 
-    def tests(self) -> list[Test]:
-        """Return a test for each op, precision and direction."""
-        tests = not_checked(self.error)
+    def found_tests(self) -> Iterator[Test]:
+        """Yield a test for each op, precision and direction."""
         for op in self.ops:
             each = by_direction(op)
             for direction, failures in each.items():
@@ -100,16 +129,11 @@ class Report:
                     outcome, says = "failure", "; ".join(map(problem_line, failures))
                 text = "\n\n".join(map(failure_text, failures))
                 name, seconds = f"{op.dtype}-{direction}", op.seconds / len(each)
-                tests.append(Test(op.op, name, outcome, says, text, seconds))
-        return tests + all_tried(self.untried, self.partial)
+                yield Test(op.op, name, outcome, says, text, seconds)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
+    def found_facts(self) -> dict[str, Any]:
         return {
-            "subject": self.subject,
             "seed": self.seed,
-            "ok": self.ok,
-            "error": self.error,
             "cases": self.cases,
             "seconds": round(self.seconds, 3),
             "notes": self.notes,
@@ -152,17 +176,6 @@ def _op_dict(op: OpReport) -> dict[str, Any]:
             for failure in op.failures
         ],
     }
-
-
-def not_checked(error: str) -> list[Test]:
-    """Return the test that says why a subject cannot be checked, where it cannot."""
-    return [Test("", "can be checked", "error", error)] if error else []
-
-
-def all_tried(untried: list[str], partial: bool) -> list[Test]:
-    """Return the test that says what was not tried, where there is something."""
-    outcome = "skipped" if partial else "failure"
-    return [Test("", "all was tried", outcome, "; ".join(untried))] if untried else []
 
 
 def by_direction(op: OpReport) -> dict[str, list[Failure]]:

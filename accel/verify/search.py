@@ -148,7 +148,6 @@ def search(
     stream = zlib.crc32(f"{seed} {spec.name} {dtype}".encode())
     first: dict[tuple[str, str], Found] = {}  # the smallest that was drawn
     evidence = Evidence()
-    wrong_in: list[set[tuple[str, str]]] = []  # what fails in each case
 
     def look(case: Case, choices: list[int]) -> None:
         judged = subject.run(case)
@@ -162,7 +161,6 @@ def search(
                 found = Found(case, result, choices)
                 if key not in first or found.order < first[key].order:
                     first[key] = found
-        wrong_in.append({(result.name, result.kind) for result in judged if not result.ok})
         evidence.add(case, judged)
         tick()
 
@@ -175,7 +173,7 @@ def search(
     shown: set[tuple[str, str]] = set()
     beside: set[tuple[str, str]] = set()  # what fails in the smallest case of another
     for key in _in_order(first, list(report.results)):
-        if follows(key, first) or (key in beside and not _alone(key, shown, wrong_in)):
+        if follows(key, first) or (key in beside and not _alone(key, shown, evidence)):
             continue
         found = first[key]
         if shrink and key not in known:
@@ -219,11 +217,9 @@ def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:
     return key[1] in LATER and wrong
 
 
-def _alone(
-    key: tuple[str, str], shown: set[tuple[str, str]], wrong_in: list[set[tuple[str, str]]]
-) -> bool:
+def _alone(key: tuple[str, str], shown: set[tuple[str, str]], evidence: Evidence) -> bool:
     """Whether a failure is one of its own: in most of its cases nothing fails that is shown."""
-    cases = [failed for failed in wrong_in if key in failed]
+    cases = [failed for _, failed in evidence.seen if key in failed]
     return sum(not failed & shown for failed in cases) > ALONE * len(cases)
 
 

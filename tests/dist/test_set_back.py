@@ -11,7 +11,7 @@ import pytest
 
 from dist import checkpoint, monitor, saving
 from dist.comm import AllRanksError
-from dist.train import _the_same
+from dist.differences import the_same
 from tests.helpers.runs import digest, prepare, train
 
 
@@ -174,7 +174,7 @@ def test_another_batch_says_where_the_data_goes_on(
 
 def test_ranks_that_read_other_texts_end_together() -> None:
     opened = [{"data/a": "70 abc", "data/b": "9 "}] * 3
-    _the_same(opened)
+    the_same(opened)
     opened.append({"data/a": "70 abc", "data/b": "8 "})
     with pytest.raises(AllRanksError, match="rank 3 reads another data/b than rank 0"):
-        _the_same(opened)
+        the_same(opened)

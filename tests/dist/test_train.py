@@ -20,9 +20,10 @@ from accel import launcher
 from dist import checkpoint, cli, monitor, saving
 from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
+from dist.differences import same_learning
 from dist.step import Stepper
 from dist.stopping import StopRequest
-from dist.train import Trainer, same_learning
+from dist.train import Trainer
 from dist.weights import load_master
 from reference.params import decoder_layout
 from tests.helpers.processes import wait_for

@@ -20,6 +20,7 @@ from accel.verify.like.frameworks import (
 )
 from accel.verify.like.reference import STATE, Reference, Refused, cotangents_of
 from accel.verify.like.truth import Truth, close
+from accel.verify.observed import same
 from accel.verify.subject import KernelError, Placed
 from reference.types import Array
 
@@ -330,10 +331,7 @@ class Run:
 
 def _near(got: Array, due: Array, dtype: str) -> bool:
     """Say whether a result is as near as roundings leave it that add up little."""
-    if got.shape != due.shape or not (np.isfinite(got).all() and np.isfinite(due).all()):
-        return False
-    off = float(np.linalg.norm(got.astype(np.float64) - due))
-    return off <= 64 * float(UNIT_ROUNDOFF[dtype]) * float(np.linalg.norm(due))
+    return bool(np.isfinite(due).all()) and same(got, due, 64 * float(UNIT_ROUNDOFF[dtype]))
 
 
 def _only_dtype(judged: Judged) -> bool:
