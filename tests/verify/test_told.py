@@ -76,6 +76,16 @@ def test_one_mistake_is_told_once() -> None:
     report = judged("rmsnorm", forward=forward, backward=ops.rmsnorm_backward)
     assert told(report) == [("out", "value")], report.text()
 
+    def masked(x: Array, head: Array, targets: Array, mask: Any = None) -> Any:
+        return ops.linear_cross_entropy_forward(x, head, np.maximum(targets, 0))
+
+    # in the cases with a mask alone, where several results are wrong
+    def turn(dloss: float, cache: Any) -> Any:
+        return ops.linear_cross_entropy_backward(dloss, cache)[:2]
+
+    report = judged("linear_cross_entropy", forward=masked, backward=turn)
+    assert told(report) == [("total", "value")] and report.failures[0].also, report.text()
+
 
 def test_heads_that_are_added_up_wrongly_are_named() -> None:
     def forward(q: Array, k: Array, v: Array, **options: Any) -> Any:
