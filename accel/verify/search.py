@@ -211,8 +211,11 @@ def _leaning(
 def follows(key: tuple[str, str], keys: Collection[tuple[str, str]]) -> bool:
     """Whether one failure, (result, kind), comes of another.
 
-    What is wrong with any number is wrong with NaN as well, and in a second call.
+    What is wrong with any number is wrong with NaN as well, and in a second call; and what has
+    another shape than ``out=`` is not written there.
     """
+    if key[1] == "out":
+        return (key[0], "shape") in keys
     wrong = any((key[0], kind) in keys for kind in ("value", "nonfinite"))
     return key[1] in LATER and wrong
 

@@ -212,6 +212,9 @@ def _edits(function: ast.FunctionDef) -> Iterator[Edit]:
     """Yield what may be wrong in a function, the likeliest first."""
     body = [s for s in function.body if not _checks(s)]
     nodes = [n for statement in body for n in ast.walk(statement)]
+    along = [k.value for n in nodes if isinstance(n, ast.Call) for k in n.keywords if k.arg == "axis"]
+    inside = {id(n) for axis in along for n in ast.walk(axis)}  # axes are changed as a whole
+    nodes = [n for n in nodes if id(n) not in inside]
     for node in nodes:
         if isinstance(node, ast.BinOp):
             yield from _of_operator(node)
@@ -296,7 +299,7 @@ def _of_call(node: ast.Call) -> Iterator[Edit]:
     if own and name in _OTHERS:
         new = ast.Call(ast.Attribute(of, _OTHERS[name], ast.Load()), node.args, node.keywords)
         yield f"{_OTHERS[name]} for {name} in {_short(node)}?", node, new
-    if own and name in ("sqrt", "abs", "tanh", "exp", "log") and node.args:
+    if own and name in ("sqrt", "abs", "tanh", "exp", "log", "sum", "mean") and node.args:
         yield f"is the {name} of {_short(node)} missing?", node, node.args[0]
     if own and name == "where" and len(node.args) == 3:
         test, a, b = node.args

@@ -379,11 +379,24 @@ def test_a_jacobian_and_a_list_of_gradients_are_right(tmp_path: Path) -> None:
     assert found.right and found.calls >= 50, found.text
 
 
-def test_a_gradient_of_another_shape_is_said_to_have_it_alone(tmp_path: Path) -> None:
-    text = solution(EXERCISES["rmsnorm"]).replace("axis=tuple(range(dy.ndim - 1))", "axis=0")
+@pytest.mark.parametrize(
+    ("dg", "hint"),
+    [
+        ("np.sum(dy * n, axis=0)", "taken over axis 0?"),
+        ("np.sum(dy * n)", "taken over all axes?"),
+        ("dy * n", "is the sum of"),
+    ],
+)
+def test_a_gradient_of_another_shape_is_said_to_have_it_alone(
+    dg: str, hint: str, tmp_path: Path
+) -> None:
+    right = "np.sum(dy * n, axis=tuple(range(dy.ndim - 1)))"
+    text = solution(EXERCISES["rmsnorm"]).replace(right, dg)
     found = grade(EXERCISES["rmsnorm"], write(tmp_path / "mine.py", text))
     assert found.text.startswith("FAIL rmsnorm: gradient dgain (float64): dgain has shape (")
-    assert "raised" not in found.text
+    assert found.text.count("FAIL") == 1 and "raised" not in found.text
+    first, *rest = (line for line in found.text.splitlines() if "hint:" in line)
+    assert hint in first and not any("missing" in line for line in rest), found.text
 
 
 def test_the_command_grades_from_blank_to_right(
