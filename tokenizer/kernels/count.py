@@ -25,6 +25,37 @@ DONE, GROW_SHORT, GROW_LONG, GROW_ARENA = 0, 1, 2, 3
 TEXT, AT, N_SHORT, N_LONG, ARENA_USED = 0, 1, 2, 3, 4
 
 
+@jit(nogil=True, forceinline=True)
+def _find_long(
+    buf: Array, i: Int, size: Int, h: Int, hashes: Array, word_of: Array, offsets: Array,
+    lengths: Array, arena: Array,
+) -> tuple[Int, Int]:  # fmt: skip
+    """Return the number of the long word at ``buf[i]``, -1 for a new one, and where its hash is."""
+    mask = np.uint64(hashes.size - 1)
+    at = h & mask
+    while hashes[at] != 0:
+        if hashes[at] == h:
+            word = np.int64(word_of[at])
+            if lengths[word] == size and same_bytes(arena, offsets[word], buf, i, size):
+                return word, at
+        at = (at + np.uint64(1)) & mask
+    return np.int64(-1), at
+
+
+@jit(nogil=True, forceinline=True)
+def _keep_long(
+    word: Int, at: Int, buf: Array, i: Int, size: Int, h: Int, hashes: Array, word_of: Array,
+    offsets: Array, lengths: Array, arena: Array, used: Int,
+) -> None:  # fmt: skip
+    """Keep the new long word at ``buf[i]`` behind the ``used`` bytes of the arena."""
+    hashes[at] = h
+    word_of[at] = word
+    offsets[word] = used
+    lengths[word] = size
+    for k in range(size):
+        arena[used + k] = buf[i + k]
+
+
 @jit(nogil=True)
 def count_words(
     buf: Array,
@@ -75,7 +106,6 @@ def count_words(
     short_limit = counts.size // 2
     long_limit = min(offsets.size, hashes.size // 2)
     slot_mask = counts.size - 1
-    hash_mask = np.uint64(hashes.size - 1)
     status = DONE
     t = state[TEXT]
     ends = np.empty(BLOCK, np.int64)
@@ -112,15 +142,7 @@ def count_words(
                 counts[slot] += 1
             else:
                 h = hash_bytes(buf, i, end)
-                at = h & hash_mask
-                word = np.int64(-1)
-                while hashes[at] != 0:
-                    if hashes[at] == h:
-                        w = np.int64(word_of[at])
-                        if lengths[w] == size and same_bytes(arena, offsets[w], buf, i, size):
-                            word = w
-                            break
-                    at = (at + np.uint64(1)) & hash_mask
+                word, at = _find_long(buf, i, size, h, hashes, word_of, offsets, lengths, arena)
                 if word < 0:
                     if n_long >= long_limit:
                         status = GROW_LONG
@@ -130,12 +152,9 @@ def count_words(
                         break
                     word = n_long
                     n_long += 1
-                    hashes[at] = h
-                    word_of[at] = word
-                    offsets[word] = used
-                    lengths[word] = size
-                    for k in range(size):
-                        arena[used + k] = buf[i + k]
+                    _keep_long(
+                        word, at, buf, i, size, h, hashes, word_of, offsets, lengths, arena, used
+                    )
                     used += size
                 long_counts[word] += 1
             piece += 1
@@ -223,28 +242,15 @@ def add_long(
     state: Array,
 ) -> None:
     """Add long words counted elsewhere to a table with room for them."""
-    hash_mask = np.uint64(hashes.size - 1)
     for k in range(word_offsets.size):
-        start = word_offsets[k]
+        i = word_offsets[k]
         size = word_lengths[k]
-        h = hash_bytes(flat, start, start + size)
-        at = h & hash_mask
-        word = np.int64(-1)
-        while hashes[at] != 0:
-            if hashes[at] == h:
-                w = np.int64(word_of[at])
-                if lengths[w] == size and same_bytes(arena, offsets[w], flat, start, size):
-                    word = w
-                    break
-            at = (at + np.uint64(1)) & hash_mask
+        h = hash_bytes(flat, i, i + size)
+        word, at = _find_long(flat, i, size, h, hashes, word_of, offsets, lengths, arena)
         if word < 0:
             word = state[N_LONG]
+            used = state[ARENA_USED]
+            _keep_long(word, at, flat, i, size, h, hashes, word_of, offsets, lengths, arena, used)
             state[N_LONG] += 1
-            hashes[at] = h
-            word_of[at] = word
-            offsets[word] = state[ARENA_USED]
-            lengths[word] = size
-            for i in range(size):
-                arena[state[ARENA_USED] + i] = flat[start + i]
             state[ARENA_USED] += size
         long_counts[word] += word_counts[k]

@@ -76,6 +76,20 @@ def sift_down(keys: Array, pairs: Array, n: Int) -> None:
 
 
 @jit(nogil=True)
+def push(
+    keys: Array, pairs: Array, n: Int, p: Int, count: Int, left: Int, right: Int
+) -> tuple[Array, Array]:
+    """Return a max-heap of ``n`` entries with one more, pair p."""
+    if n == keys.size:
+        keys = grown(keys, 2 * n)
+        pairs = grown(pairs, 2 * n)
+    keys[n] = heap_key(count, left, right)
+    pairs[n] = p
+    sift_up(keys, pairs, n)
+    return keys, pairs
+
+
+@jit(nogil=True)
 def learn_merges(
     flat: Array,
     offsets: Array,
@@ -191,12 +205,7 @@ def learn_merges(
             threshold = max(np.int64(min_count), threshold // 4)
             for p in range(n_pairs):
                 if count[p] >= threshold:
-                    if n_heap == keys.size:
-                        keys = grown(keys, 2 * n_heap)
-                        heap = grown(heap, 2 * n_heap)
-                    keys[n_heap] = heap_key(count[p], left[p], right[p])
-                    heap[n_heap] = p
-                    sift_up(keys, heap, n_heap)
+                    keys, heap = push(keys, heap, n_heap, p, count[p], left[p], right[p])
                     n_heap += 1
             continue
         best = heap[0]
@@ -239,45 +248,32 @@ def learn_merges(
             h = before[i]
             m = after[j]
             w = np.int64(weight[i])
-            if h >= 0:
-                count[pair_at[h]] -= w
-                x = symbol[h]
-                p = born_left[x]
+            pair_at[i] = -1
+            for side in range(2):  # the pairs that the new symbol makes with its neighbours
+                beside = m if side else h
+                if beside < 0:
+                    continue
+                y = symbol[beside]
+                born = born_right if side else born_left
+                count[pair_at[j if side else h]] -= w
+                p = born[y]
                 if p < 0:
                     p = np.int32(n_pairs)
                     n_pairs += 1
-                    born_left[x] = p
-                    left[p] = x
-                    right[p] = new
+                    born[y] = p
+                    left[p] = new if side else y
+                    right[p] = y if side else new
                     count[p] = 0
                     length[p] = 0
                 count[p] += w
                 length[p] += 1
-                pair_at[h] = p
+                at = i if side else h
+                pair_at[at] = p
                 seen_pair[n_seen] = p
-                seen_at[n_seen] = h
+                seen_at[n_seen] = at
                 n_seen += 1
             if m >= 0:
-                count[pair_at[j]] -= w
-                y = symbol[m]
-                p = born_right[y]
-                if p < 0:
-                    p = np.int32(n_pairs)
-                    n_pairs += 1
-                    born_right[y] = p
-                    left[p] = new
-                    right[p] = y
-                    count[p] = 0
-                    length[p] = 0
-                count[p] += w
-                length[p] += 1
-                pair_at[i] = p
-                seen_pair[n_seen] = p
-                seen_at[n_seen] = i
-                n_seen += 1
                 before[m] = i
-            else:
-                pair_at[i] = -1
             pair_at[j] = -1
             symbol[i] = new
             after[i] = m
@@ -294,12 +290,7 @@ def learn_merges(
                 used += length[p]
                 length[p] = 0
                 if count[p] >= threshold:
-                    if n_heap == keys.size:
-                        keys = grown(keys, 2 * n_heap)
-                        heap = grown(heap, 2 * n_heap)
-                    keys[n_heap] = heap_key(count[p], left[p], right[p])
-                    heap[n_heap] = p
-                    sift_up(keys, heap, n_heap)
+                    keys, heap = push(keys, heap, n_heap, p, count[p], left[p], right[p])
                     n_heap += 1
             else:
                 segment[p] = -1  # too rare or too long, and counts only fall: never merged
