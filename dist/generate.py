@@ -23,7 +23,7 @@ import numpy as np
 from accel.help import parser
 from dist.documents import ASSISTANT, END, ROLES, chat
 from dist.model import Model
-from dist.pack import eos_of, part_ids, special_id
+from dist.pack import ends_of, eos_of, part_ids, special_id
 from dist.use import add_model, load, text_of
 from reference.generate import Sampling
 from reference.model import prefill
@@ -98,7 +98,7 @@ class Writer:
     ) -> None:
         self.tokenizer, self.stop, self.sampling = tokenizer, tuple(stop), sampling
         self.session = Session(model.ops, model.params, model.config, keep=keep)
-        self.eos = eos_of(tokenizer)
+        self.ends = ends_of(tokenizer)
         self.context = model.config.context_length
         self.why, self.tokens, self.seconds = "", 0, 0.0  # of the last turn
 
@@ -122,7 +122,7 @@ class Writer:
             Ids that end it, beside that of a text's end.
         """
         shown = Shown(self.tokenizer, self.stop)
-        ids = self.session.write(max_new_tokens, rng=rng, stop={self.eos, *ends}, **self.sampling)
+        ids = self.session.write(max_new_tokens, rng=rng, stop={*self.ends, *ends}, **self.sampling)
         self.tokens, began = 0, time.perf_counter()
         self.why = "interrupted"
         try:

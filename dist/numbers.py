@@ -73,19 +73,32 @@ def _most(bits: Array, step: int, infinity: int) -> Any:
 
 
 def to_bf16(x: Array) -> Array:
-    """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16."""
+    """Round float32 to bfloat16, to the nearest and among two as near to the even; as uint16.
+
+    Raises
+    ------
+    ValueError
+        When a number is too large for it.
+    """
     rounded = np.empty(x.shape, "<u2")
-    _to_bf16(np.ascontiguousarray(x).reshape(-1).view(np.uint32), rounded.reshape(-1))
+    most = _to_bf16(np.ascontiguousarray(x).reshape(-1).view(np.uint32), rounded.reshape(-1))
+    if most >= 0x7F80 and np.isfinite(x).all():
+        raise ValueError(
+            f"holds {np.abs(x).max():.6g}, and bf16 goes to 3.38953e+38: choose float32"
+        )
     return rounded
 
 
 @jit(nogil=True)
-def _to_bf16(bits: Array, rounded: Array) -> None:
+def _to_bf16(bits: Array, rounded: Array) -> Any:
+    most = np.int64(0)
     for i in range(len(bits)):
         b = bits[i]
         nan = (b & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)  # the sum might be infinite
         up = b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))
         rounded[i] = ((b | np.uint32(0x40_0000)) if nan else up) >> np.uint32(16)
+        most = max(most, np.int64(rounded[i]) & 0x7FFF)
+    return most
 
 
 def from_bf16(elements: Array) -> Array:

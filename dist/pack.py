@@ -139,7 +139,19 @@ def special_id(tokenizer: "Tokenizer", *names: str) -> int:
 
 def eos_of(tokenizer: "Tokenizer") -> int:
     """Return the id that ends a text."""
-    return special_id(tokenizer, *EOS_NAMES)
+    names = (*EOS_NAMES, *tokenizer.vocabulary.uses.ends)
+    if not any(name in tokenizer.special_tokens for name in names):
+        raise ValueError(
+            f"the tokenizer has no special token that ends a text ({', '.join(EOS_NAMES)}): "
+            "myllm tokenizer extend --special '<|eos|>' adds one"
+        )
+    return special_id(tokenizer, *names)
+
+
+def ends_of(tokenizer: "Tokenizer") -> set[int]:
+    """Return the ids at which a text ends, or what an imported model writes."""
+    said = tokenizer.vocabulary.uses.ends
+    return {eos_of(tokenizer), *(tokenizer.special_tokens[name] for name in said)}
 
 
 def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:

@@ -238,6 +238,8 @@ def info(argv: Sequence[str]) -> int:
     print("special tokens")
     for name, i in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1]):
         print(f"  {i:>8}  {name}")
+    if vocabulary.uses.ends:
+        print(f"a model stops at {', '.join(vocabulary.uses.ends)}")
     print("longest tokens")
     longest = sorted(vocabulary.tokens.items(), key=lambda item: (-len(item[1]), item[0]))
     for i, token in longest[: options.longest]:

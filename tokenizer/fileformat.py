@@ -2,16 +2,20 @@ r"""The tokenizer file: one small file, no pickle, the same bytes on every machi
 
 ::
 
-    MyLLM tokenizer 1\n                     name and version of the format; 2: text becomes NFC
+    MyLLM tokenizer 1\n                     name and version of the format
     {"merges": ..., "pattern": ..., ...}\n   header: JSON on one line, keys sorted
     sections                                arrays, little-endian, as the header lists them
     SHA-256 of all bytes above              32 bytes
+
+A file has the least version that says it all: 1 is of a tokenizer that takes text as it is, 2 of
+one that makes it NFC, and the header of 3 says which, and what special tokens of others are for.
 
 Tokens are not stored: bytes are, by their ids, and merges, of which each makes the next token. Only
 tokens that no merge makes, or none before a merge that joins them (as in Llama 3's), and ids out of
 order, all of imported vocabularies, take more room.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -24,10 +28,10 @@ import numpy as np
 from tokenizer.arrays import Array
 from tokenizer.classes import UnicodeClasses
 from tokenizer.files import read_json, replace_durably
-from tokenizer.vocabulary import Id, Vocabulary, check_size
+from tokenizer.vocabulary import Id, Uses, Vocabulary, check_size
 
 NAME = b"MyLLM tokenizer "
-PLAIN, NFC = b"1", b"2"  # versions: of a tokenizer that takes text as it is, or in that form
+PLAIN, NFC, USED = b"1", b"2", b"3"  # versions
 _DIGEST = 32
 
 
@@ -38,6 +42,8 @@ class _Header(msgspec.Struct, kw_only=True):
     sections: list[tuple[str, Literal["<u1", "<u2", "<u4"], Annotated[int, msgspec.Meta(ge=0)]]]
     special_tokens: dict[str, Id]
     whole_pieces: bool
+    nfc: bool = False
+    uses: Uses = Uses()
 
 
 class _Sections(NamedTuple):
@@ -88,7 +94,11 @@ def to_bytes(vocabulary: Vocabulary) -> bytes:
         "special_tokens": dict(vocabulary.special_tokens),
         "whole_pieces": vocabulary.whole_pieces,
     }
-    data = NAME + (NFC if vocabulary.nfc else PLAIN) + b"\n"
+    version = NFC if vocabulary.nfc else PLAIN
+    if vocabulary.uses != Uses():
+        version = USED
+        header |= {"nfc": vocabulary.nfc, "uses": dataclasses.asdict(vocabulary.uses)}
+    data = NAME + version + b"\n"
     data += json.dumps(header, sort_keys=True).encode() + b"\n"
     data += b"".join(array.tobytes() for array in sections)
     return data + hashlib.sha256(data).digest()
@@ -114,9 +124,9 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
         raise ValueError(f"{path} is no tokenizer file of MyLLM{_looks_like(data)}")
     end_of_name = data.find(b"\n", 0, 64)
     version = data[len(NAME) : end_of_name]
-    if version not in (PLAIN, NFC):
+    if version not in (PLAIN, NFC, USED):
         shown = version[:20].decode("ascii", "replace")
-        raise ValueError(f"{path} has version {shown!r} of the format; known are 1 and 2")
+        raise ValueError(f"{path} has version {shown!r} of the format; known are 1 to 3")
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError(f"{path} is damaged: its bytes do not match the hash at its end")
@@ -127,7 +137,8 @@ def load(path: str | os.PathLike[str]) -> Vocabulary:
     except ValueError as error:
         raise ValueError(f"{path} has a header that cannot be read: {error}") from None
     try:
-        return _vocabulary_of(header, body[end + 1 :], version == NFC)
+        header.nfc |= version == NFC
+        return _vocabulary_of(header, body[end + 1 :])
     except ValueError as error:
         raise ValueError(f"{path} holds no valid vocabulary: {error}") from None
 
@@ -148,7 +159,7 @@ def _sections_of(header: _Header, data: bytes) -> _Sections:
     return _Sections(*arrays)
 
 
-def _vocabulary_of(header: _Header, data: bytes, nfc: bool) -> Vocabulary:
+def _vocabulary_of(header: _Header, data: bytes) -> Vocabulary:
     sections = _sections_of(header, data)
     byte_ids = sections.byte_ids.tolist()
     if len(byte_ids) != 256:
@@ -184,7 +195,8 @@ def _vocabulary_of(header: _Header, data: bytes, nfc: bool) -> Vocabulary:
         header.pattern,
         UnicodeClasses(sections.class_starts, sections.class_values),
         header.whole_pieces,
-        nfc,
+        header.nfc,
+        header.uses,
     )
     if vocabulary.n_vocab != header.n_vocab:
         raise ValueError(f"it says n_vocab = {header.n_vocab}, but has {vocabulary.n_vocab}")

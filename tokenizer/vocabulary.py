@@ -39,6 +39,26 @@ def check_size(i: int, size: int, total: int) -> None:
         raise ValueError(f"the tokens have more than {MAX_BYTES:,} bytes, which are allowed")
 
 
+@dataclass(frozen=True)
+class Uses:
+    """What special tokens are for, by the files of others, where their names do not say it here.
+
+    Parameters
+    ----------
+    bos, pad : str
+        The names of what begins a text, and of what fills one up; "" where nothing is said.
+    ends : tuple of str
+        At which a model stops writing; first the one that ends a text.
+    chat_template : str
+        How messages become a text, in Jinja. It is kept for others: nothing here runs it.
+    """
+
+    bos: str = ""
+    ends: tuple[str, ...] = ()
+    pad: str = ""
+    chat_template: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """A byte-level vocabulary, checked when it is made.
@@ -64,6 +84,8 @@ class Vocabulary:
     nfc : bool
         Text is brought to Unicode's normal form C before it is cut, as Qwen2 has it. That is not
         lossless: what comes back is composed, e and its accent one character.
+    uses : Uses
+        What special tokens of others are for.
 
     Raises
     ------
@@ -78,6 +100,7 @@ class Vocabulary:
     classes: UnicodeClasses
     whole_pieces: bool = False
     nfc: bool = False
+    uses: Uses = Uses()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", NAMED.get(self.pattern, self.pattern))
@@ -94,7 +117,10 @@ class Vocabulary:
             raise ValueError(f"special token {twice!r} has the id of another token")
         if "" in self.special_tokens:
             raise ValueError("a special token has no name")
-        for text in (self.pattern, *self.special_tokens):
+        for name in filter(None, (self.uses.bos, *self.uses.ends, self.uses.pad)):
+            if name not in self.special_tokens:
+                raise ValueError(f"{name!r} has a use, but is no special token")
+        for text in (self.pattern, *self.special_tokens, self.uses.chat_template):
             if text != text.encode("utf-8", "replace").decode():
                 raise ValueError(f"{text!r} is no text that a file could hold")
         if len(self.ids) < len(self.tokens):
@@ -186,6 +212,7 @@ class Vocabulary:
             and self.pattern == other.pattern
             and self.classes == other.classes
             and (self.whole_pieces, self.nfc) == (other.whole_pieces, other.nfc)
+            and self.uses == other.uses
             and (self.merges is None) == (other.merges is None)
             and (self.merges is None or np.array_equal(self.merges, other.merges))  # type: ignore[arg-type]
         )

@@ -212,7 +212,9 @@ def _edits(function: ast.FunctionDef) -> Iterator[Edit]:
     """Yield what may be wrong in a function, the likeliest first."""
     body = [s for s in function.body if not _checks(s)]
     nodes = [n for statement in body for n in ast.walk(statement)]
-    along = [k.value for n in nodes if isinstance(n, ast.Call) for k in n.keywords if k.arg == "axis"]
+    along = [
+        k.value for n in nodes if isinstance(n, ast.Call) for k in n.keywords if k.arg == "axis"
+    ]
     inside = {id(n) for axis in along for n in ast.walk(axis)}  # axes are changed as a whole
     nodes = [n for n in nodes if id(n) not in inside]
     for node in nodes:

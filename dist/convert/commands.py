@@ -45,7 +45,7 @@ def export(argv: Sequence[str]) -> int:
     elif suffix == ".bin":
         family = llmc.export(weights, out, kind)
     else:
-        family = huggingface.export(weights, out, kind)
+        family, notes = huggingface.export(weights, out, kind)
     size = sum(f.stat().st_size for f in ([*out.iterdir()] if out.is_dir() else [out]))
     print(
         f"{weights.path} -> {out}: {family.name}, {weights.layout.size:,} parameters as "
@@ -100,4 +100,6 @@ def import_(argv: Sequence[str]) -> int:
         print("without a tokenizer: the model can be trained, but reads and writes no text")
     elif found.tokenizer.loss:
         print(found.tokenizer.loss)
+    for note in found.notes:
+        print(note)
     return 0

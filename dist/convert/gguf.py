@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,10 +22,10 @@ from accel.q8_0 import BLOCK
 from dist import checkpoint
 from dist.convert import rope
 from dist.convert.families import GGUF
-from dist.convert.mapping import Family, Tensor, choose, named, shown
+from dist.convert.mapping import Tensor, choose, named, shown
 from dist.convert.tensors import Stored, write_tensors
 from dist.convert.text import gguf_keys, gguf_tokenizer
-from dist.convert.transfer import Found
+from dist.convert.transfer import Found, Written
 from dist.evaluate import load_tokenizer
 from dist.numbers import size_of
 from dist.places import Steady, new_place, steadily
@@ -42,13 +42,6 @@ PER_TENSOR = 24  # bytes of the least that a tensor takes, so that no count is b
 
 
 # ---- out -----------------------------------------------------------------------------------------
-
-
-class Written(NamedTuple):
-    """What was written."""
-
-    family: Family
-    notes: list[str]  # sentences for the person who asked
 
 
 def export(weights: Weights, path: Path, kind: str) -> Written:
@@ -282,16 +275,16 @@ def read(path: Path, *, with_tokenizer: bool) -> Found:
             f"{path}: {rope.GGUF_TENSOR} has shape {divided.shape[:8]}, but a head has "
             f"{config.d_head // 2} pairs"
         )
-    tokenizer = None
+    tokenizer, notes = None, list[str]()
     if with_tokenizer and keys.get("tokenizer.ggml.model", "no_vocab") != "no_vocab":
         try:
-            tokenizer = gguf_tokenizer(keys, config.vocab_size)
+            tokenizer, notes = gguf_tokenizer(keys, config.vocab_size)
         except ValueError as error:
             raise ValueError(
                 f"{path}: its tokenizer cannot be imported: {error}; --without-tokenizer imports "
                 "the weights alone"
             ) from None
-    return Found(family, config, stored, tuple(TYPES), tokenizer)
+    return Found(family, config, stored, tuple(TYPES), tokenizer, notes)
 
 
 def _said_by(stored: Mapping[str, Stored], keys: Mapping[str, Any], arch: str) -> dict[str, Any]:

@@ -9,30 +9,34 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
 from dist.convert.families import HUGGING_FACE
 from dist.convert.mapping import Family, Tensor, choose, named, shown
 from dist.convert.tensors import Stored, write_tensors
-from dist.convert.text import chat_template, check_fits, special_names
-from dist.convert.transfer import Found
+from dist.convert.text import check_fits, uses_of, with_uses
+from dist.convert.transfer import Found, Written
 from dist.evaluate import load_tokenizer
 from dist.numbers import size_of
 from dist.places import new_place, steadily
 from dist.weights import Weights
 from reference.config import Config
 from tokenizer.files import read_json
+from tokenizer.patterns import QWEN2
+from tokenizer.vocabulary import Uses
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 CONFIG = "config.json"
+TEMPLATE = "chat_template.jinja"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of tensors in a file, where there is more than one tensor
 MAX_HEADER = 100_000_000  # bytes, as the library has it
+T = TypeVar("T")
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -52,11 +56,35 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+class _Token(msgspec.Struct):
+    content: str
+
+
+class _Template(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """What is read of a ``tokenizer_config.json``."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    chat_template: str | list[_Template] | None = None
+
+
+class _Generation(msgspec.Struct):
+    """What is read of a ``generation_config.json``, or of a ``config.json`` in its place."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 # ---- out -----------------------------------------------------------------------------------------
 
 
-def export(weights: Weights, folder: Path, kind: str) -> Family:
-    """Write a folder that ``transformers`` loads, and return the family that the model is of.
+def export(weights: Weights, folder: Path, kind: str) -> Written:
+    """Write a folder that ``transformers`` loads.
 
     Raises
     ------
@@ -71,19 +99,26 @@ def export(weights: Weights, folder: Path, kind: str) -> Family:
         check_fits(tokenizer, config, str(weights.path))
     described = {**family.describe(config), "torch_dtype": TORCH_NAMES[kind]}
     generation: dict[str, Any] = {}
+    notes = []
     with new_place(folder) as part:
         part.mkdir()
         if tokenizer is not None:
             from tokenizer import to_huggingface
 
-            names = special_names(tokenizer)
-            ids = {role: tokenizer.special_tokens[name] for role, name in names.items()}
+            uses, ids = uses_of(tokenizer), tokenizer.special_tokens
             to_huggingface(tokenizer, part / "tokenizer.json")
-            _write_json(part / "tokenizer_config.json", _tokenizer_config(tokenizer, names, config))
-            generation = {f"{role}_token_id": ids[role] for role in ("bos", "pad") if role in ids}
-            ends = sorted({ids[role] for role in ("eos", "eot") if role in ids})
-            if ends:
-                generation["eos_token_id"] = ends
+            _write_json(part / "tokenizer_config.json", _tokenizer_config(tokenizer, uses, config))
+            names = {"bos": uses.bos, "pad": uses.pad}
+            generation = {f"{role}_token_id": ids[name] for role, name in names.items() if name}
+            if uses.ends:
+                generation["eos_token_id"] = sorted(ids[name] for name in uses.ends)
+            own = tokenizer.vocabulary.pattern == QWEN2 and tokenizer.vocabulary.nfc
+            if described["model_type"] == "qwen2" and not own:
+                notes.append(
+                    "AutoTokenizer of transformers 5 cuts the text of any Qwen2 as Qwen's own "
+                    "tokenizer does, and gives other ids: load this one by "
+                    "PreTrainedTokenizerFast.from_pretrained"
+                )
         # without one, transformers takes the ids of the family's first model, such as 50256
         described |= {
             f"{role}_token_id": generation.get(f"{role}_token_id") for role in ("bos", "eos")
@@ -91,22 +126,24 @@ def export(weights: Weights, folder: Path, kind: str) -> Family:
         _write_json(part / CONFIG, described)
         _write_json(part / "generation_config.json", generation)
         _write_shards(weights, family.tensors(config), part, kind)
-    return family
+    return Written(family, notes)
 
 
-def _tokenizer_config(
-    tokenizer: "Tokenizer", names: dict[str, str], config: Config
-) -> dict[str, Any]:
+def _tokenizer_config(tokenizer: "Tokenizer", uses: Uses, config: Config) -> dict[str, Any]:
     plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
-    template = chat_template(tokenizer)
+    said = {
+        "bos_token": uses.bos,
+        "eos_token": next(iter(uses.ends), ""),
+        "pad_token": uses.pad,
+        "chat_template": uses.chat_template,
+    }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": {
             str(i): {"content": name, **plain, "special": True}
             for name, i in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
         },
-        **{f"{role}_token": names[role] for role in ("bos", "eos", "pad") if role in names},
-        **({} if template is None else {"chat_template": template}),
+        **{key: text for key, text in said.items() if text},
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.context_length,
     }
@@ -173,12 +210,13 @@ def read(folder: Path, *, with_tokenizer: bool) -> Found:
         raise ValueError(f"{path} is no configuration: {error}") from None
     family = family_of(described, path)
     config = family.read(described, str(path))
-    tokenizer = None
+    tokenizer, notes = None, list[str]()
     if with_tokenizer:
         tokenizer = _tokenizer(folder)
         if tokenizer is not None:
             check_fits(tokenizer, config, str(folder))
-    return Found(family, config, _stored(folder), tuple(TORCH_NAMES), tokenizer)
+            tokenizer, notes = _with_uses(tokenizer, folder)
+    return Found(family, config, _stored(folder), tuple(TORCH_NAMES), tokenizer, notes)
 
 
 def family_of(described: dict[str, Any], path: Path) -> Family:
@@ -214,6 +252,44 @@ def _tokenizer(folder: Path) -> "Tokenizer | None":
         return from_huggingface(path)
     except ValueError as error:
         raise ValueError(f"{error}{hint}") from None
+
+
+def _with_uses(tokenizer: "Tokenizer", folder: Path) -> tuple["Tokenizer", list[str]]:
+    """Return the tokenizer with what the files beside it say of its special tokens, and notes."""
+
+    def read(name: str, form: type[T]) -> T | None:
+        if not (folder / name).is_file():
+            return None
+        try:
+            return read_json((folder / name).read_bytes(), form)
+        except ValueError as error:
+            raise ValueError(
+                f"{folder / name} cannot be read: {error}; --without-tokenizer imports the weights "
+                "alone"
+            ) from None
+
+    def name_of(token: str | _Token | None) -> str | None:
+        return token.content if isinstance(token, _Token) else token
+
+    said = read("tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
+    generations = (read(name, _Generation) for name in ("generation_config.json", CONFIG))
+    ids = next((g.eos_token_id for g in generations if g and g.eos_token_id is not None), None)
+    template, notes = said.chat_template, []
+    if (folder / TEMPLATE).is_file():
+        template = (folder / TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(template, list):
+        of = {each.name: each.template for each in template}
+        others = [each.name for each in template if each.name != "default"]
+        notes = [f"its chat templates {named(others)} were left out"] * bool(others)
+        template = of.get("default")
+    found, left_out = with_uses(
+        tokenizer,
+        bos=name_of(said.bos_token),
+        ends=[name_of(said.eos_token), *(ids if isinstance(ids, list) else [ids])],
+        pad=name_of(said.pad_token),
+        chat_template=template,
+    )
+    return found, notes + left_out
 
 
 def _stored(folder: Path) -> dict[str, Stored]:

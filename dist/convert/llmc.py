@@ -89,4 +89,4 @@ def read(path: Path, *, with_tokenizer: bool) -> Found:
             f"{path} is damaged: its header asks for {at:,} bytes, and it has "
             f"{path.stat().st_size:,}"
         )
-    return Found(LLM_C, config, stored, tuple(VERSIONS.values()), None)
+    return Found(LLM_C, config, stored, tuple(VERSIONS.values()), None, [])

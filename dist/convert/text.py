@@ -1,7 +1,7 @@
 """What others must be told of a tokenizer beside its tokens: special ids, and how a chat looks."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from dist.documents import END, EOS_NAMES, ROLES
 from reference.config import Config
 from tokenizer.interop import not_by_merges, spelled, unspelled
 from tokenizer.patterns import DIGITS_GPT2, GPT2, GPT4, QWEN2, machine_of
+from tokenizer.vocabulary import Uses
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
@@ -26,28 +27,69 @@ CHAT = (
     "{%- if add_generation_prompt -%}{{- '" + ROLES["assistant"] + "' -}}{%- endif -%}"
 )
 
-ROLE_NAMES = {  # what a special token is for -> the names that it may have
-    "bos": ("<|bos|>", "<|begin_of_text|>", "<s>", "<|endoftext|>"),
-    "eos": EOS_NAMES,
-    "pad": ("<|pad|>",),
-    "eot": (END, "<|eot_id|>", "<|im_end|>"),
-}
+BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<|endoftext|>")
+PAD_NAMES = ("<|pad|>",)
+EOT_NAMES = (END, "<|eot_id|>", "<|im_end|>")  # what ends a turn
 
 
-def special_names(tokenizer: "Tokenizer") -> dict[str, str]:
-    """Return what special tokens are for -> their names, as far as the tokenizer has them."""
-    found = {}
-    for role, names in ROLE_NAMES.items():
-        known = [name for name in names if name in tokenizer.special_tokens]
-        if known:
-            found[role] = known[0]
-    return found
+def uses_of(tokenizer: "Tokenizer") -> Uses:
+    """Return what special tokens are for: as others said of theirs, else by their names."""
+    specials, said = tokenizer.special_tokens, tokenizer.vocabulary.uses
+
+    def first(names: Iterable[str]) -> str:
+        return next((name for name in names if name in specials), "")
+
+    chats = {*ROLES.values(), END} <= specials.keys()  # ours, also where they came later
+    ends = [*said.ends, END * chats] if said.ends else [first(EOS_NAMES), first(EOT_NAMES)]
+    return Uses(
+        said.bos or first(BOS_NAMES),
+        tuple(dict.fromkeys(filter(None, ends))),
+        said.pad or first(PAD_NAMES),
+        CHAT if chats else said.chat_template,
+    )
 
 
-def chat_template(tokenizer: "Tokenizer") -> str | None:
-    """Return the chat template in Jinja, if the tokenizer has the tokens for it."""
-    wanted = {*ROLES.values(), END}
-    return CHAT if wanted <= tokenizer.special_tokens.keys() else None
+def with_uses(
+    tokenizer: "Tokenizer", *, bos: Any, ends: Iterable[Any], pad: Any, chat_template: str | None
+) -> tuple["Tokenizer", list[str]]:
+    """Return a tokenizer that keeps what others say of it, and sentences on what it does not keep.
+
+    Parameters
+    ----------
+    bos, pad : str, int or None
+        Special tokens by their name or id.
+    ends : iterable of these
+        First what ends a text.
+    """
+    from tokenizer import Tokenizer
+
+    notes = []
+    names = {i: name for name, i in tokenizer.special_tokens.items()}
+    by_name = uses_of(tokenizer)
+
+    def name_of(token: Any, what: str) -> str:
+        name = names.get(token) if isinstance(token, int) else token
+        if isinstance(name, str) and name in tokenizer.special_tokens:
+            return name
+        if token is not None:
+            notes.append(f"{what} is {shown(token)}, which is no special token, and was left out")
+        return ""
+
+    found = Uses(
+        name_of(bos, "what begins a text"),
+        tuple(dict.fromkeys(filter(None, (name_of(end, "what ends a text") for end in ends)))),
+        name_of(pad, "what fills a text up"),
+        chat_template or "",
+    )
+    plain = found.ends == by_name.ends and {*found.ends} <= {*EOS_NAMES, END}
+    uses = Uses(
+        # where a tokenizer has none, GGUF and GPT-2 say what ends a text
+        "" if found.bos in (by_name.bos, *found.ends[:1]) else found.bos,
+        () if plain else found.ends,
+        "" if found.pad == by_name.pad else found.pad,
+        "" if found.chat_template == CHAT else found.chat_template,
+    )
+    return Tokenizer(dataclasses.replace(tokenizer.vocabulary, uses=uses)), notes
 
 
 def check_fits(tokenizer: "Tokenizer", config: Config, where: str) -> None:
@@ -62,6 +104,7 @@ def check_fits(tokenizer: "Tokenizer", config: Config, where: str) -> None:
 # ---- GGUF ----------------------------------------------------------------------------------------
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens
+GGUF_ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message: llama.cpp ends at each
 # What llama.cpp calls a way of cutting text (``llama_vocab::impl::load``), and whether it then
 # looks a whole piece up before it merges. Which way a pattern is, its state machine says.
 PRE_OF = {
@@ -115,19 +158,19 @@ def gguf_keys(tokenizer: "Tokenizer", config: Config, where: str) -> dict[str, A
         CONTROL if i in specials else NORMAL if i in vocabulary.tokens else UNUSED
         for i in range(config.vocab_size)
     ]
-    roles = special_names(tokenizer)
-    if "eos" not in roles:
+    uses = uses_of(tokenizer)
+    if not uses.ends:
         raise ValueError(
             f"{where}: the tokenizer has no token that ends a text ({', '.join(EOS_NAMES)}), and "
             "llama.cpp would take another for it"
         )
-    roles.setdefault("bos", roles["eos"])
-    called = {"pad": "padding"}
+    named = {"bos": uses.bos or uses.ends[0], **dict(zip(GGUF_ENDS, uses.ends, strict=False))}
+    if uses.pad:
+        named["padding"] = uses.pad
     ids = {
-        f"tokenizer.ggml.{called.get(role, role)}_token_id": vocabulary.special_tokens[name]
-        for role, name in roles.items()
+        f"tokenizer.ggml.{role}_token_id": vocabulary.special_tokens[name]
+        for role, name in named.items()
     }
-    template = chat_template(tokenizer)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -137,12 +180,12 @@ def gguf_keys(tokenizer: "Tokenizer", config: Config, where: str) -> dict[str, A
         **ids,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,
-        **({} if template is None else {"tokenizer.chat_template": template}),
+        **({"tokenizer.chat_template": uses.chat_template} if uses.chat_template else {}),
     }
 
 
-def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
-    """Return the tokenizer that a file's keys describe.
+def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> tuple["Tokenizer", list[str]]:
+    """Return the tokenizer that a file's keys describe, and what was left out, in sentences.
 
     Raises
     ------
@@ -178,7 +221,15 @@ def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
     vocabulary = unspelled(ids, merges, specials, PATTERNS[pre], whole)
     if whole and not_by_merges(vocabulary) is None:  # it makes no difference: as ours has it
         vocabulary = dataclasses.replace(vocabulary, whole_pieces=False)
-    return Tokenizer(vocabulary)
+    said = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "padding")}
+    template = keys.get("tokenizer.chat_template")
+    return with_uses(
+        Tokenizer(vocabulary),
+        bos=said["bos"],
+        ends=[keys.get(f"tokenizer.ggml.{role}_token_id") for role in GGUF_ENDS],
+        pad=said["padding"],
+        chat_template=template if isinstance(template, str) else None,
+    )
 
 
 def _strings(keys: Mapping[str, Any], name: str) -> list[str]:

@@ -27,6 +27,14 @@ class Found(NamedTuple):
     stored: Mapping[str, Stored]
     kinds: tuple[str, ...]  # of numbers that such files hold
     tokenizer: "Tokenizer | None"
+    notes: list[str]  # sentences on what does not come along
+
+
+class Written(NamedTuple):
+    """What was written."""
+
+    family: Family
+    notes: list[str]  # sentences for the person who asked
 
 
 class Parameters(NamedTuple):

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dist.documents import END
 from dist.model import Model
-from dist.pack import eos_of, special_id
+from dist.pack import ends_of, special_id
 from dist.serve.api import (
     ChatRequest,
     CompletionRequest,
@@ -286,7 +286,7 @@ def _answers(served: Served, request: Request, inbox: Inbox, most: int) -> list[
             param="messages" if request.chat else "prompt",
             code="context_length_exceeded",
         )
-    ends = {eos_of(tokenizer)}
+    ends = ends_of(tokenizer)
     if request.chat:
         ends.add(special_id(tokenizer, END))
     # without a seed each answer is another one; a seed gives the same whenever it is asked for

@@ -237,6 +237,45 @@ def test_ids_on_hard_text_are_ours(spoken: tuple[Tokenizer, Any]) -> None:
     assert peer.pad_token_id == ours.special_tokens["<|pad|>"]
 
 
+@pytest.mark.skipif(OLD, reason="transformers 4 takes the class that a folder names")
+def test_of_a_qwen2_with_a_tokenizer_of_its_own_it_is_said_how_to_load_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = small()
+    write_random(tmp_path / "mine", replace(QWEN2, vocab_size=ours.n_vocab), ours)
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "hf")]) == 0
+    assert "load this one by PreTrainedTokenizerFast.from_pretrained" in capsys.readouterr().out
+    peer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
+    for text in HARD:
+        assert peer(text)["input_ids"] == ours.encode(text, allowed_special="all")
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "cafe\u0301 12345"
+    assert other(text)["input_ids"] != ours.encode(text)  # else nothing needs to be said
+
+
+def test_what_others_say_of_special_tokens_is_theirs_again(tmp_path: Path) -> None:
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fill|>")
+    specials = dict(zip(names, small().special_tokens.values(), strict=False))
+    theirs = Tokenizer(replace(small().vocabulary, special_tokens=specials))
+    config = replace(LLAMA, vocab_size=small().n_vocab)
+    write_random(tmp_path / "made", config, theirs)
+    assert cli.main(["export", str(tmp_path / "made"), str(tmp_path / "first")]) == 0
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "first")
+    peer.eos_token, peer.pad_token = "<|im_end|>", "<|fill|>"
+    peer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    peer.save_pretrained(tmp_path / "first")
+    generation = transformers.GenerationConfig(eos_token_id=[peer.eos_token_id, 0])
+    generation.save_pretrained(tmp_path / "first")
+    assert cli.main(["import", str(tmp_path / "first"), "-o", str(tmp_path / "in")]) == 0
+    assert cli.main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (back.eos_token, back.pad_token) == ("<|im_end|>", "<|fill|>")
+    chat = [{"role": "user", "content": "the fox"}]
+    assert back.apply_chat_template(chat) == peer.apply_chat_template(chat)
+    said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert sorted(said.eos_token_id) == sorted([peer.eos_token_id, 0])
+
+
 def test_chats_are_rendered_to_our_ids(spoken: tuple[Tokenizer, Any]) -> None:
     ours, peer = spoken
     messages = [

@@ -414,7 +414,7 @@ def test_imported_tokens_are_bounded_too(tmp_path: Path, name: str) -> None:
     [
         (b"", "it is empty"),
         (b'{"model": {}}', "import it: myllm tokenizer import"),
-        (b"MyLLM tokenizer 9\nrest", "version '9' of the format; known are 1 and 2"),
+        (b"MyLLM tokenizer 9\nrest", "version '9' of the format; known are 1 to 3"),
         (b"\x80\x04pickle", "is no tokenizer file"),
     ],
 )

@@ -192,19 +192,27 @@ def test_dropout_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert Weights(tmp_path / "back").config == replace(LLAMA, dropout_attention=0.2)
 
 
-@pytest.mark.parametrize("value", [1e5, -7e4])
-def test_numbers_too_large_for_float16_are_refused(
-    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("dtype", "value", "most"),
+    [
+        ("float16", 1e5, "65,504"),
+        ("float16", -7e4, "65,504"),
+        ("bf16", 3.4e38, "3.38953e+38"),
+        ("bf16", -3.3999e38, "3.38953e+38"),
+    ],
+)
+def test_numbers_too_large_for_a_type_are_refused(
+    dtype: str, value: float, most: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dist.weights import write_weights
 
     views = write_random(tmp_path / "a", LLAMA)
     views["layers.1.ffn_norm.gain"][3] = value
     write_weights(tmp_path / "mine", LLAMA, copied(views), None)
-    words = ["export", str(tmp_path / "mine"), str(tmp_path / "hf"), "--dtype", "float16"]
+    words = ["export", str(tmp_path / "mine"), str(tmp_path / "hf"), "--dtype", dtype]
     assert cli.main(words) == 1
     said = capsys.readouterr().err
-    assert "model.layers.1.post_attention_layernorm.weight holds" in said and "65,504" in said
+    assert "model.layers.1.post_attention_layernorm.weight holds" in said and most in said
     assert not (tmp_path / "hf").exists()
 
 
