@@ -1,7 +1,7 @@
 """How well a model predicts text it has not seen."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,10 +101,12 @@ def evaluate(
     micro_batch: int,
     comm: Comm,
     lengths: Array | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Return the mean loss over the first ``n_windows`` windows, divided among the ranks.
 
-    The micro-batches are the same for any number of ranks, and so is the result.
+    The micro-batches are the same for any number of ranks, and so is the result. ``between`` is
+    called on all ranks as often, before each micro-batch of rank 0.
 
     Raises
     ------
@@ -114,7 +116,11 @@ def evaluate(
     n_windows = min(n_windows, windows.dataset.n_windows)
     starts = list(range(0, n_windows, micro_batch))
     totals, n_targets, n_bytes = [], 0, 0
-    for start in starts[comm.rank :: comm.size]:
+    for first in range(0, len(starts), comm.size):
+        between()
+        if first + comm.rank >= len(starts):
+            break
+        start = starts[first + comm.rank]
         batch = windows.batch(start, min(start + micro_batch, n_windows))
         with ops.step():
             loss, _ = loss_forward(

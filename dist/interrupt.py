@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from accel import launcher
 from accel.system import ENDING
 
 AGAIN = 0.01  # seconds later
@@ -82,7 +83,11 @@ def _send(number: int) -> None:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Have signals that ask for an end raise, but those that the caller ignores (nohup)."""
+    """Have signals that ask for an end raise, but those that the caller ignores (nohup).
+
+    One of several ranks is killed by them: the others, which wait for it where MPI begins, are
+    ended by the launcher then, and would not be for one that ends by itself.
+    """
     usual = (signal.SIG_DFL, signal.default_int_handler)
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,7 +95,7 @@ def raising() -> Iterator[None]:
     before = {n: signal.getsignal(n) for n in ENDING if signal.getsignal(n) in usual}
     try:
         for number in before:
-            signal.signal(number, interrupt)
+            signal.signal(number, interrupt if launcher.size() == 1 else signal.SIG_DFL)
         yield
     finally:
         for number, handler in before.items():

@@ -164,7 +164,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
         status = 128 - status
     crash = CRASHES.get(status % 128)  # a shell's way and Open MPI's, or MPICH's
     if crash and not received:
-        why = " (out of memory, perhaps)" if crash == "SIGKILL" else ""
+        why = " (out of memory, perhaps, or somebody's signal)" if crash == "SIGKILL" else ""
         warn(
             f"a rank was ended by {crash}{why}; the same command goes on from the newest checkpoint"
         )

@@ -89,6 +89,10 @@ class Metrics:
         self.path = folder / METRICS
         records = read_metrics(folder) if resumed_step else []
         self._kept = [record for record in records if record["step"] <= resumed_step]
+        # whether an evaluation after the step that it goes on from is among them
+        self.measured = any(
+            record["step"] == resumed_step and "heldout_loss" in record for record in self._kept
+        )
         self._file: TextIO | None = None
 
     def write(self, record: dict[str, Any]) -> None:

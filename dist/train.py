@@ -108,7 +108,8 @@ class Trainer:
         self.guards = monitor.Guards(config.run.patience, memory)
         self.best = memory.best
         self.saved_step = self.step if newest is not None else -1
-        together(comm, self._prepare_folder, only=0)
+        self.set_back = newest.name if newest is not None and begin is not None else None
+        together(comm, lambda: self._prepare_folder(newest), only=0)
 
     def _open(self, *, fresh: bool) -> dict[str, str]:
         """Open what the run reads; return, by path, what tells it from another of that name."""
@@ -215,9 +216,14 @@ class Trainer:
             return msgspec.structs.replace(state.monitor, best=None)
         return state.monitor
 
-    def _prepare_folder(self) -> None:
+    def _prepare_folder(self, newest: Path | None) -> None:
         with ExitStack() as held:
             held.enter_context(locked(self.out, "run"))
+            if self.set_back is None and checkpoint.to_resume(self.out / CHECKPOINTS) != newest:
+                raise ValueError(
+                    f"another run has gone on in {self.out} while this one was getting ready: give "
+                    "the command again, which goes on from there"
+                )
             replace_durably(self.out / CONFIG, self.config.to_toml().encode())
             self._held = held.pop_all()  # until the run ends
 
@@ -236,6 +242,7 @@ class Trainer:
         self.console = monitor.Console(comm.rank == 0, config.steps, comm.watch, every=every)
         self.sinks: list[monitor.Metrics | monitor.TensorBoard] = []  # of rank 0
         self.unwritten: str | None = None  # why rank 0 could not write a record
+        self.measured = False  # rank 0: what was held out, after the step that it goes on from
         self.saving: saving.Saving | None = None  # being written
         self.copies: saving.Copies | None = None  # what is being written, of this rank
         self.removing = threading.Thread()  # checkpoints that are no longer needed
@@ -253,12 +260,15 @@ class Trainer:
                 sink.close()
 
     def _open_sinks(self) -> None:
-        self.sinks.append(monitor.Metrics(self.out, self.step))
+        metrics = monitor.Metrics(self.out, self.step)
+        self.sinks.append(metrics)
+        self.measured = metrics.measured
         if self.config.run.tensorboard:
             self.sinks.append(monitor.TensorBoard(self.out, self.step))
 
     def _loop(self, stop: StopRequest) -> int | None:
         config, run = self.config, self.config.run
+        self._measure_what_was_left()
         started, first_step = time.perf_counter(), self.step
         while self.step < config.steps:
             record = self._one_step()
@@ -286,9 +296,11 @@ class Trainer:
             if self.guards.exhausted:
                 self._give_up(record["n_valid"])
             last = self.step == config.steps
-            if self.heldout and (last or _due(self.step, run.eval_every)):
-                self._evaluate()
-            if _due(self.step, run.sample_every):
+            left_out = self._measured_here()
+            if left_out and asked is None:
+                asked = self._evaluate(stop)
+                left_out = asked is not None
+            if _due(self.step, run.sample_every) and asked is None:
                 self._sample()
             # after a skipped step the checkpoint before it stays the newest, to go back to
             healthy = not self.guards.bad_in_a_row
@@ -296,7 +308,7 @@ class Trainer:
                 self._save()
             if last or asked is not None:
                 self._finish_saving()
-            if asked is not None and not last:
+            if asked is not None and (left_out or not last):
                 # SIGUSR1 is what our own launcher makes of the signal that it was sent
                 by = "" if asked == HANDED_ON else f" by {signal.Signals(asked).name}"
                 self.console.say(
@@ -349,7 +361,14 @@ class Trainer:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write a record; if that fails, all ranks hear of it after the next step."""
-        self._tell(lambda sink: sink.write(record))
+
+        def write(sink: monitor.Metrics | monitor.TensorBoard) -> None:
+            if self.set_back is not None:  # the first record cuts off what came behind that step
+                saving.point(self.out / CHECKPOINTS, "latest", self.set_back)
+                self.set_back = None
+            sink.write(record)
+
+        self._tell(write)
 
     def _tell(self, what: Callable[[monitor.Metrics | monitor.TensorBoard], None]) -> None:
         try:
@@ -427,21 +446,45 @@ class Trainer:
 
     # ---- now and then ------------------------------------------------------------------------
 
-    def _evaluate(self) -> None:
+    def _measured_here(self) -> bool:
+        """Whether an evaluation follows this step."""
+        last = self.step == self.config.steps
+        return bool(self.heldout) and (last or _due(self.step, self.config.run.eval_every))
+
+    def _measure_what_was_left(self) -> None:
+        """Make up for an evaluation that a signal left out, after the step that it belongs to."""
+        if self.step and self._measured_here() and not self.comm.broadcast(self.measured):
+            self.saved_step = -1  # it may be the best
+            self._evaluate(None)
+            self._finish_saving()
+
+    def _evaluate(self, stop: StopRequest | None) -> int | None:
+        """Measure what is held out, unless a signal comes meanwhile, which is returned."""
         self.comm.watch.begin("evaluation", self.step)
-        results = [
-            evaluate(
-                self.ops,
-                self.stepper.params,
-                self.config.model,
-                windows,
-                n_windows=self.config.run.eval_windows,
-                micro_batch=self.config.train.micro_batch,
-                comm=self.comm,
-                lengths=self.lengths,
-            )
-            for windows in self.heldout
-        ]
+
+        def look() -> None:
+            signals = self.comm.all_gather(stop and stop.signal)
+            asked = next((number for number in signals if number is not None), None)
+            if asked is not None:
+                raise Asked(asked)
+
+        try:
+            results = [
+                evaluate(
+                    self.ops,
+                    self.stepper.params,
+                    self.config.model,
+                    windows,
+                    n_windows=self.config.run.eval_windows,
+                    micro_batch=self.config.train.micro_batch,
+                    comm=self.comm,
+                    lengths=self.lengths,
+                    between=look,
+                )
+                for windows in self.heldout
+            ]
+        except Asked as asked:
+            return asked.signal
         result = pooled(results)
         self.console.say(f"step {self.step}: held-out {result}")
         parts: dict[str, Evaluation] = {}
@@ -454,6 +497,7 @@ class Trainer:
         if math.isfinite(result.loss) and (self.best is None or result.loss < self.best):
             self.best = result.loss
             self._save(best=True)
+        return None
 
     def _sample(self) -> None:
         if self.comm.rank or self.tokenizer is None:
@@ -541,6 +585,14 @@ class Trainer:
     def _wait_for_removing(self) -> None:
         if self.removing.is_alive():
             self.removing.join()
+
+
+class Asked(Exception):
+    """A signal asks for the end in the middle of what can be made up for later."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = number
+        super().__init__(number)
 
 
 def _due(step: int, every: int) -> bool:

@@ -132,6 +132,17 @@ def test_other_signals_end_a_command_and_are_named(
     assert capsys.readouterr().err == "myllm plan: stopped by SIGTERM\n"
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows kills in other ways")
+def test_one_of_several_ranks_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it in MPI, and their launcher ends them when it is killed alone."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = [signal.getsignal(number) for number in signals]
+    with interrupt.raising():
+        assert [signal.getsignal(number) for number in signals] == [signal.SIG_DFL] * 3
+    assert [signal.getsignal(number) for number in signals] == before
+
+
 def test_what_the_caller_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

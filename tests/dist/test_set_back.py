@@ -4,15 +4,18 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dist import checkpoint, monitor, saving
-from dist.comm import AllRanksError
+from dist.comm import AllRanksError, Solo
 from dist.differences import the_same
-from tests.helpers.runs import digest, prepare, train
+from dist.stopping import StopRequest
+from dist.train import Trainer
+from tests.helpers.runs import digest, losses, prepare, train
 
 
 def test_a_best_of_what_was_learned_otherwise_is_not_kept(tmp_path: Path) -> None:
@@ -75,12 +78,12 @@ def test_a_checkpoint_that_comes_again_is_there_once_or_twice_and_never_not(
             train(config, "--from", "step-4")
     else:
         assert train(config, "--from", "step-4") == 1
-        assert checkpoint.pointed(folder) == folder / "step-00000006"
+        assert checkpoint.pointed(folder) == folder / "step-00000004"  # where it went on from
         assert checkpoint.pointed(folder, "best") == folder / "step-00000006"
     monkeypatch.undo()
     newest, best = checkpoint.to_resume(folder), checkpoint.find(folder)
     assert newest is not None
-    assert checkpoint.read_manifest(newest).step == (4 if kind is Killed else 6)
+    assert checkpoint.read_manifest(newest).step == 4
     assert checkpoint.read_manifest(best)
     assert train(config) == 0 and digest(config) == whole
     assert checkpoint.pointed(folder, "best") == folder / "step-00000006"
@@ -101,6 +104,70 @@ def test_a_run_that_is_set_back_keeps_its_figures_until_it_has_others(tmp_path: 
     metrics.close()
     steps = [r["step"] for r in monitor.read_metrics(tmp_path / "run") if "loss" in r]
     assert steps == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_run_that_is_set_back_and_saves_nothing_begins_there_again(
+    tmp_path: Path,
+    changed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0
+    whole, steps = digest(config), losses(config)
+    folder = tmp_path / "run" / "checkpoints"
+    if changed:
+        worse = ("--set", "train.lr=1e25", "--set", "optim.clip=0", "--set", "run.patience=1")
+        assert train(config, "--from", "step-2", "--changed", *worse) == 1
+        assert "the last good checkpoint is" in (said := capsys.readouterr().err)
+        assert "step-00000002" in said
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_save", lambda self, best=False: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                train(config, "--from", "step-2")
+    assert len(losses(config)) < 6
+    assert checkpoint.pointed(folder) == folder / "step-00000002"
+    assert train(config) == 0
+    assert digest(config) == whole and losses(config) == steps
+
+
+def test_a_mistyped_start_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a step is taken: the newest stays the newest."""
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one_step", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config, "--from", "step-2")
+    folder = tmp_path / "run" / "checkpoints"
+    assert checkpoint.pointed(folder) == folder / "step-00000006" and len(losses(config)) == 6
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_run_that_went_on_meanwhile_is_not_set_back(
+    tmp_path: Path, before: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second start reads which checkpoint is the newest; the first one saves another and ends."""
+    config = prepare(tmp_path, run__checkpoint_every=3, run__keep=9)
+    for _ in range(before):
+        stop = StopRequest()
+        stop.signal = signal.SIGTERM
+        assert Trainer(config, Solo()).run(stop) == signal.SIGTERM
+    opened = Trainer._open
+
+    def slowly(self: Trainer, *, fresh: bool) -> Any:
+        monkeypatch.setattr(Trainer, "_open", opened)
+        assert train(config) == 0
+        return opened(self, fresh=fresh)
+
+    monkeypatch.setattr(Trainer, "_open", slowly)
+    assert train(config) == 1
+    assert "another run has gone on in" in capsys.readouterr().err
+    folder = tmp_path / "run" / "checkpoints"
+    assert checkpoint.pointed(folder) == folder / "step-00000006" and len(losses(config)) == 6
 
 
 def test_what_a_record_tells_of_is_not_on_the_disk_before_it(

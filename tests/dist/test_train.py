@@ -20,6 +20,7 @@ from accel import launcher
 from dist import checkpoint, cli, monitor, saving
 from dist.comm import AllRanksError, Solo, start
 from dist.config import RunFile, from_tables
+from dist.data import Windows
 from dist.differences import same_learning
 from dist.step import Stepper
 from dist.stopping import StopRequest
@@ -111,14 +112,55 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     assert len(losses(whole)) == 6
     # a run that a signal stops after each step
     parts = with_run(config, out=str(tmp_path / "parts"))
-    for step in range(1, 7):
+    for _ in range(6):
         stop = StopRequest()
         stop.signal = signal.SIGTERM
         ended = Trainer(parts, Solo()).run(stop)
-        assert ended == (signal.SIGTERM if step < 6 else None)
-    assert digest(parts) == digest(whole)
+        assert ended == signal.SIGTERM
+    # what was held out is measured before a run goes on, and at last
+    assert train(parts) == 0 and digest(parts) == digest(whole)
+    records = monitor.read_metrics(tmp_path / "parts")
+    assert [r["step"] for r in records if "heldout_loss" in r] == [2, 4, 6]
+    assert [r["heldout_loss"] for r in records if "heldout_loss" in r] == heldout_losses(whole)
     assert losses(parts) == losses(whole)
-    assert train(parts) == 0 and losses(parts) == losses(whole)  # finished: nothing is left to do
+    assert train(parts) == 0 and monitor.read_metrics(tmp_path / "parts") == records  # finished
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=""))
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    only = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=1))
+    assert Trainer(only, Solo()).run(stop) is None  # of one step, and nothing to measure
+
+
+def heldout_losses(config: RunFile) -> list[float]:
+    records = monitor.read_metrics(Path(config.run.out))
+    return [r["heldout_loss"] for r in records if "heldout_loss" in r]
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_signal_in_an_evaluation_leaves_it_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    config = prepare(tmp_path, run__eval_every=2, run__checkpoint_every=0, run__keep=9)
+    whole = with_run(config, out=str(tmp_path / "whole"))
+    assert train(whole) == 0
+    stop, batch = StopRequest(), Windows.batch
+    trainer = Trainer(config, Solo())
+
+    def asked(self: Windows, start: int, end: int) -> Any:
+        if trainer.step == step and start == 3:
+            stop.signal = signal.SIGTERM
+        assert trainer.step < step or start <= 3, "it went on"
+        return batch(self, start, end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "batch", asked)
+        assert trainer.run(stop) == signal.SIGTERM
+    assert len(losses(config)) == step and len(heldout_losses(config)) == step / 2 - 1
+    assert train(config) == 0
+    assert heldout_losses(config) == heldout_losses(whole) and digest(config) == digest(whole)
+    folders = [Path(c.run.out) / "checkpoints" for c in (config, whole)]
+    best, other = (checkpoint.pointed(folder, "best") for folder in folders)
+    assert best is not None and other is not None and best.name == other.name
 
 
 def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:

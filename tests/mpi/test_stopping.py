@@ -139,6 +139,30 @@ def test_a_signal_while_ranks_are_started_ends_the_run(tmp_path: Path, moment: f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, 0.3),
+        *(
+            pytest.param(number, moment, marks=pytest.mark.slow)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+            for moment in (0.0, 0.1, 0.2, 0.4, 0.6)
+        ),
+    ],
+)
+def test_a_signal_to_a_rank_that_is_starting_ends_all(
+    tmp_path: Path, number: int, moment: float
+) -> None:
+    config = prepare(tmp_path, train__steps=LONG)
+    run = start(config, 2)
+    wait_for(lambda: "rank 1" in of_run(run_file(config)))
+    time.sleep(moment)
+    run.ask("rank 1", number)
+    status, out, err = run.end()
+    assert status and "Traceback" not in out + err
+    assert "out of memory" not in err or "somebody's signal" in err
+
+
 def test_a_compilation_that_was_stopped_leaves_a_cache_that_works(tmp_path: Path) -> None:
     config = prepare(tmp_path, train__steps=2, run__backend="cpu")
     for seconds in (0, 2, 5, 9):
