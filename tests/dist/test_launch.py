@@ -86,8 +86,11 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("exit 9", "a rank was ended by SIGKILL (out of memory, perhaps); the same command goes"),
-        ("exit 137", "a rank was ended by SIGKILL (out of memory, perhaps); the same command"),
+        (
+            "exit 9",
+            "a rank was ended by SIGKILL (out of memory, perhaps, or somebody's signal); the same command goes",
+        ),
+        ("exit 137", "a rank was ended by SIGKILL (out of memory, perhaps, or somebody's signal)"),
         ("exit 139", "a rank was ended by SIGSEGV; the same command goes on from the newest"),
         ("exit 1", ""),
         ("exit 2", ""),
