@@ -88,7 +88,7 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     [
         (
             "exit 9",
-            "a rank was ended by SIGKILL (out of memory, perhaps, or somebody's signal); the same command goes",
+            "a rank was ended by SIGKILL (out of memory, perhaps, or somebody's signal); the same",
         ),
         ("exit 137", "a rank was ended by SIGKILL (out of memory, perhaps, or somebody's signal)"),
         ("exit 139", "a rank was ended by SIGSEGV; the same command goes on from the newest"),
