@@ -50,7 +50,7 @@ def scratch_bytes(model: Config, tokens: int, item: int, loss: int) -> int:
     """
     c = model
     held = 3 * tokens * c.d_model * item
-    ffn = tokens * (3 if c.ffn == "swiglu" else 2) * c.d_ff * item
+    ffn = tokens * (3 if c.gated else 2) * c.d_ff * item
     heads = (2 * c.n_heads + 2 * c.n_kv_heads) * item + 2 * 4 * c.n_heads
     return held + max(loss, ffn, tokens * heads * c.d_head)
 

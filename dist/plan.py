@@ -105,7 +105,7 @@ def activation_bytes(
     if c.qk_norm:  # q and k as the norm reads them, as projected if v keeps these alive; a float32
         times = 2 if operand == item else 1
         attention += (c.n_heads + c.n_kv_heads) * (times * c.d_head * item + 4)
-    hidden = (2 if c.ffn == "swiglu" else 1) * c.d_ff * operand
+    hidden = (2 if c.gated else 1) * c.d_ff * operand
     product = c.d_ff * operand
     block = stream + norms + attention + hidden + product
     made_again = product + (norms if c.norm_placement == "pre" else 0)

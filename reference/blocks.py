@@ -379,7 +379,7 @@ def _attend_backward(
 
 
 def _up_names(config: Config, name: str) -> tuple[str, str]:
-    if config.ffn == "swiglu":
+    if config.gated:
         return f"{name}.w_gate_up", f"{name}.b_gate_up"
     return f"{name}.w_up", f"{name}.b_up"
 
@@ -420,12 +420,7 @@ def activation(
     ops: Ops, ffn: str
 ) -> tuple[Callable[[Array], tuple[Array, Any]], Callable[[Array, Any], Array]]:
     """Return the forward and backward of the activation that a config's ``ffn`` names."""
-    return {
-        "swiglu": (ops.swiglu_forward, ops.swiglu_backward),
-        "gelu": (ops.gelu_forward, ops.gelu_backward),
-        "gelu_tanh": (ops.gelu_tanh_forward, ops.gelu_tanh_backward),
-        "relu": (ops.relu_forward, ops.relu_backward),
-    }[ffn]
+    return getattr(ops, f"{ffn}_forward"), getattr(ops, f"{ffn}_backward")
 
 
 # ---- the block -----------------------------------------------------------------------------------

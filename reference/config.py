@@ -119,6 +119,11 @@ class Config:
         return self.window[layer] if isinstance(self.window, tuple) else self.window
 
     @property
+    def gated(self) -> bool:
+        """Whether the feed-forward has a gate: then its first matrix holds that, then the up."""
+        return self.ffn == "swiglu"
+
+    @property
     def rope_scaling(self) -> RopeScaling | None:
         """Llama 3's scaling of RoPE, if the model has it."""
         if self.position != "rope" or self.rope_factor == 1:

@@ -31,7 +31,7 @@ def forward_flops(config: Config, T: int, *, causal: bool) -> dict[str, float]:
     """Return the operations of a forward pass over T tokens, per token, by part."""
     c = config
     projected = (2 * c.n_heads + 2 * c.n_kv_heads) * c.d_head  # q, k, v, and the way out
-    matrices = 3 if c.ffn == "swiglu" else 2
+    matrices = 3 if c.gated else 2
     return {
         "projections": 2.0 * c.n_layers * c.d_model * projected,
         "attention": sum(

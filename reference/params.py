@@ -107,9 +107,9 @@ def cross_attention_specs(config: Config, name: str, residual_std: float) -> lis
 
 
 def ffn_specs(config: Config, name: str, residual_std: float) -> list[ParamSpec]:
-    """Return the specs of a feed-forward; SwiGLU's first matrix holds the gate, then the up."""
-    parts = (config.d_ff, config.d_ff) if config.ffn == "swiglu" else (config.d_ff,)
-    w_in, b_in = ("w_gate_up", "b_gate_up") if config.ffn == "swiglu" else ("w_up", "b_up")
+    """Return the specs of a feed-forward."""
+    parts = (config.d_ff, config.d_ff) if config.gated else (config.d_ff,)
+    w_in, b_in = ("w_gate_up", "b_gate_up") if config.gated else ("w_up", "b_up")
     specs = [
         matrix(f"{name}.{w_in}", config.d_model, *parts),
         matrix(f"{name}.w_down", config.d_ff, config.d_model, std=residual_std),

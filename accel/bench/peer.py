@@ -84,7 +84,7 @@ class Model(torch.nn.Module):
             o = attend(i, q, k, v).reshape(B, T, -1)
             x = x + self.linear(o, f"{name}.attention.wo", f"{name}.attention.bo")
             h = self.norm(x, f"{name}.ffn_norm")
-            if c.ffn == "swiglu":
+            if c.gated:
                 h = _swiglu(self.linear(h, f"{name}.ffn.w_gate_up", f"{name}.ffn.b_gate_up"))
             else:
                 h = self.linear(h, f"{name}.ffn.w_up", f"{name}.ffn.b_up")

@@ -255,7 +255,7 @@ def _work(config: Config, batch: int, length: int) -> dict[str, int]:
     """Return the first element of each part of what ``decode_token`` works in, and the end."""
     d, heads = config.d_head, config.n_heads
     fused = (heads + 2 * config.n_kv_heads) * d
-    inner = 2 * config.d_ff if config.ffn == "swiglu" else config.d_ff
+    inner = 2 * config.d_ff if config.gated else config.d_ff
     pieces = heads * -(-length // KEY_BLOCK)
     sizes = {
         **{"h": config.d_model, "qkv": fused, "attended": heads * d, "up": inner},

@@ -23,7 +23,7 @@ ROUNDING = Rules(
 _own = vars(bf16), vars(bf16_muon)
 _sources = (*_own, *SOURCES)
 _rounding = [op for op in OPS.values() if any(op.forward_name in names for names in _own)]
-_reading = [OPS[name] for name in ("swiglu", "gelu", "gelu_tanh", "relu")]
+_reading = [op for op in OPS.values() if [x.kept for x in op.operands] == [True]]  # activations
 globals().update(
     backend(__name__, RULES, *_sources)
     | offer(__name__, _rounding, (), ROUNDING, *_sources)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import numba
 import numpy as np
@@ -16,7 +17,7 @@ from accel.cpu.halves import to_bf16
 from accel.tolerance import round_bf16
 from reference import model
 from reference import ops as plain
-from reference.config import Config
+from reference.config import Config, FeedForward
 from reference.params import decoder_layout
 from reference.types import DropoutKey
 from tests.helpers.attention_cases import (
@@ -65,7 +66,7 @@ def test_a_prompt_meets_the_weights_that_decoding_keeps(ops, rows, monkeypatch):
         assert now.any() == (rows > 100), name
 
 
-@pytest.mark.parametrize("name", ["swiglu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("name", get_args(FeedForward))
 def test_activations_of_kept_numbers_are_those_of_the_rounded_ones(ops, name):
     rng = np.random.default_rng(0)
     forward, backward = getattr(ops, f"{name}_forward"), getattr(ops, f"{name}_backward")

@@ -245,9 +245,7 @@ def test_runs_over_different_ops_add_up() -> None:
     both = bench.added([one, two])
     assert both["counts"] == {"verify": {"unseen": [4, 5]}}
     assert both["missed"] == {"unseen": ["x"]} and both["machine"] == "a"
-    assert f"in 2 of {len(OPS)} ops; a. A part of the kernels of rope (one in 5)." in bench.table(
-        both
-    )
+    assert "in 2 ops; a. A part of the kernels of rope (one in 5)." in bench.table(both)
 
 
 def test_a_kernel_that_goes_wrong_in_the_last_cases_only_is_caught() -> None:

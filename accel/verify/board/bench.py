@@ -268,7 +268,7 @@ def table(data: dict[str, Any]) -> str:
     sizes = {c: counts[VERIFY][c][1] for c in corpora}
     head = [f"{c} ({sizes[c]})" for c in corpora]
     lines = [
-        f"Wrong kernels caught, and right ones flagged, in {len(data['every'])} of {len(OPS)} ops; "
+        f"Wrong kernels caught, and right ones flagged, in {len(data['every'])} ops; "
         f"{data['machine']}. {_parts(data['every'])}",
         "",
         "| judge | " + " | ".join(head) + " | on verify's calls | false alarms: float32 | bf16 "

@@ -1,13 +1,13 @@
 """Cases of kv_cache, and the small models of decoding."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from accel.verify.ops import Draft, Draw, Magnitude, Magnitudes, Values
 from reference import ops
-from reference.config import Config
+from reference.config import Config, FeedForward
 from reference.params import decoder_layout
 from reference.types import Array
 
@@ -42,7 +42,7 @@ def small_model(draw: Draw, length: int) -> Config:
         norm=draw.pick(("rmsnorm", "layernorm"), "norm"),
         norm_placement=draw.pick(("pre", "post"), "norm_placement"),
         position=position,
-        ffn=draw.pick(("relu", "gelu", "gelu_tanh", "swiglu"), "ffn"),
+        ffn=draw.pick(get_args(FeedForward)[::-1], "ffn"),
         attn_bias=biases == "attn_bias",
         qkv_bias=biases == "qkv_bias",
         ffn_bias=draw.pick((False, True), "ffn_bias"),
