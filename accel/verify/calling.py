@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -282,11 +283,11 @@ def take_out(
         text = f"{run.spec.forward_name} should give {wanted}, gave {found}"
         run.problem(names[0] if kind else "out", "missing", text)
         return {}
-    if kind is KVCache:
-        for k, v in zip(out.k, out.v, strict=True):
-            both = isinstance(k, np.ndarray) and isinstance(v, np.ndarray)
-            if k is v or (both and np.shares_memory(k, v)):
-                run.problem("out.v[0]", "shared", "k and v of the cache lie in the same memory")
+    for (first, a), (second, b) in itertools.combinations(parts.items(), 2):
+        both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+        if kind is KVCache and (a is b or (both and np.shares_memory(a, b))):
+            run.problem(second, "shared", f"{first} and {second} lie in the same memory")
+            break
     return {name: run.take(name, part) for name, part in parts.items()}
 
 

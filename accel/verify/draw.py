@@ -5,8 +5,9 @@ answers in ``search.py``, ``shrink.py`` moves a failing case towards the first o
 random generator answers for the golden vectors, and may in any other test. A name lets the
 ``HARD`` cases of a room, which come first, say what a choice has to be.
 
-Sizes are one, primes, and one past the tiles that kernels are cut into (16, 32, 64, 128, 256, …);
-a few are one past what an index of 15 or 16 bits can count, in arrays that are otherwise thin.
+Sizes are one, primes, what models have (64, 128, 256, 768, 1,024, …), which whole tiles make up,
+and one past the tiles that kernels are cut into (16, 32, 64, 128, 256, …); a few are one past what
+an index of 15 or 16 bits can count, in arrays that are otherwise thin.
 Values come from a generator whose seed is one of the choices.
 """
 
@@ -21,9 +22,10 @@ from reference.types import Array, DropoutKey
 
 Option = TypeVar("Option")
 
-WIDTHS = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 64, 65, 127, 129)
-WIDE = (*WIDTHS, 257, 1025)
-SHAPES = (
+USUAL = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 64, 65, 127, 129, 257, 1025)
+WIDE = tuple(sorted({*USUAL, 48, 128, 256, 768, 1024}))
+WIDTHS = tuple(n for n in WIDE if n < 256)
+USUAL_SHAPES = (
     (1,),
     (2,),
     (3,),
@@ -37,11 +39,13 @@ SHAPES = (
     (65,),
     (129,),
 )
+SHAPES = (*USUAL_SHAPES, (64,), (128,), (256,))
 # (leading axes, width) beyond the blocks of a sum, and beyond indices of 15 and 16 bits
 LONG = (
     ((1031,), 5),
     ((4_099,), 3),
     ((3, 1367), 2),
+    ((3,), 4_096),
     ((3,), 4_099),
     ((1,), 8_209),
     ((1,), 65_539),
@@ -49,7 +53,7 @@ LONG = (
 )
 FLAT = (1, 2, 3, 7, 17, 33, 129, 1025, 4097)
 LONG_FLAT = (8_209, 32_771, 65_535, 65_536, 65_537, 131_075)
-LENGTHS = (1, 2, 3, 5, 7, 16, 17, 31, 33, 64, 65, 129)
+LENGTHS = (1, 2, 3, 5, 7, 16, 17, 31, 33, 64, 65, 128, 129)
 LONG_LENGTHS = (257, 513, 1_025, 4_097, 65_537)
 MAX_ELEMENTS = 20_000  # of an input, unless it is a long one
 MAX_SCORES = 100_000  # of a table of attention scores or logits

@@ -16,6 +16,7 @@ from accel.verify.calling import (
     take_out,
 )
 from accel.verify.contract import (
+    Case,
     Expected,
     expected,
     floats,
@@ -25,16 +26,27 @@ from accel.verify.contract import (
     plus_of,
 )
 from accel.verify.subject import KernelError, Subject
+from accel.verify.travel import special_at
 from reference.types import Array
+
+LAYERS = 8  # calls between a forward and its backward, of small cases
+SMALL = 5_000  # elements of a case that is called some times more
 
 
 def interleave(run: Run) -> None:
-    """Make another call, as a model does between a forward and its backward."""
+    """Make other calls, as a model of some layers does between a forward and its backward."""
     other = other_case(run.case)
     second = expected(other)
     views = run.place(other, hold=False)
     out, _, _ = run.call_forward(views, other, second.exact)
     judge(run, _taken(run, out, views, second.exact), second, note=" of a second call")
+    for _ in range(LAYERS - 1 if is_small(run.case) else 0):
+        run.call_forward(views, other, second.exact)
+
+
+def is_small(case: Case) -> bool:
+    """Say whether a case is called some times more."""
+    return case.size[0] <= SMALL and special_at(case) is None
 
 
 def _taken(
@@ -83,6 +95,16 @@ def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any
         )
 
 
+def onto_itself(run: Run, views: dict[str, Any], want: Expected) -> None:
+    """Have a forward that writes where ``out=`` says write over its own x."""
+    taken = run.subject.signature(run.spec.forward_name) or ()
+    if "out" not in run.spec.needs or "out" not in taken:
+        return
+    place = run.subject.from_numpy(run.case.arrays["x"].copy(), activation=True)
+    out, _, _ = run.call_forward({**views, "x": place}, run.case.but(out=place), want.exact)
+    judge(run, _taken(run, out, views, want.exact), want, note=" of a second call, into out=x,")
+
+
 def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
     """Where they offer it, have the forward keep no x, and give it to the backward instead."""
     case, subject, spec = run.case, run.subject, run.spec
@@ -90,6 +112,8 @@ def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
     if "keep_x" not in spec.needs or "keep_x" not in taken or "dout" not in run.placed:
         return
     _, cache, _ = run.call_forward(views, case.but(keep_x=False), want.exact)
+    other = other_case(case)
+    run.call_forward(run.place(other, hold=False), other, expected(other).exact)
     function = getattr(subject.module, spec.backward_name)
     dout = run.placed["dout"].view
     result = subject.call(spec.backward_name, function, dout, cache, x=views["x"])

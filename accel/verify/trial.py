@@ -30,17 +30,17 @@ from accel.verify.luck import (
     given_again,
     given_more,
     interleave,
+    is_small,
+    onto_itself,
     refill,
     repeat,
     results_kept,
 )
 from accel.verify.subject import KernelError, Placed, Subject
-from accel.verify.travel import special_at
 from reference.types import Array
 
 GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
 CANARY = 12_345.0
-REFILLED = 5_000  # elements of a case that is tried with other numbers in the same arrays as well
 
 
 def run_case(
@@ -103,7 +103,8 @@ def _perform(run: Run, want: Expected, patience: float) -> None:
             given_again(run, views, want)
             given_more(run, views, want)
             arguments_kept(run)
-            if case.size[0] <= REFILLED and special_at(case) is None:
+            onto_itself(run, views, want)
+            if is_small(case):
                 refill(run, views)
     else:
         arguments_kept(run)

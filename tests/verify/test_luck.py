@@ -143,6 +143,48 @@ def test_two_buffers_in_turns_are_found() -> None:
     assert "out changed after it was returned" in said(check(in_turns))
 
 
+@pytest.mark.parametrize("buffers", [2, 4, 7])
+def test_a_ring_of_buffers_is_found(buffers: int) -> None:
+    """It serves a model of few layers, and gives a longer one what belongs to another layer."""
+    ring: list[Any] = [None] * buffers
+    calls = 0
+
+    def forward(x: Array, gain: Array, *, eps: float) -> Any:
+        nonlocal calls
+        calls += 1
+        out, ring[calls % buffers] = ops.rmsnorm_forward(x, gain, eps=eps)
+        return out, calls % buffers
+
+    def backward(dout: Array, cache: int) -> Any:
+        return ops.rmsnorm_backward(dout, ring[cache])
+
+    module = SimpleNamespace(rmsnorm_forward=forward, rmsnorm_backward=backward)
+    report = check_module(module, dtypes=["float32"], examples=30, partial=True, raises=False)
+    assert "a stale cache?" in said(report)
+
+
+def test_a_factor_times_x_may_be_written_over_x() -> None:
+    def forward(x: Array, *, factor: float, out: Any = None) -> Any:
+        if out is None:
+            return x * factor, factor
+        out[...] = 0
+        out += x * factor
+        return out, factor
+
+    assert "into out=x," in said(check(forward, "scale"))
+    check(lambda x, *, factor, out=None: np.multiply(x, np.float32(factor), out=out), "scale")
+
+
+def test_layers_of_a_cache_that_share_their_memory_are_found() -> None:
+    def kv_cache(params: Any, config: Any, batch: int, length: int) -> Any:
+        cache = ops.kv_cache(params, config, batch, length)
+        return type(cache)([cache.k[0]] * len(cache.k), cache.v)
+
+    few: dict[str, Any] = {"dtypes": ["float32"], "examples": 20, "partial": True}
+    report = check_module(SimpleNamespace(kv_cache=kv_cache), **few, raises=False)
+    assert "out.k[0] and out.k[1] lie in the same memory" in said(report)
+
+
 def test_sums_in_a_varying_order_are_a_note_and_no_failure() -> None:
     rng = np.random.default_rng()
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.draw import MAX_ELEMENTS, SHAPES, WIDE, Draw
+from accel.verify.draw import MAX_ELEMENTS, USUAL, USUAL_SHAPES, Draw
 from reference.types import Array
 
 MAX_WORK = 200_000  # the product of all sizes
@@ -257,7 +257,9 @@ class Declared:
         sizes: Sizes = {}
         for letter in (*letters[first:], *letters[:first]):
             if letter == "...":
-                options: list[Any] = [s for s in ((), *SHAPES) if self.fits(sizes | {"...": s})]
+                options: list[Any] = [
+                    s for s in ((), *USUAL_SHAPES) if self.fits(sizes | {"...": s})
+                ]
             elif letter in found:
                 options = [n for n in found[letter] if self.fits(sizes | {letter: n})]
             else:
@@ -315,9 +317,9 @@ class Declared:
     def _near(self, letter: str, beside: tuple[tuple[str, int], ...]) -> list[int]:
         if (letter, beside) not in self._known_near:
             sizes = dict(beside)
-            kept = [n for n in range(1, WIDE[-1] + NEAR + 1) if self._keeps(sizes | {letter: n})]
-            below = [max((m for m in kept if n - NEAR <= m <= n), default=0) for n in WIDE]
-            above = [min((m for m in kept if n <= m <= n + NEAR), default=0) for n in WIDE]
+            kept = [n for n in range(1, USUAL[-1] + NEAR + 1) if self._keeps(sizes | {letter: n})]
+            below = [max((m for m in kept if n - NEAR <= m <= n), default=0) for n in USUAL]
+            above = [min((m for m in kept if n <= m <= n + NEAR), default=0) for n in USUAL]
             self._known_near[letter, beside] = sorted({*below, *above} - {0})
         return self._known_near[letter, beside]
 

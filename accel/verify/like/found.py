@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.verify.draw import MAX_ELEMENTS, WIDE
+from accel.verify.draw import MAX_ELEMENTS, USUAL
 from accel.verify.like.declared import ArrayOf, DeclarationError, Declared, refuse_cotangents
 from accel.verify.like.frameworks import Framework, named_parts
 from accel.verify.like.reference import Reference, parameters_of
@@ -75,7 +75,7 @@ def sizes_taken(
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return which of the usual sizes each letter can have."""
     return tuple(
-        (name, tuple(m for m in sorted({*WIDE, n}) if m == n or accepts({**base, name: m})))
+        (name, tuple(m for m in sorted({*USUAL, n}) if m == n or accepts({**base, name: m})))
         for name, n in base.items()
     )
 

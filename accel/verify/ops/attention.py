@@ -49,6 +49,8 @@ HARD: tuple[dict[str, Any], ...] = (
     _SHORT | {"T": 33, "relation": "S > T", "more": 16, "heads": (2, 2, 3), "d": 16, "dv": True},
     _SHORT | {"T": 65, "relation": "S = T", "heads": (1, 2, 2), "window": True, "within": 16},
     _SHORT | {"T": 33, "relation": "S = T", "heads": (2, 2, 2), "d": 128, "causal": True},
+    _SHORT | {"T": 128, "relation": "S = T", "heads": (1, 1, 4), "d": 64, "causal": True},
+    _SHORT | {"T": 16, "relation": "S = T", "heads": (5, 2, 16), "d": 8, "key_mask": True},
     _SHORT | {"T": 5, "relation": "S = T", "heads": (1, 2, 2), "scale": True, "factor": 0.0},
     {"long": True, "T S": (3, 4097), "heads": (1, 2, 1), "key_mask": True, "masked": "few"},
     _SHORT | {"T": 17, "relation": "any", "S": 5, "heads": (2, 1, 2), "causal": True},
@@ -75,7 +77,7 @@ HARD: tuple[dict[str, Any], ...] = (
 
 
 def generate(draw: Draw) -> Draft:
-    """Every way to mask, with groups of 1 to 7 query heads and more keys than queries or fewer.
+    """Every way to mask, with groups of 1 to 16 query heads and more keys than queries or fewer.
 
     A forgotten mask shows best where scores are faint, so that nothing else can be off by much; and
     where they are below zero and values are above, so that a key of zeros draws all attention.
@@ -85,7 +87,7 @@ def generate(draw: Draw) -> Draft:
         T, S = draw.pick(LONG, "T S")
     else:
         # a window leaves whole tiles of the longest unseen
-        lengths = (*LENGTHS, 257) if draw.offers("window") else LENGTHS
+        lengths = (*LENGTHS, 256, 257) if draw.offers("window") else (*LENGTHS, 256)
         T = draw.pick(lengths, "T")
         relation = draw.pick(("S = T", "S > T", "any"), "relation")
         S = T
@@ -93,13 +95,9 @@ def generate(draw: Draw) -> Draft:
             S = T + draw.pick((1, 2, 7, 16, 33, 64), "more")
         elif relation == "any":
             S = draw.pick(lengths, "S")
-    heads = [
-        (B, Hkv, G)
-        for B in (1, 2, 3)
-        for Hkv in (1, 2, 3)
-        for G in (1, 2, 3, 4, 5, 6, 7)
-        if B * Hkv * G * T * S <= MAX_SCORES or B * Hkv * G == 1
-    ]
+    heads = [(B, Hkv, G) for B in (1, 2, 3) for Hkv in (1, 2, 3) for G in (1, 2, 3, 4, 5, 6, 7)]
+    heads += [(B, Hkv, G) for B in (1, 5) for Hkv in (1, 2) for G in (8, 16)]
+    heads = [h for h in heads if math.prod(h) * T * S <= MAX_SCORES or math.prod(h) == 1]
     B, Hkv, G = draw.pick(heads, "heads")
     # the widest heads where there is little else
     wide = [d for d in (80, 96, 128, 129, 256) if B * Hkv * G * T * S * d <= WIDE * MAX_SCORES]
@@ -126,8 +124,9 @@ def generate(draw: Draw) -> Draft:
         runs = np.cumsum(draw.rng.random((B, S)) < draw.pick((0.3, 0.03), "changes"), axis=1)
         mixed = draw.rng.integers(0, 3, (B, S))
         documents = draw.pick((runs, mixed), "kind of documents")
-        # numbers that are alike in their low 16 bits, too
-        arrays["documents"] = (documents * draw.pick((1, 2**16), "apart")).astype(np.int32)
+        # numbers that are alike in their low 16 bits, too, or as float32
+        documents = documents * draw.pick((1, 2**16), "apart") + draw.pick((0, 2**24), "from")
+        arrays["documents"] = documents.astype(np.int32)
     options: dict[str, Any] = {}
     if draw.offers("causal"):
         options["causal"] = draw.pick((True, False), "causal")

@@ -26,7 +26,7 @@ HARD: tuple[dict[str, Any], ...] = (
     },
     {"long": True, "V D": (33_001, 3), "ids": "random", "layout": "strided", "laid": "ids"},
     {"long": False, "V": 3, "D": 33, "shape": (3, 2, 5), "ids": "ends", "out": "out"},
-    {"long": False, "V": 2, "D": 2, "shape": (4_099,), "ids": "random"},
+    {"long": False, "V": 2, "D": 2, "shape": (4_099,), "ids": "random", "one sign": True},
 )
 
 

@@ -13,7 +13,7 @@ from reference.types import Array
 
 WEIGHT = 0.1
 GOLDEN = False  # an array of zeros proves nothing
-LENGTHS = (1, 2, 3, 5, 17, 33, 65, 129)
+LENGTHS = (1, 2, 3, 5, 17, 33, 64, 65, 128, 129)
 LONG_LENGTHS = (257, 513, 1_025, 4_099)
 
 

@@ -21,7 +21,7 @@ HARD: tuple[dict[str, Any], ...] = (
     {"long": False, "width": 17, "shape": (17,), "O": 17, "bias": True},
     {"long": False, "width": 1, "shape": (65,), "O": 33, "x": "wide", "bias": False},
     {"long": False, "width": 33, "shape": (5, 7), "O": 5, "bias": True, "layout": "transposed"},
-    {"long": True, "long shape": ((4_099,), 3), "bias": True},
+    {"long": True, "long shape": ((4_099,), 3), "bias": True, "one sign": True},
     {"long": True, "long shape": ((3,), 4_099), "bias": False},
     {"long": False, "width": 65, "shape": (3, 2, 5), "O": 129, "special": "nan", "where": "x"},
     {"long": False, "width": 3, "shape": (129,), "O": 2, "interleaved": True, "out": "out"},

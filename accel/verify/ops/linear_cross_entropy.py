@@ -42,7 +42,7 @@ def generate(draw: Draw) -> Draft:
         )
         shape: tuple[int, ...] = (rows,)
     else:
-        V = draw.pick((1, 2, 3, 5, 7, 17, 33, 65, 129, 257, 1025), "V")
+        V = draw.pick((1, 2, 3, 5, 7, 17, 33, 65, 128, 129, 256, 257, 1024, 1025), "V")
         D = draw.pick(WIDE if V <= 129 else WIDTHS, "D")
         shapes = [s for s in (*SHAPES, (257,), (3, 200)) if math.prod(s) * max(V, D) <= MAX_SCORES]
         shape = draw.pick(shapes, "shape")

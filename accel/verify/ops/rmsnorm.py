@@ -12,6 +12,7 @@ from reference.types import Array
 CUTS = "... D"
 UNMISSED = ("plus",)
 HARD: tuple[dict[str, Any], ...] = (
+    {"long": True, "long shape": ((4_099,), 3), "x": "normal", "one sign": True},
     {
         "long": False,
         "width": 17,
