@@ -256,7 +256,8 @@ class Sweep:
             if self.others:
                 results.say(
                     f"not in the table: {len(self.others)} of the earlier runs, with other keys, "
-                    'budget, texts, run file or --set (in results.json under "others")'
+                    "budget, texts, first weights, run file or --set (in results.json under "
+                    '"others")'
                 )
         earlier = sum(r["status"] == "finished" for r in self.earlier)
         beside = f", beside {earlier} earlier ones" if earlier else ""

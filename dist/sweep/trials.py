@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel import AUTO
+from dist import checkpoint
 from dist import config as run_file
 from dist.config import LEARNING_TABLES, Run, RunFile
 from dist.data import TrainingData, held_out
@@ -136,7 +137,7 @@ def trials_of(
     Raises
     ------
     ValueError, OSError
-        When a key or value is wrong, or a run cannot be begun with its data.
+        When a key or value is wrong, or a run cannot be begun with its data or weights.
     """
     keys = [key for axis in axes for key in axis.keys]
     _check_keys(keys, seeds, budget)
@@ -211,7 +212,7 @@ def _digest(tables: dict[str, dict[str, Any]], settings: dict[str, Any], budget:
     usual = dataclasses.asdict(Run(out=""))
     decides = [{t: tables[t] for t in LEARNING_TABLES}, settings, budget.kind, float(budget.amount)]
     decides += [[key, tables["run"][key]] for key in FIGURES if tables["run"][key] != usual[key]]
-    decides += texts(tables["data"])
+    decides += [*texts(tables["data"]), *weights(tables["train"]["init"])]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -225,6 +226,11 @@ def texts(told: Any) -> list[str]:
     return (
         [found for each in within for found in texts(each)] if isinstance(within, Iterable) else []
     )
+
+
+def weights(init: str) -> list[str]:
+    """Return the checksum of the checkpoint that a run would begin with now, if with any."""
+    return [checkpoint.read_manifest(checkpoint.find(init)).checksum] if init else []
 
 
 @functools.lru_cache(1024)
@@ -241,4 +247,7 @@ def belongs(name: str, settings: dict[str, Any], seed: int, trial: Trial, budget
         table, _, inner = key.partition(".")
         tables[table][inner] = value
     tables["train"]["seed"] = seed
-    return name.endswith("-" + _digest(tables, settings, budget))
+    try:
+        return name.endswith("-" + _digest(tables, settings, budget))
+    except (ValueError, OSError):  # its train.init is gone: nobody knows what that was
+        return False

@@ -33,6 +33,7 @@ from tests.helpers.runs import (
     with_run,
     write_dataset,
 )
+from tests.helpers.weights import write_random
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +367,7 @@ def test_runs_that_cannot_be_compared_are_kept_apart(
     new = report["runs"]
     assert status == 0 and report["others"] == first and len(report["settings"]) == len(new)
     said = " ".join(capsys.readouterr().out.split())
-    assert "not in the table: 2 of the earlier runs, with other keys, budget, texts, run" in said
+    assert "not in the table: 2 of the earlier runs, with other keys, budget, texts, first" in said
     assert sweep(folder, tmp_path, *words)[1] == report
     report = sweep(folder, tmp_path, *before)[1]  # it goes both ways
     assert report["runs"] == first and report["others"] == new
@@ -384,6 +385,35 @@ def test_runs_on_texts_that_were_packed_anew_are_others(tmp_path: Path) -> None:
         assert status == 0 and len(report["runs"]) == 1
         assert report["others"] == first, name
         first = [*report["runs"], *first]
+
+
+def test_runs_begun_with_other_weights_are_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out, base = tmp_path / "f", tmp_path / "out", tmp_path / "base"
+    folder.mkdir()
+    config = prepare(folder, train__warmup_steps=1, train__init=str(base))
+    save_run_file(config, folder / "run.toml")
+    words = ["--steps", "2", "--grid", "train.lr=1e-3"]
+    write_random(base, config.model)
+    first = sweep(folder, out, *words)[1]["runs"]
+    assert sweep(folder, out, *words)[1]["runs"] == first
+    shutil.rmtree(base)
+    write_random(base, config.model, seed=8)
+    status, report = sweep(folder, out, *words)
+    assert status == 0 and len(report["runs"]) == 1 and report["others"] == first
+    assert report["runs"][0]["loss"] != first[0]["loss"]
+
+    words[-1] = f"train.init={base}"
+    write_random(tmp_path / "gone", config.model)
+    sweep(folder, out, *words[:-1], f"{words[-1]},{tmp_path / 'gone'}")
+    shutil.rmtree(tmp_path / "gone")
+    status, report = sweep(folder, out, *words)
+    assert status == 0 and len(report["others"]) == 3  # of what is gone nobody knows what it was
+    shutil.rmtree(base)
+    capsys.readouterr()
+    assert cli.main(["sweep", str(folder / "run.toml"), "-o", str(out), *words]) == 1
+    assert f"{base} is no checkpoint and no folder of a run" in capsys.readouterr().err
 
 
 def test_a_folder_may_be_moved_and_a_run_taken_from_it(folder: Path, tmp_path: Path) -> None:
