@@ -298,7 +298,8 @@ def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, 
     each = 1
     if by == "tokens":
         each = run_file.load(run / "config.toml").tokens_per_step
-    places, minutes = {}, 0.0
+    places: dict[int, float] = {}
+    minutes = 0.0
     for r in records:
         if by == "time" and "lr" in r:
             if "ms" not in r:
@@ -306,7 +307,8 @@ def _places(run: Path, records: Sequence[dict[str, Any]], by: str) -> dict[int, 
                     f"step {r['step']} of {run / monitor.METRICS} has no time: its ms is missing"
                 )
             minutes += r["ms"] / 60e3
-        places[r["step"]] = minutes if by == "time" else each * r["step"]
+        # its own line comes first; of a checkpoint one may come after the next step's
+        places.setdefault(r["step"], minutes if by == "time" else each * r["step"])
     return places
 
 

@@ -255,6 +255,8 @@ def test_plot_goes_by_step_tokens_or_time_and_leaves_the_first_spike_out(
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step, loss in enumerate(losses, 1):
             file.write(json.dumps({"step": step, "loss": loss, "lr": 1.0, "ms": 3e4}) + "\n")
+            if step == 51:  # of 50, known when the next has been taken
+                file.write(json.dumps({"step": 50, "save_ms": 9.0}) + "\n")
         file.write(json.dumps({"step": 100, "heldout_loss": 2.5}) + "\n")
     drawn: list[Any] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
@@ -263,6 +265,8 @@ def test_plot_goes_by_step_tokens_or_time_and_leaves_the_first_spike_out(
     loss_axes, rate_axes = figure.axes
     last = {"step": 100, "tokens": 9_600, "time": 50.0}[by]
     assert [line.get_xdata()[-1] for line in loss_axes.lines] == pytest.approx([last] * 3)
+    places = [last * step / 100 for step in range(1, 101)]
+    assert list(rate_axes.lines[0].get_xdata()) == pytest.approx(places)
     assert rate_axes.get_xlabel() == {"time": "minutes of steps"}.get(by, by)
     low, high = loss_axes.get_ylim()
     assert 2.0 < low < 2.5 and 2.9 < high < 3.1
