@@ -41,8 +41,13 @@ def trace(params: Params, config: Config, ids: Array, n_best: int) -> Trace:
     Raises
     ------
     ValueError
-        When it has fewer than two tokens, or more than the model's context.
+        When it has fewer than two tokens, or more than the model's context, or that has but one.
     """
+    if config.context_length < 2:
+        raise ValueError(
+            "the model's context is one token, and of a text's first token nothing is predicted: "
+            "there is nothing to show of it"
+        )
     if not 2 <= len(ids) <= config.context_length:
         raise ValueError(
             f"the text has {len(ids)} token{'s' * (len(ids) != 1)}; it must have from 2 to "

@@ -75,6 +75,11 @@ def serve(argv: Sequence[str]) -> int:
                 f"{model.path}: the tokenizer has {tokenizer.n_vocab:,} ids, but the model "
                 f"{model.config.vocab_size:,}"
             )
+        if model.config.context_length < 2:
+            raise ValueError(
+                f"{model.path}: a context of one token has no room for a prompt and its answer; "
+                "myllm generate, which forgets what came first, can write with it"
+            )
         try:
             no_chat = never_chatted(model, tokenizer)
         except ValueError as error:

@@ -164,6 +164,12 @@ def test_a_text_that_does_not_fit_is_said(
     assert says in capsys.readouterr().err and not out.exists()
 
 
+def test_a_context_of_one_token_is_said() -> None:
+    config = dataclasses.replace(TINY, context_length=1)
+    with pytest.raises(ValueError, match="the model's context is one token, and of a text's first"):
+        trace(weights(config), config, an_text(config, 1), 4)
+
+
 class Stand(NamedTuple):
     """As much of a model as the page names."""
 

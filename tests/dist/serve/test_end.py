@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from dist.serve.engine import Engine
 from tests.helpers import ROOT
 from tests.helpers.runs import in_threads, save_run_file
 from tests.helpers.serving import Server, chat_of, prepare_chats, serving, wait_for
+from tests.helpers.weights import write_random
+from tokenizer import Tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -132,6 +135,18 @@ def test_an_address_that_is_taken_is_said_before_the_model_is_read(
         assert cli.main(["serve", str(run), *words]) == 1
         said = capsys.readouterr().err
         assert message in said and said.count("\n") == 1
+
+
+def test_a_context_without_room_for_an_answer_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = load_model(run, "cpu")
+    assert found.tokenizer is not None
+    small = replace(found.config, context_length=1)
+    write_random(tmp_path / "small", small, Tokenizer.load(found.tokenizer))
+    assert cli.main(["serve", str(tmp_path / "small"), "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'small'}: a context of one token has no room" in said
 
 
 def test_without_the_extra_it_says_what_to_install(
