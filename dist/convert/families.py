@@ -6,6 +6,7 @@ Hugging Face's names are those of ``transformers``: the classes in ``models/llam
 ``src/llama-arch.cpp``. llm.c's arrays are in the order of its ``ParameterTensors``.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from reference.config import Config
 REQUIRED = object()
 
 
-def key(ours: str, theirs: str, default: Any = REQUIRED, **names: Any) -> Key:
+def key(ours: str, theirs: str, default: Any = REQUIRED, **names: str | tuple[str, ...]) -> Key:
     """Return a field that is one key of theirs.
 
     Parameters
@@ -26,8 +27,10 @@ def key(ours: str, theirs: str, default: Any = REQUIRED, **names: Any) -> Key:
     default
         What an absent key or ``null`` means; a function of the configuration computes it.
     **names
-        Values of ours -> what theirs are called, where that differs.
+        Values of ours -> what theirs are called, where that differs; of several the first is
+        written.
     """
+    called = {value: (name,) if isinstance(name, str) else name for value, name in names.items()}
 
     def read(found: Mapping[str, Any]) -> Any:
         value = found.get(theirs)
@@ -37,17 +40,17 @@ def key(ours: str, theirs: str, default: Any = REQUIRED, **names: Any) -> Key:
             return default(found) if callable(default) else default
         if not names:
             return value
-        for our_name, their_name in names.items():
-            if value == their_name:
+        for our_name, their_names in called.items():
+            if value in their_names:
                 return our_name
-        known = ", ".join(map(str, names.values()))
+        known = ", ".join(itertools.chain(*called.values()))
         raise ValueError(f"{theirs} must be one of {known}, got {shown(value)}")
 
     def write(config: Config) -> dict[str, Any]:
         value = getattr(config, ours)
-        return {theirs: names.get(value, value)}
+        return {theirs: called[value][0] if value in called else value}
 
-    return Key(ours, read, write)
+    return Key(ours, theirs, read, write)
 
 
 def whole(found: Mapping[str, Any], name: str) -> int:
@@ -69,6 +72,10 @@ def _write_llama_heads(config: Config) -> dict[str, Any]:
 
 def _no_window(config: Config, layer: int) -> bool:
     return config.window_of(layer) % config.context_length == 0
+
+
+def _read_mistral_window(found: Mapping[str, Any]) -> Any:
+    return found.get("sliding_window", 4096) or 0  # of none, transformers takes 4096; null: none
 
 
 def _write_mistral_window(config: Config) -> dict[str, Any]:
@@ -192,13 +199,13 @@ def _like_llama(
 
 
 _ATTENTION_BIAS = key("attn_bias", "attention_bias", False)
-_QWEN_WINDOW = Key("window", _read_qwen_windows, _write_qwen_windows)
+_QWEN_WINDOW = Key("window", "sliding_window", _read_qwen_windows, _write_qwen_windows)
 LLAMA = _like_llama(
     "LlamaForCausalLM",
     "llama",
     _without("attn_bias", "ffn_bias"),
     (
-        Key("n_heads", lambda c: whole(c, "num_attention_heads"), _write_llama_heads),
+        key("n_heads", "num_attention_heads")._replace(write=_write_llama_heads),
         _ATTENTION_BIAS,
         key("ffn_bias", "mlp_bias", False),
     ),
@@ -207,8 +214,7 @@ MISTRAL = _like_llama(
     "MistralForCausalLM",
     "mistral",
     _without("window"),
-    # of none, transformers takes 4096; null means none
-    (Key("window", lambda c: c.get("sliding_window", 4096) or 0, _write_mistral_window),),
+    (Key("window", "sliding_window", _read_mistral_window, _write_mistral_window),),
     attention_bias=False,
 )
 QWEN2 = _like_llama(
@@ -238,9 +244,17 @@ _GPT2_ALWAYS = {
 
 def derived(ours: str, read: Any) -> Key:
     """Return a field that they compute from others."""
-    return Key(ours, read, lambda config: {})
+    return Key(ours, ours, read, lambda config: {})
 
 
+def quotient(ours: str, theirs: str, by: str) -> Key:
+    """Return a field that is one key of theirs divided by another."""
+    found = derived(ours, lambda c: whole(c, theirs) // whole(c, by))
+    return found._replace(theirs=f"{theirs} // {by}")
+
+
+# one function to transformers, each written down anew
+GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 GPT2 = Family(
     name="GPT2LMHeadModel",
     says={"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
@@ -251,14 +265,14 @@ GPT2 = Family(
         key("n_layers", "n_layer"),
         key("n_heads", "n_head"),
         derived("n_kv_heads", lambda c: whole(c, "n_head")),
-        derived("d_head", lambda c: whole(c, "n_embd") // whole(c, "n_head")),
+        quotient("d_head", "n_embd", "n_head"),
         key("d_ff", "n_inner", lambda c: 4 * whole(c, "n_embd")),
         key("context_length", "n_positions"),
         key("norm_eps", "layer_norm_epsilon", 1e-5),
         key(
             *("ffn", "activation_function", "gelu_tanh"),
-            gelu_tanh="gelu_new",
-            gelu="gelu",
+            gelu_tanh=GELU_TANH,
+            gelu=("gelu", "gelu_python"),
             relu="relu",
         ),
         key("tied", "tie_word_embeddings", True),
@@ -346,13 +360,12 @@ def _gguf_rope_keys(arch: str) -> tuple[Key, ...]:
     return (
         *_gguf_keys(arch, "layer_norm_rms_epsilon"),
         key("n_kv_heads", f"{arch}.attention.head_count_kv", lambda c: whole(c, heads)),
-        Key("d_head", read_head, write_head),
-        Key("rope_base", read_base, base.write),
+        Key("d_head", f"{arch}.attention.key_length", read_head, write_head),
+        base._replace(read=read_base),
     )
 
 
-def _read_gpt2_head(found: Mapping[str, Any]) -> int:
-    return whole(found, "gpt2.embedding_length") // whole(found, "gpt2.attention.head_count")
+_GPT2_HEAD = quotient("d_head", "gpt2.embedding_length", "gpt2.attention.head_count")
 
 
 def _write_gpt2_head(config: Config) -> dict[str, Any]:
@@ -420,10 +433,7 @@ GGUF_QWEN2 = Family(
     always={**_LLAMA_ALWAYS, "qkv_bias": True},
     keys=(
         *_gguf_rope_keys("qwen2"),  # llama.cpp wants the heads to add up to the width here
-        derived(
-            "d_head",
-            lambda c: whole(c, "qwen2.embedding_length") // whole(c, "qwen2.attention.head_count"),
-        ),
+        quotient("d_head", "qwen2.embedding_length", "qwen2.attention.head_count"),
     ),
     rows=_GGUF_ROWS,
     demands=_gguf_demands("qwen2"),
@@ -443,7 +453,7 @@ GGUF_GPT2 = Family(
     keys=(
         *_gguf_keys("gpt2", "layer_norm_epsilon"),
         derived("n_kv_heads", lambda c: whole(c, "gpt2.attention.head_count")),
-        Key("d_head", _read_gpt2_head, _write_gpt2_head),
+        _GPT2_HEAD._replace(write=_write_gpt2_head),
     ),
     rows=(
         Row("embedding.weight", ("token_embd.weight",)),
@@ -488,7 +498,7 @@ LLM_C = Family(
         key("n_heads", "num_heads"),
         key("d_model", "channels"),
         derived("n_kv_heads", lambda c: whole(c, "num_heads")),
-        derived("d_head", lambda c: whole(c, "channels") // whole(c, "num_heads")),
+        quotient("d_head", "channels", "num_heads"),
         derived("d_ff", lambda c: 4 * whole(c, "channels")),
     ),
     rows=(

@@ -11,6 +11,7 @@ biases and the gains of QK-norm.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Key(NamedTuple):
     """One field of ours in their configuration."""
 
     ours: str
+    theirs: str  # what they call it, for a sentence
     read: Callable[[Mapping[str, Any]], Any]
     write: Callable[[Config], dict[str, Any]]
 
@@ -182,9 +184,17 @@ class Family:
                 )
         try:
             fields = {key.ours: key.read(theirs) for key in self.keys}
-            return Config(**{**self.always, **fields})
+            return self._made({**self.always, **fields})
         except ValueError as error:
             raise ValueError(f"{where} describes no model that can be imported: {error}") from None
+
+    def _made(self, fields: Mapping[str, Any]) -> Config:
+        names = {key.ours: key.theirs for key in self.keys}
+        try:
+            return Config(**fields)
+        except ValueError as error:
+            said = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), f"{error}")
+            raise ValueError(said) from None
 
     def differs(self, config: Config) -> list[str]:
         """Return the fields of a model that this family cannot express, with what it has instead.

@@ -89,11 +89,11 @@ def _scaled(ours: str, theirs: str) -> Key:
     def read(found: Mapping[str, Any]) -> Any:
         return next((t[theirs] for t in _tables(found) if theirs in t), _DEFAULTS[ours])
 
-    return Key(ours, read, lambda config: {})  # the base writes them all
+    return Key(ours, theirs, read, lambda config: {})  # the base writes them all
 
 
 HUGGING_FACE_KEYS = (
-    Key("rope_base", _read_base, _write),
+    Key("rope_base", "rope_theta", _read_base, _write),
     *(_scaled(ours, theirs) for ours, theirs in _NAMES.items()),
 )
 
@@ -105,7 +105,7 @@ def _of_tensor(place: int, ours: str) -> Key:
         scaling, default = found.get(GGUF_SAID), _DEFAULTS[ours]
         return default if scaling is None else type(default)(scaling[place])
 
-    return Key(ours, read, lambda config: {GGUF_SAID: config.rope_scaling})
+    return Key(ours, ours, read, lambda config: {GGUF_SAID: config.rope_scaling})
 
 
 GGUF_KEYS = tuple(_of_tensor(place, ours) for place, ours in enumerate(_NAMES))

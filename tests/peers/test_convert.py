@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dist import cli
+from dist.convert.families import GELU_TANH
 from dist.documents import chat
 from dist.pack import special_id
 from dist.weights import Weights
@@ -154,6 +155,7 @@ def theirs(kind: str, **options: Any) -> Any:
             {"window": (0, 6), "qk_norm": True},
         ),
         ("GPT2", {}, {"ffn": "gelu_tanh", "d_ff": 128, "tied": True}),
+        *(("GPT2", {"activation_function": name}, {"ffn": "gelu_tanh"}) for name in GELU_TANH),
         ("GPT2", {"activation_function": "gelu", "n_inner": 40}, {"ffn": "gelu", "d_ff": 40}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

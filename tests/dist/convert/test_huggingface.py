@@ -12,8 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from dist import cli, weights
-from dist.convert import huggingface, mapping
-from dist.convert.families import HUGGING_FACE
+from dist.convert import families, huggingface, mapping
 from dist.weights import Weights, load_master
 from reference.config import Config
 from tests.helpers.models import MODELS
@@ -308,6 +307,8 @@ def test_configurations_as_published_are_read() -> None:
     assert gpt2 == replace(
         GPT2, d_ff=128, dropout_embedding=0.1, dropout_attention=0.1, dropout_residual=0.1
     )
+    assert described(OPENAI_GPT2, activation_function="gelu_pytorch_tanh") == gpt2
+    assert families.GPT2.describe(gpt2)["activation_function"] == "gelu_new"
     theirs = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}
     assert described(SMOLLM2, **theirs).rope_base == 5e5  # as transformers 5 writes it
     llama3 = described(SMOLLM2, rope_scaling=SCALED, rope_theta=500000.0)
@@ -338,9 +339,12 @@ def test_configurations_as_published_are_read() -> None:
         ({"architectures": [], "model_type": "bert"}, "'bert' is not known here"),
         ({"architectures": 5}, "5 is not known"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
-        ({"rope_scaling": {**SCALED, "factor": "8"}}, "rope_factor must be a number >= 1"),
-        ({"rope_scaling": {**SCALED, "factor": 0.5}}, "rope_factor must be a number >= 1"),
-        ({"rope_scaling": {**SCALED, "low_freq_factor": 4}}, "rope_low_freq_factor .* below"),
+        ({"rope_scaling": {**SCALED, "factor": "8"}}, ": factor must be a number >= 1"),
+        ({"rope_scaling": {**SCALED, "factor": 0.5}}, ": factor must be a number >= 1"),
+        (
+            {"rope_scaling": {**SCALED, "low_freq_factor": 4}},
+            ": low_freq_factor .* below high_freq_factor",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling .*'dynamic'"),
         (
             {"rope_scaling": SCALED, "rope_parameters": {**SCALED, "factor": 4.0}},
@@ -362,9 +366,13 @@ def test_configurations_as_published_are_read() -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "x"}, "hidden_size must be a positive integer"),
         ({"hidden_size": 24, "num_attention_heads": 0}, "num_attention_heads must be"),
-        ({"rms_norm_eps": "small"}, "norm_eps must be"),
+        ({"rms_norm_eps": "1e-5"}, ": rms_norm_eps must be a positive number, got '1e-5'"),
+        ({"rope_theta": "1e4"}, ": rope_theta must be"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, ": rope_theta must be"),
+        ({"num_key_value_heads": 2}, r"num_attention_heads \(3\) must .* num_key_value_heads \("),
+        ({"head_dim": 7}, "so head_dim must be even"),
         ({"vocab_size": 10**400}, "vocab_size must be"),
-        ({"tie_word_embeddings": 1}, "tied must be true or false"),
+        ({"tie_word_embeddings": 1}, ": tie_word_embeddings must be true or false"),
     ],
 )
 def test_models_that_are_built_otherwise_are_refused_by_name(
@@ -374,8 +382,13 @@ def test_models_that_are_built_otherwise_are_refused_by_name(
         described(SMOLLM2, **changes)
 
 
+def test_what_is_computed_of_two_keys_is_refused_by_both() -> None:
+    with pytest.raises(ValueError, match=r"n_embd // n_head must be .*, got 0"):
+        described(OPENAI_GPT2, n_embd=2, n_head=4)
+
+
 def test_every_family_refuses_an_empty_configuration_with_a_sentence() -> None:
-    for family in HUGGING_FACE:
+    for family in families.HUGGING_FACE:
         with pytest.raises(ValueError, match=r"config.json describes no model .* is missing"):
             family.read(dict(family.says), "config.json")
 
