@@ -33,8 +33,7 @@ def new_place(path: Path) -> Iterator[Path]:
     ValueError, OSError
         When something is there already, or it cannot be written; what was begun is removed.
     """
-    if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
-        raise ValueError(f"{path} exists already: choose another name, or move it away")
+    _check_free(path)
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     part = path.absolute().parent / f".part-{secrets.token_hex(8)}"
     try:
@@ -44,9 +43,13 @@ def new_place(path: Path) -> Iterator[Path]:
                 _sync_file(written)
             if part.is_dir():
                 sync_folder(part)
-            if path.is_dir():  # empty; only Linux would put a folder in its place
-                path.rmdir()
-            move(part, path)
+            try:
+                with suppress(FileNotFoundError):  # only Linux moves one onto an empty folder
+                    path.rmdir()
+                move(part, path)
+            except OSError:
+                _check_free(path)  # somebody else may have been quicker
+                raise
     except BaseException:
         with suppress(OSError):  # of a disk that nothing can be written to: the first says it
             if part.is_dir():
@@ -54,6 +57,11 @@ def new_place(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
         raise
     sync_folder(path.absolute().parent)
+
+
+def _check_free(path: Path) -> None:
+    if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+        raise ValueError(f"{path} exists already: choose another name, or move it away")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,35 @@ def test_linux_is_asked_and_told_to_write_past_its_memory(tmp_path: Path) -> Non
             told = system.past_memory(file.fileno(), on=on)
             flags = fcntl.fcntl(file, fcntl.F_GETFL)
             assert told == bool(flags & os.O_DIRECT) and told <= on
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "in an empty folder", "at the last moment"])
+def test_of_two_at_once_the_second_leaves_what_the_first_wrote(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new"
+    if kind == "in an empty folder":
+        path.mkdir()
+
+    def write(text: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        with new_place(path) as part:
+            if kind != "file":
+                part.mkdir()
+            (part if kind == "file" else part / "a").write_text(text)
+            meanwhile()
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(places, "move", system.move)
+        write("first")
+        system.move(source, target)
+
+    def meanwhile() -> None:
+        if kind == "at the last moment":
+            monkeypatch.setattr(places, "move", late)
+        else:
+            write("first")
+
+    with pytest.raises(ValueError, match="new exists already: choose another name"):
+        write("second", meanwhile)
+    assert (path if kind == "file" else path / "a").read_text() == "first"
+    assert [found.name for found in tmp_path.iterdir()] == ["new"]
