@@ -189,8 +189,8 @@ def read_manifest(path: Path) -> Manifest:
     """Return a checkpoint's manifest, checked to be one."""
     if not (path / MANIFEST).exists():
         raise FileNotFoundError(
-            f"{path} is no whole checkpoint: it has no {MANIFEST}. If {path.parent / 'latest'} or "
-            "'best' names it, write the name of another one there"
+            f"{path} is no whole checkpoint: it has no {MANIFEST}; {ADVICE}. If "
+            f"{path.parent / 'latest'} or 'best' names it, the name of another one may stand there"
         )
     found = manifest.read(path / MANIFEST, Manifest, FORMAT, ADVICE)
     counts = {name: len(crcs) for name, crcs in found.crc32.items()}

@@ -90,6 +90,21 @@ def test_a_checkpoint_that_comes_again_is_there_once_or_twice_and_never_not(
     assert sorted(p.name for p in folder.glob("step-*"))[-1] == "step-00000006"
 
 
+def test_of_a_checkpoint_that_is_gone_it_is_said_how_to_take_an_older_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0
+    whole = digest(config)
+    gone = tmp_path / "run" / "checkpoints" / "step-00000006"
+    shutil.rmtree(gone)
+    capsys.readouterr()
+    assert train(config) == 1
+    said = capsys.readouterr().err
+    assert f"{gone} is no whole checkpoint" in said and "train has --from step-N" in said
+    assert train(config, "--from", "step-4") == 0 and digest(config) == whole
+
+
 def test_a_run_that_is_set_back_keeps_its_figures_until_it_has_others(tmp_path: Path) -> None:
     config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
     assert train(config) == 0
