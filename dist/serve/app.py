@@ -69,12 +69,14 @@ Inbox = asyncio.Queue[tuple[int, Piece]]  # of a request: which choice, and what
 
 def make_app(served: Served, engine: Engine) -> ASGIApp:
     """Return the application."""
+    # prompts are tokenized one after the other, so that answers begin as they were asked for
+    answering = partial(_answering, served, engine, asyncio.Lock())
     routes = [
         Route("/", partial(_page, served)),
         Route("/v1/models", partial(_models, served)),
         Route("/v1/models/{name:path}", partial(_model, served)),
-        Route("/v1/chat/completions", _answering(served, engine, ChatRequest), methods=["POST"]),
-        Route("/v1/completions", _answering(served, engine, CompletionRequest), methods=["POST"]),
+        Route("/v1/chat/completions", answering(ChatRequest), methods=["POST"]),
+        Route("/v1/completions", answering(CompletionRequest), methods=["POST"]),
     ]
     handlers: Any = {Refused: _refused, HTTPException: _not_here, Exception: _failed}
     return Gate(Starlette(routes=routes, exception_handlers=handlers), served)
@@ -223,15 +225,17 @@ def _check_name(served: Served, name: str) -> None:
 
 
 def _answering(
-    served: Served, engine: Engine, kind: type[R]
+    served: Served, engine: Engine, turn: asyncio.Lock, kind: type[R]
 ) -> Callable[[Http], Awaitable[Response]]:
     async def answer(http: Http) -> Response:
         request = read_request(await _body(http, served.body_bytes), kind)
         _check_name(served, request.model)
         if request.chat and served.no_chat:
             raise Refused(served.no_chat, code="no_chat")
+        async with turn:  # in a thread: of a long prompt it may take a second
+            prompts = await asyncio.to_thread(request.prompts, served.tokenizer)
         inbox = Inbox()
-        answers = _answers(served, request, inbox, engine.capacity)
+        answers = _answers(served, request, prompts, inbox, engine.capacity)
         reply = Reply(request, served.name, served.tokenizer)
         n_prompt = sum(len(a.ids) for a in answers[:: request.n])
         try:
@@ -268,10 +272,11 @@ async def _body(http: Http, limit: int) -> bytes:
     return bytes(body)
 
 
-def _answers(served: Served, request: Request, inbox: Inbox, most: int) -> list[Answer]:
+def _answers(
+    served: Served, request: Request, prompts: list[list[int]], inbox: Inbox, most: int
+) -> list[Answer]:
     """Return what the engine is to write for a request: n choices of each prompt."""
     tokenizer, context = served.tokenizer, served.model.config.context_length
-    prompts = request.prompts(tokenizer)
     if len(prompts) * request.n > most:
         raise Refused(
             f"the request asks for {len(prompts) * request.n} answers, and this server takes "

@@ -5,6 +5,8 @@ import http.client
 import json
 import logging
 import socket
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 
 from dist.serve import app
 from dist.serve import server as web
+from dist.serve.api import CompletionRequest
+from dist.serve.engine import Answer
 from tests.helpers.serving import Server, chat_of, serving, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -34,6 +38,40 @@ def test_many_clients_at_once_get_what_each_would_get_alone(server: Server) -> N
         server.go.set()
         assert [w.result()["choices"] for w in waiting] == alone
     assert max(server.together) == 4  # all places were taken
+
+
+def test_a_long_prompt_holds_nobody_up_but_those_whose_turn_comes_after(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, submit = CompletionRequest.prompts, server.engine.submit
+    begun, go, order = threading.Event(), threading.Event(), list[int]()
+
+    def slow(self: CompletionRequest, tokenizer: Any) -> list[list[int]]:
+        if self.max_tokens == 1:
+            begun.set()
+            assert go.wait(60)
+        return prompts(self, tokenizer)
+
+    def noted(answers: Sequence[Answer]) -> None:
+        order.append(answers[0].left)
+        submit(answers)
+
+    monkeypatch.setattr(CompletionRequest, "prompts", slow)
+    monkeypatch.setattr(server.engine, "submit", noted)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.complete, "the", max_tokens=1)
+        assert begun.wait(60)
+        second = pool.submit(server.complete, "the", max_tokens=2)
+        try:
+            with closing(server.open("/v1/models")) as connection:
+                connection.sock.settimeout(10)
+                assert connection.getresponse().status == 200
+            with pytest.raises(TimeoutError):
+                second.result(0.3)
+        finally:
+            go.set()
+        assert first.result() and second.result()
+    assert order == [1, 2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
