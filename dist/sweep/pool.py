@@ -1,5 +1,6 @@
 """Runs side by side, each a ``myllm train`` in a process of its own with a share of the cores."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -88,15 +89,14 @@ def _start(run: RunFile, at_once: int, command: Sequence[str]) -> "subprocess.Po
 
 
 def progress(run: RunFile) -> int:
-    """Return the newest step of a run: the last line of its metrics, whole or not at all."""
+    """Return the newest step of a run, from the last lines of its metrics, whole or not at all."""
     path = Path(run.run.out) / METRICS
     try:
         lines = path.read_bytes()[-4096:].splitlines()
     except FileNotFoundError:
         return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+    newest = 0
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            newest = max(newest, int(json.loads(line)["step"]))
+    return newest

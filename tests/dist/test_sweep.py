@@ -19,7 +19,7 @@ from dist.config import RunFile
 from dist.sizing import SHARE
 from dist.sweep import results
 from dist.sweep.cli import PROBE_STEPS
-from dist.sweep.pool import finished
+from dist.sweep.pool import finished, progress
 from dist.sweep.trials import Budget, parse_axis, trials_of, varied
 from reference.flops import training_flops
 from tests.helpers.processes import wait_for
@@ -175,6 +175,17 @@ def test_a_run_whose_last_line_was_lost_is_finished(tmp_path: Path) -> None:
     assert finished(config)
     (tmp_path / "run" / "checkpoints" / "latest").unlink()
     assert not finished(config)
+
+
+def test_the_progress_of_a_run_is_its_newest_step(folder: Path, tmp_path: Path) -> None:
+    (trial,) = trials_of(str(folder / "run.toml"), [], [], 1, Budget(), tmp_path)
+    assert progress(trial.run) == 0
+    path = Path(trial.run.run.out) / monitor.METRICS
+    path.parent.mkdir(parents=True)
+    filler = f'{{"step": 4, "loss": {"1" * 4090}}}\n'  # cut where the end is read
+    lines = ['{"step": 5, "lr": 1}', '{"step": 6, "lr": 1}', '{"step": 5, "save_ms": 1}', '{"st']
+    path.write_text(filler + "\n".join(lines))
+    assert progress(trial.run) == 6  # a checkpoint is known later than the next step
 
 
 # ---- the runs ------------------------------------------------------------------------------------
