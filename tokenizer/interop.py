@@ -8,7 +8,6 @@ import base64
 import binascii
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,14 @@ import numpy as np
 
 from tokenizer.classes import installed_classes
 from tokenizer.files import read_json, replace_durably
-from tokenizer.patterns import DIGITS_GPT2, GPT2
+from tokenizer.patterns import (
+    DIGITS_GPT2,
+    GPT2,
+    ODD_TO_HUGGINGFACE,
+    ODD_TO_TIKTOKEN,
+    check_dialect,
+    elements,
+)
 from tokenizer.reference import encode_word
 from tokenizer.tokenizer import Tokenizer
 from tokenizer.vocabulary import Id, Vocabulary
@@ -148,7 +154,7 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     ValueError
-        If the pattern has what means something else there, such as ``^``.
+        If the pattern has what means something else there and cannot be spelled anew, as ``^``.
     """
     vocabulary = tokenizer.vocabulary
     names, merges = spelled(vocabulary)
@@ -198,19 +204,15 @@ def to_huggingface(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     replace_durably(Path(path), json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
-# Of a pattern, left to right: what differs in Hugging Face's dialect, Oniguruma's, and what may
-# hold such letters in another sense, an escape or a class. There ^ and $ stand at every line, \Z
-# also before a last newline, and m lets a dot take newlines, which is s here. White space up to the
-# end is one and the same, however the end is spelled.
-_DIALECT = re.compile(
-    r"(?P<tail>\\s\+\+(?:\$|\\z))|(?P<flags>\(\?[a-zA-Z^-]+[:)])|(?P<end>[$^]|\\Z)"
-    r"|\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]",
-    re.DOTALL,
-)
+# Of \w: what belongs to it here alone, and there alone, but not in a class.
+_JOINERS, _RAISED = r"\u200c\u200d", r"\u00b2\u00b3\u00b9\u00bc-\u00be"
 
 
 def _in_dialect(pattern: str, *, theirs: bool) -> str:
-    """Return our pattern in Hugging Face's dialect, or with ``theirs`` false theirs in ours.
+    """Return our pattern in Hugging Face's dialect, Oniguruma's; with ``theirs`` false the reverse.
+
+    There m lets a dot take newlines, which is s here, and behind a number of times + repeats what
+    was repeated, and is not possessive.
 
     Raises
     ------
@@ -218,19 +220,54 @@ def _in_dialect(pattern: str, *, theirs: bool) -> str:
         If it has what means something else in the other dialect.
     """
     dot, other = "sm" if theirs else "ms"
-
-    def spelled_anew(found: re.Match[str]) -> str:
-        text = found[0]
-        if found["tail"]:
-            return r"\s++\z" if theirs else r"\s++$"
-        if found["end"] or (found["flags"] and other in text):
-            raise ValueError(
-                f"the pattern {pattern!r} has {text}, which means something else in Hugging Face's "
-                "dialect of regular expressions than here (\\A is the start of a text in both)"
-            )
-        return text.replace(dot, other) if found["flags"] else text
-
-    return _DIALECT.sub(spelled_anew, pattern)
+    odd = rf"{ODD_TO_HUGGINGFACE}|\(\?.*{other}.*" + r"|\[?\\(?:U.*|[pP][^{])" * (not theirs)
+    check_dialect(pattern, odd, "in Hugging Face's dialect of regular expressions")
+    out: list[str] = []
+    opened: list[int] = []  # where in ``out`` groups begin
+    at = atom = 0  # where in the pattern; where in ``out`` that begins what may be repeated
+    for text, depth in elements(pattern):
+        at += len(text)
+        if text.startswith("(?"):  # flags
+            text = text.replace(dot, other)
+        elif text in (r"\s++$", r"\s++\z"):
+            text = r"\s++\z" if theirs else r"\s++$"
+        elif text[:2].lower() == r"\w":
+            parts = (_JOINERS, "") if theirs else (_RAISED * (not depth), _JOINERS)
+            more, less = parts if text[1] == "w" else parts[::-1]
+            text = f"[{text}{more}" + f"&&[^{less}]" * bool(less) + "]"
+        elif text[:2].lower() == r"\p" and len(text) == 3:
+            text = f"{text[:2]}{{{text[2]}}}"
+        elif text.startswith(r"\U") and theirs:
+            text = rf"\x{{{text[2:]}}}"
+        elif text.startswith(r"\x{") and not theirs:
+            text = rf"\U{int(text[3:-1], 16):08x}"
+        if depth:
+            out.append(text)
+            continue
+        if text[:1] == "{" and len(text) > 1 and out:
+            exact = "," not in text
+            if text[-1] == "+" and theirs:
+                out[atom], text = f"(?>{out[atom]}", f"{text[:-1]})"
+            elif text[-1] == "?" and exact and theirs:
+                text = text[:-1]
+            elif text[-1] == "+" or (text[-1] == "?" and exact):
+                out[atom], text = f"(?:{out[atom]}", f"{text[:-1]}){text[-1]}"
+        elif text == ")" and opened:
+            begin, last = opened.pop(), out[-1]
+            bounded = last[:1] == "{" and last[-1:] == "}" and atom == begin + 1
+            alone = bounded and pattern[at : at + 1] not in ("*", "+", "?", "{")
+            if out[begin] == "(?>" and alone and not theirs:
+                out[begin], out[-1], text = "", last + "+", ""
+            atom = begin
+        elif text not in ("*", "+", "?", "|", ""):
+            atom = len(out)
+            opened += [atom] * (text[0] == "(" and text[-1] != ")")
+        out.append(text)
+    pattern = "".join(out)
+    if not theirs:  # a \w, or \W, of ours that has been there
+        pattern = pattern.replace(rf"[[\w&&[^{_JOINERS}]]{_JOINERS}]", r"\w")
+        pattern = pattern.replace(rf"[[\W{_JOINERS}]&&[^{_JOINERS}]]", r"\W")
+    return pattern
 
 
 def _derived_merges(vocabulary: Vocabulary) -> list[tuple[int, int]]:
@@ -401,7 +438,7 @@ def _pattern_of(whole: _Cut) -> str:
 
 
 def _escape(text: str) -> str:
-    return "".join(rf"\u{ord(c):04x}" if ord(c) < 1 << 16 else rf"\U{ord(c):08x}" for c in text)
+    return "".join(rf"\u{ord(c):04x}" if ord(c) < 1 << 16 else rf"\x{{{ord(c):x}}}" for c in text)
 
 
 # --- tiktoken ------------------------------------------------------------------------------------
@@ -453,7 +490,8 @@ def from_tiktoken(
     Raises
     ------
     ValueError
-        If a line cannot be read; the message says which.
+        If a line cannot be read, or the pattern means something else to tiktoken than here; the
+        message says which.
     """
     tokens: dict[int, bytes] = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -471,6 +509,7 @@ def from_tiktoken(
         raise ValueError(f"{path} holds no token")
     specials = dict(special_tokens or {})
     try:
+        check_dialect(pattern, ODD_TO_TIKTOKEN, "to tiktoken")
         return Tokenizer(
             Vocabulary(dict(sorted(tokens.items())), None, specials, pattern, installed_classes())
         )

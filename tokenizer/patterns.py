@@ -5,6 +5,7 @@ one of them (with any number of digits per piece) has a state machine of its own
 ``tokenizer.kernels.split``; any other is matched by ``regex``, some ten times slower.
 """
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -83,6 +84,69 @@ def machine_of(pattern: str) -> Machine | None:
     return None
 
 
+# What a pattern is made of, outside of classes and inside. White space up to the end is one and the
+# same in all dialects, however the end is spelled.
+_ESCAPE = r"\\[pP](?:\{[^}]*\}|.)|\\x\{[\da-fA-F]{1,8}\}|\\U[\da-fA-F]{8}|\\."
+_OUTSIDE = re.compile(
+    rf"\\s\+\+(?:\$|\\z)|{_ESCAPE}|\[\^?\]?|\(\?(?:[\w^-]+[:)]|>)|\{{(?:\d+,?\d*|,\d+)\}}[+?]?|.",
+    re.DOTALL,
+)
+_INSIDE = re.compile(rf"{_ESCAPE}|\[:\^?\w+:\]|\[\^?\]?|&&|--|\|\||~~|.", re.DOTALL)
+
+# What means something else elsewhere, with a [ before what stands in a class: to all others; to
+# tiktoken, whose $ is the end alone and \Z is not; to Hugging Face, where ^ and $ stand at every
+# line, and \Z also before a last newline.
+ODD = r"\[?\\[hHN]|\[(?:--|\|\||~~)"
+ODD_TO_TIKTOKEN = rf"{ODD}|\$|\\[Z<>]|\[\[:.*"
+ODD_TO_HUGGINGFACE = rf"{ODD}|[$^]|\\[ZbBmM]|\[\[:\^?digit:\]|\[?\\[pP]\{{\^?(?i:xdigit|word)\}}"
+
+
+def elements(pattern: str) -> Iterator[tuple[str, int]]:
+    """Yield what a pattern is made of, and in how many classes each stands; last, "" for its end.
+
+    Classes in classes are seen as others see them: a [ in a class begins one.
+    """
+    at = depth = 0
+    while found := (_INSIDE if depth else _OUTSIDE).match(pattern, at):
+        text, at = found[0], found.end()
+        yield text, depth
+        if text[0] == "[" and text[1:2] != ":":
+            depth += 1
+        elif text == "]" and depth:
+            depth -= 1
+    yield "", depth
+
+
+def check_dialect(pattern: str, odd: str, where: str) -> None:
+    """Refuse a pattern that means something else elsewhere.
+
+    Raises
+    ------
+    ValueError
+        If it has what matches ``odd``, flags behind its start, or in a class a [ that begins none,
+        or an && without a side.
+    """
+    before = ""
+    for text, depth in elements(pattern):
+        flags = before and not depth and re.fullmatch(r"\(\?[\w^-]+\)", text)
+        half = depth and f"{before} {text}" in ("[ &&", "[^ &&", "&& &&", "&& ]")
+        if flags or half or (depth and not text) or re.fullmatch(odd, "[" * bool(depth) + text):
+            raise ValueError(
+                f"the pattern {pattern!r} has {text or '[ in a class'}, which means something else "
+                f"{where} than here: spell it otherwise, a sign in a class behind a backslash (\\A "
+                "is the start of a text everywhere)"
+            )
+        before = text
+
+
+def _has_sets(pattern: str) -> bool:
+    """Tell whether a pattern has classes in classes, all closed, or what two classes share."""
+    *found, (_, unclosed) = elements(pattern)
+    return not unclosed and any(
+        depth and (text == "&&" or (text[0] == "[" and text[1:2] != ":")) for text, depth in found
+    )
+
+
 def compiled(pattern: str) -> "regex.Pattern[str]":
     """Compile a pattern given by its name or its text.
 
@@ -91,8 +155,9 @@ def compiled(pattern: str) -> "regex.Pattern[str]":
     ValueError
         If it is not a regular expression.
     """
+    pattern = NAMED.get(pattern, pattern)
     try:
-        return regex.compile(NAMED.get(pattern, pattern))
+        return regex.compile(pattern, regex.V1 if _has_sets(pattern) else 0)
     except (regex.error, RecursionError) as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 

@@ -6,7 +6,7 @@ from accel.threads import asked_for
 from tokenizer.classes import UnicodeClasses, installed_classes
 from tokenizer.counting import Words, count_words
 from tokenizer.kernels.train import learn_merges
-from tokenizer.patterns import NAMED
+from tokenizer.patterns import NAMED, ODD, check_dialect, compiled
 from tokenizer.reference import MAX_TOKEN_BYTES
 from tokenizer.tokenizer import Tokenizer
 from tokenizer.vocabulary import FIRST_BYTE, MAX_VOCAB, MIN_VOCAB, Vocabulary
@@ -34,7 +34,8 @@ def train_from_iterator(
         Ids in all, 276 to 65,536: 4 special ids, 256 bytes, the merges, 16 control ids. Where the
         texts hold fewer pairs worth merging, the vocabulary is smaller; ask its ``n_vocab``.
     pattern : str
-        ``"gpt4"``, ``"gpt2"`` or a regular expression: what a word is.
+        ``"gpt4"``, ``"gpt2"`` or a regular expression that other tokenizers read as well: what a
+        word is.
     min_count : int
         How often a pair must occur to be merged. What occurs once is no regularity.
     num_threads : int, optional
@@ -51,6 +52,8 @@ def train_from_iterator(
         raise ValueError(f"min_count must be 1 to 2^32 - 1, got {min_count}")
     n_threads = asked_for(num_threads)
     pattern = NAMED.get(pattern, pattern)
+    compiled(pattern)
+    check_dialect(pattern, ODD, "to other tokenizers")
     classes = installed_classes()
     words = count_words(texts, pattern, classes, n_threads)
     return Tokenizer(_learn(words, vocab_size - MIN_VOCAB, min_count, pattern, classes))

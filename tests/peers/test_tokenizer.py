@@ -19,6 +19,34 @@ tiktoken = pytest.importorskip("tiktoken")
 tokenizers = pytest.importorskip("tokenizers")
 
 
+# cl100k_base's of today, Kimi K2's, and others with classes in classes
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+UPPER, LOWER = (rf"[\p{{{c}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for c in ("Lu}\\p{Lt", "Ll"))
+KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SETS = [
+    r"[a-m&&[^ei]]+",
+    r"[^a-m&&e-z]+",
+    r"[^\s[a-c]]+",
+    r"[[a-e]l-p[0-4]]+",
+    r"[[a-z]&&[^[b-d]&&[c-f]]x]+",
+    r"[]a]+|[^]a]+",
+    r"[\p{L}&&\p{Lu}\p{Lo}]+",
+    r" ?[^(\s|[.,!?…。，、।۔،])]+",
+]
+ODD = [
+    "Hello World, helloWorld HELLOworld 中文ABC中 don't 12345 1234567 don'T can'ſ 12",
+    "abcdefgh mnop xyz ]a[&|-~ 0123456789 aaaaab aabb abla laal llll ... a&&b (a|b) x²y³¼½ ¹1",
+    "ab\u200dc \u200c \U0001f600\U0001f601x face09 \u0661\u0662\u0663\u0664 \t x  ",
+]
+
+
 def valid(text: str) -> str:
     """Return the text without lone surrogates, which the packages do not take."""
     return "".join(c for c in text if not "\ud800" <= c <= "\udfff")
@@ -126,14 +154,67 @@ def test_a_vocabulary_trained_by_hugging_face_is_imported_with_its_ids(
         r"(?s)a.|(?-s:.+)|\n",
         r"\A\s+|[^\s$^]+|[$^]+|\s",
         r"\p{^L}+|\p{L}+",
+        r"\p{N}{1,3}+|\p{L}+|\s++$|\s|[^\s\p{L}\p{N}]++",
+        r"(?:\d|a{1,2}+){2,3}+ ?|b{,1}c|[a-f[x-z]]{2}+|l{2}?|.",
+        r"\w+|[^\w\s]+|\s",
+        r"[\W\d]+|\U0001f600|\pL",
+        KIMI,
+        *SETS,
     ],
 )
 def test_a_pattern_in_both_dialects_gives_our_ids(pattern: str, tmp_path: Path) -> None:
     ours = Tokenizer(dataclasses.replace(small().vocabulary, pattern=pattern))
     face = as_huggingface(ours, tmp_path)
-    for text in (*HARD, " \na \n\n b$\n^c \n", "a\nb ", *corpus()[:3]):
+    again = from_huggingface(tmp_path / "t.json")
+    for text in (*HARD, *ODD, " \na \n\n b$\n^c \n", "a\nb ", *corpus()[:3]):
         ids = ours.encode(text, allowed_special="all")
         assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+        assert again.encode(text, allowed_special="all") == ids, ascii(text)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\p{N}{1,3}+|\p{L}+|\s++\z|\s",
+        r"(?:\d|a{1,2}+){2,3}+ ?|b{,1}c|[a-f[x-z]]{2}+|l{2}?|.",
+        r"(?>\p{N}{1,3})|(?>\p{N}{1,3})+|(?>(?>a{1,2})b{2})|(?>la{2})",
+        r"\w+|[^\w\s]+",
+        r"[\W\d]+|\x{1F600}|[\x{4e00}-\x{9fff}]",
+        KIMI,
+        *SETS,
+    ],
+)
+def test_a_pattern_in_hugging_face_s_dialect_gives_its_ids(pattern: str, tmp_path: Path) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    face = as_huggingface(small(), tmp_path)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    face.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    face.save(str(tmp_path / "t.json"))
+    ours = from_huggingface(tmp_path / "t.json")
+    for text in (*HARD, *ODD, *corpus()[:3]):
+        ids = ours.encode(text, allowed_special="all")
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+
+
+@pytest.mark.parametrize("pattern", [KIMI, CL100K, *(rf"{one}|[\S\s]" for one in SETS)])
+def test_a_pattern_of_tiktoken_gives_its_ids(pattern: str, tmp_path: Path) -> None:
+    given = dataclasses.replace(small().vocabulary, pattern=pattern)
+    openai = as_tiktoken(Tokenizer(given), tmp_path)
+    ours = from_tiktoken(tmp_path / "t.tiktoken", pattern=pattern)
+    for text in (*HARD, *ODD, *corpus()[:3]):
+        text = valid(text)
+        assert ours.encode_ordinary(text) == openai.encode_ordinary(text), ascii(text)
+
+
+def test_cl100k_goes_to_hugging_face_and_comes_back(tmp_path: Path) -> None:
+    ours = Tokenizer(dataclasses.replace(small().vocabulary, pattern=CL100K))
+    face = as_huggingface(ours, tmp_path)
+    for text in (*HARD, *ODD, *corpus()[:3]):
+        ids = ours.encode(text, allowed_special="all")
+        assert face.encode(text, add_special_tokens=False).ids == ids, ascii(text)
+    assert from_huggingface(tmp_path / "t.json").vocabulary == ours.vocabulary
 
 
 def test_a_text_that_is_never_cut_gives_hugging_face_s_ids(tmp_path: Path) -> None:
