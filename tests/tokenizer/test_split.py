@@ -14,6 +14,7 @@ from tokenizer.classes import CATEGORIES, SPACE, UnicodeClasses, installed_class
 from tokenizer.kernels import split as kernels
 from tokenizer.kernels.words import PADDING
 from tokenizer.patterns import compiled, machine_of
+from tokenizer.tokenizer import decode_utf8
 
 CL100K = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
@@ -131,6 +132,15 @@ def test_a_custom_pattern_loses_nothing_it_skips(text: bytes) -> None:
 def test_undecodable_bytes_are_pieces_of_their_own() -> None:
     pieces = machine_split(b"ab\xff\xfecd\xe4\xb8 x", GPT4)
     assert pieces == [b"ab", b"\xff", b"\xfe", b"cd", b"\xe4", b"\xb8", b" x"]
+
+
+def test_a_run_of_characters_may_be_as_long_as_memory_is() -> None:
+    """``regex`` gives up at 4.47 million repetitions."""
+    for character in ("a", "é"):
+        data = character.encode() * 4_500_000 + b"\xff" + character.encode()
+        runs = [run.span() for run in reference.CHARACTERS.finditer(data)]
+        assert runs == [(0, len(data) - 1 - len(character.encode())), (runs[0][1] + 1, len(data))]
+    assert decode_utf8(data) == "é" * 4_500_000 + "\ufffdé"
 
 
 def test_patterns_without_a_machine_have_none() -> None:
