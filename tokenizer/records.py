@@ -36,9 +36,9 @@ def rows(name: str, file: IO[bytes], field: str | None, bad: Bad) -> Iterator[Ro
     file : binary file
         Its content, unpacked; Parquet is read by name.
     field : str, optional
-        Where the text of a row is; without it ``TEXT``, or what stands ``ASIDE``. What is a JSON
-        file but no list of objects is one text, as is: a row whose place is the file's name alone.
-        What begins as such a list must be one.
+        Where the text of a row is; without it ``TEXT``, or what stands ``ASIDE``, and a JSON file
+        that is no list of objects or texts, and no object with such a field, is one text, as is: a
+        row whose place is the file's name alone. What begins as a list of objects must be one.
     bad : callable
         Is given a sentence on each row that cannot be read.
 
@@ -91,18 +91,23 @@ def _told(row: dict[str, Any], wanted: Fields) -> dict[str, Any]:
 
 def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
     text = file.read()
+    named = len(wanted) == 1
+    content = None
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        content = None
-        if _BEGINS_A_LIST.match(text):
-            bad(f"{name}: no JSON: {error}")
-            return
         if _is_object(text.lstrip().partition(b"\n")[0]):  # JSON Lines by another name
             yield from _json_lines(name, io.BytesIO(text), wanted, bad)
             return
-    if isinstance(content, list) and any(isinstance(row, dict) for row in content):
-        for number, row in enumerate(content, 1):
+        if named or _BEGINS_A_LIST.match(text):
+            if text.strip():
+                bad(f"{name}: no JSON: {error}")
+            return
+    items = content if isinstance(content, list) else [content]
+    if items and not named and all(isinstance(item, str) for item in items):
+        items = [{TEXT: item} for item in items]
+    if named or (any(isinstance(item, dict) for item in items) and _are_rows(content, wanted)):
+        for number, row in enumerate(items, 1):
             where = f"{name}, item {number}"
             if isinstance(row, dict):
                 yield where, _told(row, wanted)
@@ -113,6 +118,12 @@ def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator
         yield name, {wanted[0]: text.decode()}
     except UnicodeDecodeError as error:
         bad(f"{name}: byte 0x{text[error.start]:02x} at {error.start} is no UTF-8")
+
+
+def _are_rows(content: Any, wanted: Fields) -> bool:
+    """Tell whether JSON is a list, or one row by itself: an object with a text or messages."""
+    known = [content.get(key) for key in wanted] if isinstance(content, dict) else [""]
+    return any(isinstance(value, str | list) for value in known)
 
 
 def _is_object(text: bytes) -> bool:

@@ -83,7 +83,7 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
     (tmp_path / "a.csv").write_text('\ufeffid,text\n1,"one, two\nthree"\n2,four\n', "utf-8")
     (tmp_path / "b.tsv").write_text("text\tid\nfive\t1\n", "utf-8")
     (tmp_path / "c.json").write_text(json.dumps([{"text": "six"}, {"text": "seven"}]))
-    (tmp_path / "d.json").write_text('{"text": "no list"}')
+    (tmp_path / "d.json").write_text('{"title": "no text"}')
     (tmp_path / "e.json").write_text("[1, // no JSON\n")
     said = {"role": ["user", "assistant"], "content": ["hi", "ho"]}
     chat_of = [{k: said[k][i] for k in said} for i in range(2)]
@@ -92,7 +92,7 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
     )
     out = tmp_path / "out"
     assert run(tmp_path / "[a-e].*", out / "a", tokenizer_file, "--heldout", "0") == 0
-    texts = ["one, two\nthree", "four", "five", "six", "seven", '{"text": "no list"}']
+    texts = ["one, two\nthree", "four", "five", "six", "seven", '{"title": "no text"}']
     expected = eos_behind(tokenizer_file, [*texts, "[1, // no JSON\n"])
     assert tokens_of(out / "a" / "train").tolist() == expected
     assert run(tmp_path / "f.parquet", out / "f", tokenizer_file, "--heldout", "0") == 0
@@ -131,6 +131,7 @@ def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(
     [
         ("a.json", '[{"text": "one"}, {"text": "tw', "a.json: no JSON: Unterminated string"),
         ("a.json", '\n[ {"text": "one"}, "two"]', "a.json, item 2: no JSON object but str"),
+        ("a.json", '{"messages": [{"role": "user"}]}', "a.json, item 1: a message must be"),
         ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n', "in the row that begins on line 3: is a qu"),
         ("a.tsv", 'text\n"two\nthree\n', "in the row that begins on line 2: is a quote never"),
         (
@@ -161,14 +162,47 @@ def test_rows_that_cannot_be_read_are_no_text(
         (tmp_path / "b.txt").write_text("four")
         words = ["--heldout", "0", "--skip-bad-lines"]
         assert run(tmp_path / "[ab].*", tmp_path / "e", tokenizer_file, *words) == 0
-        kept = ["one", "four"] if "item" in message else ["four"]
+        kept = ["one", "four"] if "item 2" in message else ["four"]
         assert tokens_of(tmp_path / "e" / "train").tolist() == eos_behind(tokenizer_file, kept)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_file_that_is_one_row_is_one_document(
+    indent: int | None, tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"text": "the text", "body": "the body", "n": 1}
+    (tmp_path / "a.json").write_text(json.dumps(row, indent=indent))
+    for field, text in ((None, "the text"), ("body", "the body")):
+        out, words = tmp_path / f"of-{field}", ["--field", field] if field else []
+        assert run(tmp_path / "a.json", out, tokenizer_file, "--heldout", "0", *words) == 0
+        assert tokens_of(out / "train").tolist() == eos_behind(tokenizer_file, [text])
+    for content, message in (
+        (row, "a.json, item 1: there is no text field 'bdy'; it has 'text', 'body', 'n' (--field"),
+        (["one", "two"], "a.json, item 1: no JSON object but str (--skip-bad-lines"),
+        ({"title": "x"}, "a.json, item 1: there is no text field 'bdy'; it has 'title' (--field"),
+        (7, "a.json, item 1: no JSON object but int (--skip-bad-lines"),
+    ):
+        (tmp_path / "a.json").write_text(json.dumps(content, indent=indent))
+        assert run(tmp_path / "a.json", tmp_path / "d", tokenizer_file, "--field", "bdy") == 1
+        assert message in capsys.readouterr().err
+    (tmp_path / "a.json").write_text("no JSON")
+    assert run(tmp_path / "a.json", tmp_path / "d", tokenizer_file, "--field", "bdy") == 1
+    assert "a.json: no JSON: Expecting value" in capsys.readouterr().err
+    (tmp_path / "a.json").write_text(json.dumps(["one", "two"], indent=indent))
+    assert run(tmp_path / "a.json", tmp_path / "e", tokenizer_file, "--heldout", "0") == 0
+    assert tokens_of(tmp_path / "e" / "train").tolist() == eos_behind(
+        tokenizer_file, ["one", "two"]
+    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "a.json").write_text(json.dumps({"messages": turns}, indent=indent))
+    assert run(tmp_path / "a.json", tmp_path / "f", tokenizer_file, "--heldout", "0") == 0
+    assert read_manifest(tmp_path / "f" / "train").chats == 1
 
 
 def test_a_long_json_text_is_cut_as_others_are(tmp_path: Path, tokenizer_file: Path) -> None:
     words = " ".join(f"word{i}" for i in range(40_000))
     for name in ("a.json", "a.txt"):
-        (tmp_path / name).write_text(json.dumps({"text": words}))
+        (tmp_path / name).write_text(json.dumps({"words": words}))
         assert run(tmp_path / name, tmp_path / name[2:], tokenizer_file, "--heldout", "0.4") == 0
     assert contents(tmp_path / "json" / "heldout") == contents(tmp_path / "txt" / "heldout")
 

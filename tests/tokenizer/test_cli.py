@@ -323,7 +323,10 @@ def test_json_lines_are_read_as_rows_by_either_name(tmp_path: Path) -> None:
     lines.write_text('{"text": "one"}\n{"text": "tw')
     with pytest.raises(ValueError, match=r"a\.json, line 2"):
         [*Source([str(lines)]).texts()]
-    for text in ('{"text": "one"}', '{\n  "text": "one"\n}\n', "{no JSON}\n{}\n"):
+    for text in ('{"text": "one"}', '{\n  "text": "one"\n}\n', '["one"]'):
+        lines.write_text(text)
+        assert [*Source([str(lines)]).texts()] == [b"one"]
+    for text in ('{"text": 1}', '{\n  "title": "one"\n}\n', '["one", 2]', "[]", "{no JSON}\n{}\n"):
         lines.write_text(text)
         assert [*Source([str(lines)]).texts()] == [text.encode()]
 
