@@ -152,7 +152,7 @@ def _csv(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
             if broken:
                 bad(f"{where}: byte 0x{ord(broken[0]) - 0xDC00:02x} is no UTF-8")
             elif len(values) == len(columns):
-                yield where, dict(zip(columns, values, strict=True))
+                yield where, _filled(dict(zip(columns, values, strict=True)), wanted)
             elif values:
                 bad(f"{where}: {len(values)} values for {len(columns)} columns")
     except csv.Error as error:
@@ -161,6 +161,12 @@ def _csv(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
         ) from None
     finally:
         lines.detach()
+
+
+def _filled(row: dict[str, Any], wanted: Fields) -> dict[str, Any]:
+    """Return a row without empty messages, and beside a text without an empty completion."""
+    gone = ("messages", "completion") if row.get(wanted[0]) else ("messages",)
+    return {key: value for key, value in row.items() if value or key not in gone}
 
 
 def _parquet(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator[Row]:
