@@ -48,8 +48,16 @@ class Document(NamedTuple):
         return sum(map(len, self.texts))
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of its text."""
+        return sum(
+            len(t if isinstance(t, bytes) else t.encode("utf-8", "surrogatepass"))
+            for t in (part.text for part in self.parts if not part.control)
+        )
+
+    @property
     def content(self) -> bytes:
-        """All of its text, for hashing."""
+        """What is hashed: all of its parts, also those that we put in."""
         texts = (part.text for part in self.parts)
         return b"\0".join(
             t.encode("utf-8", "surrogatepass") if isinstance(t, str) else t for t in texts

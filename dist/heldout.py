@@ -28,9 +28,9 @@ def holds_out(
     comes nearer to the share, or where nothing fits: ``among`` these places. Some are always left.
     """
     sizes: Counter[float] = Counter()
-    for content in (document.content for document in documents):
-        sizes[place(content)] += len(content)
-    sizes = +sizes  # without the empty one
+    for document in documents:
+        sizes[place(document.content)] += document.n_bytes
+    sizes = +sizes  # without empty ones
     free = sizes.keys() if among is None else sizes.keys() & among
     wanted = share * sizes.total()
     chosen = set()

@@ -198,12 +198,11 @@ class Encoder:
             missing = self.settings.window - len(ids)
             ids = ids[: self.settings.window] + [self.pad] * missing
             predict = predict[: self.settings.window] + [False] * missing
-        content = document.content
         return Encoded(
-            self.settings.is_held_out(content),
+            self.settings.is_held_out(document.content),
             np.array(ids, self.dtype),
             None if all(predict) else np.array(predict, np.bool_),
-            len(content),
+            document.n_bytes,
             any(part.control for part in document.parts),
         )
 

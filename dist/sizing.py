@@ -185,7 +185,7 @@ def split_bytes(files: list[str], share: float) -> tuple[int, int]:
     def documents() -> Iterator[Document]:
         return read_documents(files, Settings("").field, None)
 
-    sizes = [(place(document.content), len(document.content)) for document in documents()]
+    sizes = [(place(document.content), document.n_bytes) for document in documents()]
     total = sum(size for _, size in sizes)
     by_hash = sum(size for where, size in sizes if where < share)
     more = too_little(by_hash, total, share)

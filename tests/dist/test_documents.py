@@ -31,7 +31,8 @@ def test_prompts_and_completions_may_be_turns_of_a_chat(
 
 
 def test_a_record_says_what_it_is() -> None:
-    assert document_of({"prompt": "a", "completion": "b"}).content == b"a\0b"
+    asked = document_of({"prompt": "a", "completion": "é"})
+    assert asked.content == b"a\0\xc3\xa9" and asked.n_bytes == 3
     # as in Cosmopedia: what a text was asked for with, and the text
     assert document_of({"prompt": "a", "text": "b"}).parts == (Part("b"),)
     for record in ({"prompt": "a"}, {"prompt": "a", "text": "b", "completion": None}):
@@ -108,6 +109,29 @@ def test_rows_of_csv_json_and_parquet_are_documents(tmp_path: Path, tokenizer_fi
         (tmp_path / name).write_text(written)
         assert run(tmp_path / name, out / name, tokenizer_file, "--heldout", "0") == 0
         assert read_manifest(out / name / "train").chats == 1
+
+
+def test_what_is_empty_in_csv_beside_a_text_is_not_there(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ["one,,,", "two,two?,,", ",three?,three,", ",,,", "four,,five,", ",six,,"]
+    (tmp_path / "a.csv").write_text("\n".join(["text,prompt,completion,messages", *rows]))
+    assert run(tmp_path / "a.csv", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    texts = ["one", "two", "three?three", "five", "six"]
+    assert tokens_of(tmp_path / "d" / "train").tolist() == eos_behind(tokenizer_file, texts)
+    assert "1 empty" in capsys.readouterr().out
+    (tmp_path / "b.jsonl").write_text('{"prompt": "", "completion": ""}\n{"text": "one"}\n')
+    assert run(tmp_path / "b.jsonl", tmp_path / "e", tokenizer_file, "--heldout", "0") == 0
+    assert "1 empty" in capsys.readouterr().out
+
+
+def test_bytes_of_text_are_those_of_people(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    assert run(tmp_path / "a.jsonl", tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    assert "\n4 B of text" in capsys.readouterr().out
 
 
 def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(
