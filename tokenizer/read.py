@@ -25,13 +25,18 @@ from typing import IO, Any, NamedTuple
 import regex
 
 from tokenizer.files import LOCK
-from tokenizer.records import contents, fields, is_packed, is_rows, rows
+from tokenizer.records import PACKED, contents, fields, is_packed, is_rows, rows
 
 SHOWN_BAD_LINES = 20  # of those that are left out; more are counted
 BLOCK_BYTES = 1 << 23
 _TAIL = 1 << 16
 _PACKED_BYTES = 1 << 14  # read at once of a .zst
 _LOOK = 1 << 13  # bytes in which a file that is no text shows a NUL
+OTHERWISE_PACKED = (".xz", ".bz2")
+MARKS = {  # UTF-32's is UTF-16's and more
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 # Between an ASCII letter and a space no piece of the GPT-4 and GPT-2 patterns goes on, and neither
 # looks back or ahead across it: two halves cut here have the pieces of the whole.
@@ -213,17 +218,22 @@ def expand(paths: Sequence[str]) -> Inputs:
     links: list[str] = []
     own: list[str] = []
     for path in paths:
+        here: list[Path] = []  # what a folder or a glob has
         if path == "-":
             found = ["-"]
         elif Path(path).is_dir():
-            below = sorted(_below(path))
-            found = [str(p) for p in below if p.is_file()]
-            links += [str(p) for p in below if p.is_symlink() and not p.is_file()]
-            own += [str(p) for p in below if p.is_dir() and not p.is_symlink()]
+            here = sorted(_below(path))
+            found = [str(p) for p in here if p.is_file()]
+            links += [str(p) for p in here if p.is_symlink() and not p.is_file()]
+            own += [str(p) for p in here if p.is_dir() and not p.is_symlink()]
         elif Path(path).exists():
             found = [path]
         else:
-            found = sorted(p for p in glob.glob(path, recursive=True) if Path(p).is_file())
+            names = sorted(glob.glob(path, recursive=True))
+            here = [Path(name) for name in names]
+            found = [name for name in names if Path(name).is_file()]
+        odd = [p for p in here if not (p.is_file() or p.is_dir() or p.is_symlink())]
+        pipes = {str(p): "a pipe or device, which has to be named by itself" for p in odd}
         other = {n: what for n in found if not is_stream(n) and (what := instead_of_text(n))}
         if list(other) == [path]:
             raise ValueError(f"{path!r} is {other[path]}")
@@ -231,10 +241,10 @@ def expand(paths: Sequence[str]) -> Inputs:
             what = "is no file, folder or glob of files"
             if found or Path(path).is_dir():
                 what = "holds no text" if found else "holds no file"
-            why = "; ".join(["", *Inputs([], other, links, own).remarks()])
+            why = "; ".join(["", *Inputs([], other | pipes, links, own).remarks()])
             raise ValueError(f"{path!r} {what}{why}")
         files += [name for name in found if name not in other]
-        passed_over |= other
+        passed_over |= other | pipes
     if files.count("-") > 1:
         raise ValueError("- is given twice, but standard input can be read once")
     return Inputs(files, passed_over, links, own)
@@ -268,13 +278,20 @@ def instead_of_text(name: str) -> str:
     """Return what a file is that can be no text, by its name and how it begins; else nothing."""
     if is_archive(name):
         return "an archive, which has to be unpacked first"
-    if not is_plain(name):
+    if name.lower().endswith((*OTHERWISE_PACKED, *(f".parquet{ending}" for ending in PACKED))):
+        return "packed in a way that is not read here, and has to be unpacked first"
+    if name.lower().endswith(".parquet"):
         return ""
-    with open(name, "rb") as file:
-        head = file.read(_LOOK)
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16, which has to be saved as UTF-8"
-    return "no text" if b"\0" in head or head.startswith(b"%PDF-") else ""
+    try:
+        with opened(name) as (file, _):
+            head = file.read(_LOOK)
+    except (ValueError, ImportError):  # it cannot be unpacked, which reading it says
+        return ""
+    for form, marks in MARKS.items():
+        if head.startswith(marks):
+            return f"{form}, which has to be saved as UTF-8"
+    no_text = b"\0" in head or head.startswith(b"%PDF-")
+    return "no text" if no_text and not is_rows(name) else ""
 
 
 def is_archive(name: str) -> bool:

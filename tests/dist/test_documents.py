@@ -1,6 +1,8 @@
 """What packing takes for a document: rows, conversations, folders, and what is no text."""
 
+import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,52 @@ def test_what_is_no_text_is_passed_over_in_folders_and_refused_by_name(
     assert run(folder / "[cf]*", tmp_path / "e", tokenizer_file) == 1
     said = capsys.readouterr().err
     assert "holds no text; passed over, as an archive" in said and "; passed over, as UTF" in said
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no pipes with names")
+def test_what_is_no_text_is_so_in_a_packed_file_and_in_one_of_rows(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    utf16, utf32 = "text\nhello\n".encode("utf-16"), "text\nhello\n".encode("utf-32")
+    files = {
+        "a.txt": b"hello",
+        "a.txt.gz": gzip.compress(b"packed"),
+        "b.png.gz": gzip.compress(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
+        "b.png.zst": zstandard.compress(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"),
+        "c.txt.gz": gzip.compress(utf16),
+        "c.jsonl": '{"text": "hello"}'.encode("utf-16"),
+        "c.csv": utf16,
+        "c.csv.gz": gzip.compress(utf16),
+        "d.txt": utf32,
+        "d.json": utf32,
+        "e.txt.xz": b"\xfd7zXZ",
+        "e.txt.BZ2": b"BZh9",
+        "e.parquet.gz": gzip.compress(b"PAR1"),
+    }
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    os.mkfifo(folder / "pipe")
+    assert run(folder, tmp_path / "d", tokenizer_file, "--heldout", "0") == 0
+    said = capsys.readouterr().err
+    assert "as no text: 2 files" in said and "as UTF-16, which has to be saved as UTF-8: 4" in said
+    assert "as UTF-32, which has to be saved as UTF-8: 2 files" in said
+    assert "not read here, and has to be unpacked first: 3 files" in said
+    assert f"as a pipe or device, which has to be named by itself: 1 file ({folder}/pipe)" in said
+    expected = eos_behind(tokenizer_file, ["hello", "packed"])
+    assert tokens_of(tmp_path / "d" / "train").tolist() == expected
+    for name in files:
+        if name[0] != "a":
+            assert run(folder / name, tmp_path / "e", tokenizer_file) == 1
+            told = capsys.readouterr().err
+            assert f"{name}' is " in told and told.count("\n") == 1
+    assert run(folder / "p*", tmp_path / "e", tokenizer_file) == 1
+    assert "is no file, folder or glob of files; passed over, as a pipe" in capsys.readouterr().err
+    (folder / "a.txt.gz").write_bytes(b"damaged")
+    assert run(folder, tmp_path / "e", tokenizer_file) == 1
+    assert "a.txt.gz cannot be unpacked" in capsys.readouterr().err
 
 
 def test_links_to_folders_are_not_followed_but_named(
