@@ -3,8 +3,9 @@
 Python's own KeyboardInterrupt can come in the middle of anything. One that is raised while an
 object is given up (``__del__``, a weak reference's callback), or in what the search for garbage
 calls (``gc.callbacks``), is printed and forgotten, and one in what LLVM calls while a kernel is
-loaded leaves it without an answer, which it does not survive. So the signal is put off there, and
-comes again a moment later.
+loaded leaves it without an answer, which it does not survive; and one that comes while a process is
+started leaves that without what it is to do, of which it complains. So the signal is put off there,
+and comes again a moment later.
 """
 
 import _thread
@@ -23,6 +24,8 @@ from accel.system import ENDING
 
 AGAIN = 0.01  # seconds later
 UNHEARD = 0.5  # seconds after which one that nobody has looked at comes once more
+# what must not be left half done: LLVM's work, and what it calls back; the start of a process
+WHOLE = ("llvmlite.binding.executionengine", "multiprocessing.popen_spawn_posix")
 MAIN = threading.main_thread().ident or 0  # where Python looks at signals
 _looked = 0  # how often a signal was looked at
 
@@ -45,10 +48,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     global _looked
     _looked += 1
     told = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    files = (weakref.__file__, *map(_file, WHOLE))
     while frame is not None:
         code = frame.f_code
-        lost = code.co_name == "__del__" or code.co_filename == weakref.__file__ or code in told
-        if lost or code.co_filename == _engine():
+        if code.co_name == "__del__" or code.co_filename in files or code in told:
             # a bare thread: what was interrupted may hold any lock
             _thread.start_new_thread(_again, (number,))
             return
@@ -58,9 +61,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise Ended(number)
 
 
-def _engine() -> str | None:
-    """Return the file of llvmlite in which LLVM is asked for code, and in which it calls back."""
-    return getattr(sys.modules.get("llvmlite.binding.executionengine"), "__file__", None)
+def _file(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def _again(number: int) -> None:

@@ -60,6 +60,24 @@ def in_the_collector() -> None:
     wait()
 
 
+class Interrupting:
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        signal.raise_signal(signal.SIGINT)
+        return int, (0,)
+
+
+def while_a_process_starts() -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=time.sleep, args=(Interrupting(),)
+    )
+    try:
+        process.start()
+        wait()
+    finally:
+        process.join()
+    assert process.exitcode == 0
+
+
 def in_llvm() -> None:
     """Load code by way of an object cache, as Numba does; what it calls has no way to fail."""
     llvm.initialize_native_target()
@@ -83,7 +101,9 @@ def in_llvm() -> None:
     wait()
 
 
-@pytest.mark.parametrize("where", [wait, in_del, in_a_callback, in_the_collector, in_llvm])
+@pytest.mark.parametrize(
+    "where", [wait, in_del, in_a_callback, in_the_collector, while_a_process_starts, in_llvm]
+)
 def test_ctrl_c_is_heard_where_it_would_be_lost(where: Callable[[], None]) -> None:
     started = time.monotonic()
     before = signal.getsignal(signal.SIGINT)
