@@ -27,6 +27,7 @@ from reference.types import Array
 
 SECONDS = 3.0  # for changing the reference place by place
 LATER = 0.1  # seconds after which a result is read again
+AGAIN = 3  # times that a case which fails is run once more
 
 
 def hints_for(
@@ -45,8 +46,11 @@ def hints_for(
     key = judged.name, judged.kind
     larger = [w for w in evidence.telling(key) if w.judged.got is not None]
     both = [Wrong(case, judged), *(w for w in larger if not _same_case(w.case, case))]
-    found = list(_late(subject, case, judged))
     values = judged.kind in ("value", "shape", "nonfinite") and judged.got is not None
+    found = list(_late(subject, case, judged))
+    if not found and (found := list(unsteady(subject, case, judged))):
+        # whatever is left out, it may pass by chance
+        return [*found, *factor(both)] if values else found
     if values and not found:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
@@ -119,15 +123,29 @@ def _late(subject: Subject, case: Case, judged: Judged) -> Iterator[str]:
             )
 
 
+def unsteady(subject: Subject, case: Case, judged: Judged) -> Iterator[str]:
+    """Say that a case which fails passes when it is run again as it is."""
+    if any(_right(subject, case, judged.name) for _ in range(AGAIN)):
+        yield (
+            "this case passes when it is run again: the kernel does not give one answer (a race, "
+            "memory that was never written, or state of earlier calls)."
+        )
+
+
+def _right(subject: Subject, case: Case, name: str) -> bool:
+    """Say whether a result is right, and the call itself, in all that is looked at in a case."""
+    judged = subject.run(case)
+    return bool(judged) and all(j.ok for j in judged if j.name in (name, ""))
+
+
 def _of_manner(subject: Subject, case: Case, judged: Judged, explained: bool) -> Iterator[str]:
     """Leave out one thing at a time: where the failure goes away, that thing is to blame."""
 
     def passes(changed: Case) -> bool:
         try:
-            again = run_case(subject, changed)
+            return _right(subject, changed, judged.name)
         except ValueError:
             return False  # the reference refuses the changed case
-        return all(j.ok for j in again if j.name in (judged.name, "")) and bool(again)
 
     if judged.kind == "refilled":
         yield "is a result kept by the address of its arguments? Their numbers have changed."

@@ -133,6 +133,29 @@ def test_a_factor_of_one_is_no_hint() -> None:
     assert not report.right and "is 1 times what it should be" not in report.text()
 
 
+def test_a_kernel_that_does_not_give_one_answer_is_said_to_and_nothing_else() -> None:
+    rng, seen = np.random.default_rng(0), set()
+
+    def race(dout: Array, cache: Any) -> Any:
+        dx, dgain = ops.rmsnorm_backward(dout, cache)
+        return dx, dgain * dgain.dtype.type(1 + (rng.random() < 0.3) * rng.random())
+
+    def tuned(dout: Array, cache: Any) -> Any:  # the first call of a shape runs twice
+        dx, dgain = ops.rmsnorm_backward(dout, cache)
+        first = dx.shape not in seen
+        seen.add(dx.shape)
+        return dx, dgain * dgain.dtype.type(1 + first)
+
+    says = "this case passes when it is run again: the kernel does not give one answer"
+    for backward, more in ((race, []), (tuned, ["dgain is 2 times what it should be"])):
+        report = judged("rmsnorm", forward=ops.rmsnorm_forward, backward=backward)
+        by_name = {failure.name: failure.hints for failure in report.failures}
+        first, *rest = by_name["dgain"]
+        assert first.startswith(says), report.text()
+        assert len(rest) == len(more), report.text()
+        assert all(a.startswith(b) for a, b in zip(rest, more, strict=True)), report.text()
+
+
 # ---- functions of one's own ----------------------------------------------------------------------
 
 LINEAR = """
