@@ -140,10 +140,14 @@ def _holding(
     """Return how many cases are rich enough to tell, and how many hold nothing but such numbers."""
 
     def share(x: Array) -> float:
-        x = x.reshape(-1)
+        x = x[x != 0]  # zeros are narrow whatever is done
         return float(np.mean(narrow(x).astype(np.float64) == x))
 
-    rich = [(got, exact) for got, exact in pairs if got.size >= 8 and share(exact) < 0.5]
+    rich = [
+        (got, exact)
+        for got, exact in pairs
+        if np.count_nonzero(got) >= 8 and exact.any() and share(exact) < 0.5
+    ]
     return len(rich), sum(share(got) == 1 for got, _ in rich)
 
 

@@ -10,7 +10,8 @@ import pytest
 from accel.verify import Report, check_module, check_op
 from accel.verify.contract import Case, draw_case, reference_results
 from accel.verify.draw import Draw
-from accel.verify.evidence import Evidence
+from accel.verify.evidence import Evidence, Wrong
+from accel.verify.observed import of_values
 from accel.verify.shrink import is_rich
 from accel.verify.spoiled import Mistake, by_rule, listed, spoiled
 from accel.verify.trial import Judged
@@ -189,6 +190,19 @@ def test_rounded_inputs_are_told_from_rounded_results(narrow: Any, said: str) ->
         SimpleNamespace(softmax=softmax), dtypes=["float32"], examples=40, raises=False
     )
     assert any("holds" in hint and "numbers only" in hint for hint in hints(report, "out"))
+
+
+def test_zeros_are_not_taken_for_rounded_numbers() -> None:
+    exact = np.random.default_rng(0).standard_normal((6, 16))
+    (case,) = cases_of("gelu", 1)
+
+    def said(got: Array) -> str:
+        return "".join(of_values([Wrong(case, Judged("out", "value", None, *p)) for p in got]))
+
+    zeros = np.where(np.arange(6)[:, None] < 5, 0, 1.01 * exact)
+    assert "rounded" not in said(np.stack([zeros, exact], 1))
+    halves = np.where(exact > 0, np.float32(exact), 0)
+    assert "rounded to float32?" in said(np.stack([halves, exact], 1))
 
 
 # ---- what many cases say together ----------------------------------------------------------------
