@@ -20,6 +20,7 @@ KEPT = 5  # failing cases of each result with few features, and as many with man
 TILES = (2, 4, 8, 16, 32, 64, 128, 256)
 FEWEST = 4  # failing cases, below which a condition says nothing
 CHANCE = 1e-3  # of a condition that only seems to be one
+BETWEEN = "another forward in between"
 
 Key = tuple[str, str]  # a result, and the kind of its failure
 Features = dict[str, Any]  # sizes by their letters, options, and the manner of the call
@@ -76,14 +77,18 @@ class Evidence:
 
     def conditions(self, key: Key) -> Iterator[str]:
         """Say when a result is wrong, if one or two features of a case tell."""
-        fails = np.array([key in failed for _, failed in self.seen])
+        seen = self.seen
+        if not any(key in failed and f[BETWEEN] for f, failed in seen):
+            # as what only a second call shows, which is not made then
+            seen = [(f, failed) for f, failed in seen if not f[BETWEEN]]
+        fails = np.array([key in failed for _, failed in seen])
         total, wrong = len(fails), int(fails.sum())
         if wrong < FEWEST or wrong == total:
             return
-        tried = dict(_conditions([f for f, _ in self.seen]))
+        tried = dict(_conditions([f for f, _ in seen]))
         needed = {}
         for text, holds in tried.items():
-            mask = np.array([holds(f) for f, _ in self.seen])
+            mask = np.array([holds(f) for f, _ in seen])
             if mask[fails].all() and not mask.all():
                 needed[text] = mask
         for a, b in itertools.combinations(list(needed), 2):
@@ -142,7 +147,7 @@ def features(case: Case) -> Features:
         found[f"{parameter} {case.layouts[parameter]}"] = True
     found["out= given"] = bool(case.out)
     found["accumulate=True"] = case.out == "accumulate"
-    found["another forward in between"] = case.interleaved
+    found[BETWEEN] = case.interleaved
     return found
 
 

@@ -156,6 +156,17 @@ def test_a_kernel_that_does_not_give_one_answer_is_said_to_and_nothing_else() ->
         assert all(a.startswith(b) for a, b in zip(rest, more, strict=True)), report.text()
 
 
+def test_what_a_second_call_alone_shows_is_not_put_down_to_its_being_made() -> None:
+    def backward(dout: Array, cache: Any, *, plus: Array | None = None) -> Any:
+        dx, dgain = ops.rmsnorm_backward(dout, cache)
+        return dx if plus is None else dx + plus * (1 + (dout.shape[-1] > 16)), dgain
+
+    report = judged("rmsnorm", forward=ops.rmsnorm_forward, backward=backward)
+    assert told(report) == [("dx", "second")], report.text()
+    assert "in between" not in hints(report)
+    assert "cases with D > 16" in hints(report), report.text()
+
+
 # ---- functions of one's own ----------------------------------------------------------------------
 
 LINEAR = """
