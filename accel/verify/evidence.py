@@ -18,6 +18,7 @@ TELLING = 5_000  # elements of a case that hints are tried on
 RIGHT = 20  # right cases
 KEPT = 5  # failing cases of each result with few features, and as many with many
 TILES = (2, 4, 8, 16, 32, 64, 128, 256)
+BOUNDS = (2**16, 2**15, *TILES)  # beyond 16 bits, else the least that fits
 FEWEST = 4  # failing cases, below which a condition says nothing
 CHANCE = 1e-3  # of a condition that only seems to be one
 BETWEEN = "another forward in between"
@@ -48,6 +49,7 @@ class Evidence:
         self.right: list[Seen] = []  # the largest that hints are tried on
         self.plain: dict[Key, list[Wrong]] = {}
         self.varied: dict[Key, list[Wrong]] = {}
+        self.given: dict[Key, dict[str, Wrong]] = {}  # of each optional array, where it matters
         self.seen: list[tuple[Features, set[Key]]] = []
 
     def add(self, case: Case, judged: list[Judged]) -> None:
@@ -67,13 +69,19 @@ class Evidence:
                 kept.append(Wrong(case, result, judged))
                 kept.sort(key=lambda w, sign=sign: _tells(w.case, sign))  # type: ignore[misc]
                 del kept[KEPT:]
+            with_each = self.given.setdefault(key, {})
+            for name in _that_matter(case):
+                least = with_each.setdefault(name, Wrong(case, result, judged))
+                if _tells(case, -1) < _tells(least.case, -1):
+                    with_each[name] = Wrong(case, result, judged)
 
     def telling(self, key: Key) -> list[Wrong]:
         """Return failing cases to try a hint on: plain ones, which have one mistake at a time, and
         varied ones, in which mistakes that look alike do not.
         """
-        both = [*self.plain.get(key, []), *self.varied.get(key, [])]
-        return list({id(wrong.case): wrong for wrong in both}.values())
+        given = self.given.get(key, {}).values()
+        every = [*self.plain.get(key, []), *self.varied.get(key, []), *given]
+        return list({id(wrong.case): wrong for wrong in every}.values())
 
     def conditions(self, key: Key) -> Iterator[str]:
         """Say when a result is wrong, if one or two features of a case tell."""
@@ -116,6 +124,14 @@ def _tells(case: Case, sign: int) -> tuple[bool, int, int]:
     """Order cases by how much a hint says that explains them: by features, then by numbers."""
     elements, given = case.size
     return elements > TELLING, sign * given, -elements
+
+
+def _that_matter(case: Case) -> Iterator[str]:
+    """Yield the optional arrays that are given and not all one number, as a mask without holes."""
+    for operand in case.spec.operands:
+        a = case.arrays.get(operand.name) if operand.optional else None
+        if isinstance(a, np.ndarray) and a.size and (a != a.reshape(-1)[0]).any():
+            yield operand.name
 
 
 def features(case: Case) -> Features:
@@ -189,7 +205,7 @@ def _of_numbers(name: str, every: list[Any], cases: int) -> Iterator[tuple[str, 
     levels = sorted(set(every))
     for low, high in itertools.pairwise(levels):
         # the round number that lies between, as people choose tiles
-        tile = next((t for t in TILES if low <= t < high), low)
+        tile = next((t for t in BOUNDS if low <= t < high), low)
         yield f"{name} > {tile:g}", lambda f, t=tile: at(f) > t  # type: ignore[misc]
     for level in levels[1:]:
         yield f"{name} < {level:g}", lambda f, v=level: at(f) < v  # type: ignore[misc]

@@ -35,9 +35,16 @@ Guesses = Callable[[Case, Any], Iterator[tuple[str, Callable[[], Mapping[str, Ar
 
 
 def explained(
-    both: Sequence[Wrong], guesses: Guesses, limit: int = 9, seconds: float = math.inf
+    both: Sequence[Wrong],
+    guesses: Guesses,
+    limit: int = 9,
+    seconds: float = math.inf,
+    finite: Sequence[Wrong] = (),
 ) -> Iterator[str]:
-    """Yield the guesses that give what the kernel gave: in the first case, and in most others."""
+    """Yield the guesses that give what the kernel gave: in the first case, and in most others.
+
+    None is told that gives NaN or infinity in cases in which the kernel gave finite numbers.
+    """
     (case, judged, _), *larger = both
     hits = Counter(that_explain(case, judged, guesses, stop=time.monotonic() + seconds))
     if not larger and np.size(np.asarray(judged.got)) < 8:
@@ -48,6 +55,9 @@ def explained(
     if best - 1 < MOST * len(larger):
         return
     likely = [text for text, count in hits.items() if count == best]
+    for other in finite if likely else ():
+        gone = _not_finite(other, guesses, frozenset(likely))
+        likely = [text for text in likely if text not in gone]
     if len(likely) > 1:
         likely = _that_agree(larger, guesses, likely)
     also = f", here and in {best - 1} of {len(larger)} larger cases" if larger else ""
@@ -107,12 +117,21 @@ def tried(
             yield text, results
 
 
+def _not_finite(other: Wrong, guesses: Guesses, likely: frozenset[str]) -> set[str]:
+    """Return the guesses of which, in the working precision, no finite result comes."""
+    case, name = other.case, other.judged.name
+    first: dict[str, Any] = {}
+    for text, results in tried(case, guesses, numpy_dtype(case.dtype), likely):
+        first.setdefault(text, results.get(name, 0))
+    return {text for text, a in first.items() if not np.all(np.isfinite(a))}
+
+
 def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) -> list[str]:
-    """Return the guesses that agree best with the other results, right ones among them."""
+    """Return the guesses that agree best, and closely, with all results, right ones among them."""
     agree = Counter(dict.fromkeys(likely, 0))
     for case, judged, every in larger:
         first = {j.name: j for j in reversed(every) if j.got is not None}  # not of a second call
-        others = {name: other for name, other in first.items() if name != judged.name}
+        others = {**first, judged.name: judged}
         here: Counter[str] = Counter()
         for text, results in tried(case, guesses, _precise(case, judged), frozenset(likely)):
             near = sum(

@@ -20,7 +20,7 @@ from accel.verify.contract import Case, other_case, plus_of, reference_results
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import any_place, explained, explains, known, that_explain
 from accel.verify.layouts import misread
-from accel.verify.observed import factor, of_parts, of_values
+from accel.verify.observed import factor, of_parts, of_values, shows, unwritten
 from accel.verify.subject import Subject
 from accel.verify.trial import run_case
 from reference.types import Array
@@ -55,11 +55,12 @@ def hints_for(
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
             found += of_parts(both)
+            found = found or list(unwritten(both))
             if not found:
-                found += explained(both, known)
+                found += explained(both, known, finite=_finite(evidence, judged))
             if not found:
                 found += factor(both)
-            if not found:
+            if not found and any(shows(w.judged) for w in both):
                 found += explained(both, any_place, limit=2, seconds=SECONDS)
             found += of_values(both)
     if not found:
@@ -75,6 +76,18 @@ def _same_case(a: Case, b: Case) -> bool:
     return all(
         b.arrays.get(n) is not None and np.array_equal(a.arrays[n], b.arrays[n]) for n in names
     ) and str(a.options) == str(b.options)
+
+
+def _finite(evidence: Evidence, judged: Judged) -> list[Wrong]:
+    """Return cases in which a result that is not finite here is so, right ones among them."""
+    name, right = judged.name, evidence.right
+    seen = [Wrong(case, j) for case, every in right for j in every if j.name == name]
+    seen += evidence.telling((name, "value"))
+    return [w for w in seen if not _overflows(w.judged)] if _overflows(judged) else []
+
+
+def _overflows(judged: Judged) -> bool:
+    return judged.got is None or not bool(np.isfinite(judged.got).all())
 
 
 def _not_added(case: Case, judged: Judged) -> list[str]:

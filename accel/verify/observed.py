@@ -17,6 +17,8 @@ from reference.types import Array
 SMALL = {"float64": 1e-9, "float32": 1e-4}  # of a result, below which a difference is none
 SMALL_ELSE = 2e-2
 TILES = (128, 64, 32, 16, 8)
+BOUNDS = [2**n for n in range(14, 2, -1)]
+COUNTED = {"uint16": 2**16, "int16": 2**15}  # the first index that is none of a type
 
 
 def slack_of(case: Case) -> float:
@@ -58,6 +60,21 @@ def _parts(case: Case, judged: Judged) -> list[str]:
         if part.any() and rest and np.any(got[part] != exact[part]):
             found.append(text)
     return found
+
+
+def unwritten(both: Sequence[Wrong]) -> Iterator[str]:
+    """Say that an argument which is to be written holds in every case what it held before."""
+    name = both[0].judged.name
+    kept = [np.array_equal(w.judged.got, w.case.arrays.get(name)) for w in both]  # type: ignore[arg-type]
+    if name in both[0].case.written and len(both) > 1 and all(kept):
+        in_all = f"in {len(both)} of {len(both)} cases"
+        yield f"{name} is as it was before the call, {in_all}: is it written?"
+
+
+def shows(judged: Judged) -> bool:
+    """Say whether a wrong result has a number besides 0, which and NaN many a mistake makes."""
+    got = np.asarray(judged.got, np.float64)
+    return bool((np.isfinite(got) & (got != 0)).any())
 
 
 def factor(both: Sequence[Wrong]) -> Iterator[str]:
@@ -146,7 +163,7 @@ def _holding(
     rich = [
         (got, exact)
         for got, exact in pairs
-        if np.count_nonzero(got) >= 8 and exact.any() and share(exact) < 0.5
+        if np.count_nonzero(got) >= (8 if got.ndim else 1) and exact.any() and share(exact) < 0.5
     ]
     return len(rich), sum(share(got) == 1 for got, _ in rich)
 
@@ -204,12 +221,19 @@ def _places(case: Case, got: Array, wrong: Array) -> Iterator[str]:
             yield f"at the last index of axis {axis}"
         if hit[0] == hit[-1] == 0:
             yield f"at the first index of axis {axis}"
+        for kind, bound in COUNTED.items():
+            low, high = hit[hit < bound], hit[hit >= bound]
+            if high.size and np.isin(low, (high - 2**16) % length).all():
+                beyond, such = f"from index {bound} on along axis {axis}", f"as with {kind} indices"
+                if not low.size:
+                    yield f"{beyond}, {such}"
+                yield f"{beyond} and where these wrap around, {such}"
         for tile in TILES:
             if length > tile and hit[0] >= (length - 1) // tile * tile:
                 yield f"in the last tile of {tile} along axis {axis}"
-        for tile in TILES:
-            if hit[0] >= tile:
-                yield f"from index {tile} on along axis {axis}"
+        for bound in BOUNDS:
+            if hit[0] >= bound:
+                yield f"from index {bound} on along axis {axis}"
         if (hit % 2 == 1).all():
             yield f"at odd indices of axis {axis}"
         if hit[0] > 0:

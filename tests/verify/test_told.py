@@ -167,6 +167,98 @@ def test_what_a_second_call_alone_shows_is_not_put_down_to_its_being_made() -> N
     assert "cases with D > 16" in hints(report), report.text()
 
 
+def test_what_is_not_written_is_said_to_be_as_it_was() -> None:
+    def adamw(*arrays: Array, **options: Any) -> None:
+        if options["lr"] != 0:
+            ops.adamw(*arrays, **options)
+
+    report = judged("adamw", forward=adamw)
+    assert told(report) == [("m", "value")], report.text()
+    says, *more = report.failures[0].hints
+    assert says.startswith("m is as it was before the call, in ") and says.endswith("written?")
+    assert len(more) == 1 and more[0].startswith("it is wrong in "), report.text()
+
+
+def test_no_place_is_named_by_results_that_are_all_nan_or_zero() -> None:
+    def muon(master: Array, m: Array, grad: Array, **options: Any) -> None:
+        ops.muon(master, m, grad, **options)
+        if not grad.any() and not m.any():
+            master[...] = np.nan
+
+    def backward(dout: Array, cache: Any) -> Any:
+        dx, dgain, dbias = ops.layernorm_backward(dout, cache)
+        return dx, dgain * (dgain.size > 16), dbias
+
+    report = judged("muon", forward=muon)
+    assert told(report) == [("master", "nonfinite")] and "?" not in hints(report), report.text()
+    report = judged("layernorm", forward=ops.layernorm_forward, backward=backward)
+    (says, *more) = report.failures[0].hints
+    assert says.startswith("dgain is zero everywhere"), report.text()
+    assert not any("?" in hint for hint in more), report.text()
+
+
+def test_a_total_that_overflows_is_not_the_log_of_a_probability() -> None:
+    def forward(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
+        loss, _ = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        return (float(np.float16(loss[0])), loss[1])
+
+    report = judged("linear_cross_entropy", forward=forward)
+    assert ("total", "nonfinite") in told(report), report.text()
+    assert "log taken of a probability" not in hints(report), report.text()
+    assert "is it rounded to float16?" in hints(report), report.text()
+
+
+def test_a_mean_over_valid_targets_is_told_from_one_over_all() -> None:
+    def forward(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
+        loss, _ = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        return loss[0] / max(1, loss[1]), loss[1]
+
+    report = judged("linear_cross_entropy", forward=forward)
+    assert "by the number of valid targets" in report.failures[0].hints[0], report.text()
+    assert hints(report).count("mean for sum") == 1, report.text()
+
+
+@pytest.mark.parametrize(("bits", "first"), [(16, 65_536), (15, 32_768)])
+def test_an_index_of_few_bits_is_told_by_where_it_ends(bits: int, first: int) -> None:
+    def backward(dout: Array, cache: Any) -> Array:
+        dtable = ops.embedding_backward(dout, cache)
+        dtable[first:] = 0
+        return dtable
+
+    report = judged("embedding", forward=ops.embedding_forward, backward=backward)
+    kind = "uint16" if bits == 16 else "int16"
+    says = f"dtable is wrong only from index {first} on along axis 0, as with {kind} indices"
+    assert any(says in hint for hint in report.failures[0].hints), report.text()
+    assert f"cases with V > {first}" in hints(report) or bits == 16, report.text()
+
+
+def test_places_are_named_by_the_largest_bound_that_fits() -> None:
+    def backward(dout: Array, cache: Any) -> Any:
+        dx, dgain = ops.rmsnorm_backward(dout, cache)
+        dgain[600:] *= 2
+        return dx, dgain
+
+    report = judged("rmsnorm", forward=ops.rmsnorm_forward, backward=backward)
+    assert "dgain is wrong only from index 512 on along axis 0" in hints(report), report.text()
+
+
+@pytest.mark.parametrize("bits", ["uint16", "int16"])
+def test_an_index_that_wraps_around_is_told_by_both_its_places(bits: str) -> None:
+    def backward(dout: Array, cache: Any) -> Array:
+        ids, table = cache
+        dtable = np.zeros_like(table)
+        np.add.at(dtable, ids.astype(bits), dout)
+        return dtable
+
+    def forward(ids: Array, table: Array) -> Any:
+        return table[ids], (ids, table)
+
+    report = judged("embedding", forward=forward, backward=backward)
+    first = 65_536 if bits == "uint16" else 32_768
+    says = f"from index {first} on along axis 0 and where these wrap around, as with {bits} indices"
+    assert says in hints(report), report.text()
+
+
 # ---- functions of one's own ----------------------------------------------------------------------
 
 LINEAR = """
