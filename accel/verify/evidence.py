@@ -89,6 +89,8 @@ class Evidence:
         if not any(key in failed and f[BETWEEN] for f, failed in seen):
             # as what only a second call shows, which is not made then
             seen = [(f, failed) for f, failed in seen if not f[BETWEEN]]
+        # no gradient is owed to what is not given
+        seen = [(f, failed) for f, failed in seen if f.get(f"{key[0][1:]} given", True)]
         fails = np.array([key in failed for _, failed in seen])
         total, wrong = len(fails), int(fails.sum())
         if wrong < FEWEST or wrong == total:

@@ -9,7 +9,7 @@ observation (``observed.py``, ``evidence.py``), or a thing that makes the case p
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from reference.types import Array
 
 SECONDS = 3.0  # for changing the reference place by place
 LATER = 0.1  # seconds after which a result is read again
+OTHERS = 3  # failing cases that must pass as well when something is left out
 AGAIN = 3  # times that a case which fails is run once more
 
 
@@ -44,8 +45,8 @@ def hints_for(
     """
     evidence = evidence or Evidence()
     key = judged.name, judged.kind
-    larger = [w for w in evidence.telling(key) if w.judged.got is not None]
-    both = [Wrong(case, judged), *(w for w in larger if not _same_case(w.case, case))]
+    larger = [w for w in evidence.telling(key) if not _same_case(w.case, case)]
+    both = [Wrong(case, judged), *(w for w in larger if w.judged.got is not None)]
     values = judged.kind in ("value", "shape", "nonfinite") and judged.got is not None
     found = list(_late(subject, case, judged))
     if not found and (found := list(unsteady(subject, case, judged))):
@@ -66,7 +67,7 @@ def hints_for(
     if not found:
         found += _not_added(case, judged) or _kept(evidence, judged.name)
     if judged.kind in ("value", "second", "nonfinite", "shape", "raised", "refilled"):
-        found += _of_manner(subject, case, judged, bool(found))
+        found += _of_manner(subject, [both[0], *larger], bool(found))
     found += evidence.conditions(key)
     return list(dict.fromkeys(found))
 
@@ -151,8 +152,9 @@ def _right(subject: Subject, case: Case, name: str) -> bool:
     return bool(judged) and all(j.ok for j in judged if j.name in (name, ""))
 
 
-def _of_manner(subject: Subject, case: Case, judged: Judged, explained: bool) -> Iterator[str]:
+def _of_manner(subject: Subject, both: Sequence[Wrong], explained: bool) -> Iterator[str]:
     """Leave out one thing at a time: where the failure goes away, that thing is to blame."""
+    (case, judged, _), *larger = both
 
     def passes(changed: Case) -> bool:
         try:
@@ -173,13 +175,23 @@ def _of_manner(subject: Subject, case: Case, judged: Judged, explained: bool) ->
         yield f"it passes without out={'' if case.out == 'out' else ' and accumulate=True'}."
     if explained:
         return
-    masked = {n: np.maximum(a, 0) for n, a in case.arrays.items() if _negative(a)}
-    for name in case.optional():
+
+    def passes_without(name: str, case: Case) -> bool:
         # who counts is told by a mask: without it what it hid is read
-        hidden = masked if np.asarray(case.arrays.get(name)).dtype == np.bool_ else {}
-        if passes(case.but(hidden).without(name)):
-            yield f"it passes without {name}."
-    for name in masked:
+        told = np.asarray(case.arrays.get(name)).dtype == np.bool_
+        return passes(case.but(_in_range(case) if told else {}).without(name))
+
+    others = [w.case for w in larger[:OTHERS]]
+    for name in case.optional():
+        # not of its own gradient; nor where it is left out and the result wrong all the same
+        if f"d{name}" == judged.name or not all(name in w.case.optional() for w in larger):
+            continue
+        if others and all(passes_without(name, other) for other in (case, *others)):
+            yield (
+                f"it passes without {name}, here and in {len(others)} of {len(others)} larger "
+                "cases."
+            )
+    for name in (masked := _in_range(case)):
         if passes(case.but(masked)):
             yield f"are masked {name} read? They need not be entries of the vocabulary."
 
@@ -223,5 +235,7 @@ def _ignores_strides(case: Case, judged: Judged) -> bool:
     )
 
 
-def _negative(a: Any) -> bool:
-    return a is not None and a.dtype.kind == "i" and bool((a < 0).any())
+def _in_range(case: Case) -> dict[str, Array]:
+    """Return the ids of a case that have some below zero, with zeros for these."""
+    ids = {n: a for n, a in case.arrays.items() if a is not None and a.dtype.kind == "i"}
+    return {n: np.maximum(a, 0) for n, a in ids.items() if (a < 0).any()}

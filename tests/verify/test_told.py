@@ -259,6 +259,42 @@ def test_an_index_that_wraps_around_is_told_by_both_its_places(bits: str) -> Non
     assert says in hints(report), report.text()
 
 
+def test_what_a_case_passes_without_is_said_where_others_that_fail_do_too() -> None:
+    def forward(q: Array, k: Array, v: Array, *, window: int = 0, **options: Any) -> Any:
+        out, cache = ops.attention_forward(q, k, v, window=window, **options)
+        long = k.shape[1] > 16 or (window and k.shape[1] > q.shape[1])  # as keys that are unseen
+        return out * (1 - out * long * (window > 0 or not only)), cache
+
+    for only in (True, False):
+        report = judged("attention", forward=forward)
+        said = [h for failure in report.failures for h in failure.hints if "passes without" in h]
+        assert said[:1] == ["it passes without window, here and in 3 of 3 larger cases."] * only
+        assert len(said) == only, report.text()
+
+
+def test_what_a_call_raises_with_is_said() -> None:
+    def forward(q: Array, k: Array, v: Array, *, documents: Any = None, **options: Any) -> Any:
+        assert documents is None
+        return ops.attention_forward(q, k, v, **options)
+
+    report = judged("attention", forward=forward)
+    assert ("", "raised") in told(report), report.text()
+    assert "it passes without documents, here and in 3 of 3 larger" in hints(report), report.text()
+
+
+def test_a_gradient_is_not_said_to_be_right_without_its_own_array() -> None:
+    def backward(dout: Array, cache: Any) -> Any:
+        *others, dbias = ops.linear_backward(dout, cache)
+        return (*others, dbias if dbias is None else dbias * dbias)
+
+    def forward(x: Array, weight: Array, bias: Array | None = None) -> Any:
+        return ops.linear_forward(x, weight, bias)
+
+    report = judged("linear", forward=forward, backward=backward)
+    assert told(report) == [("dbias", "value")], report.text()
+    assert "without bias" not in hints(report) and "bias given" not in hints(report)
+
+
 # ---- functions of one's own ----------------------------------------------------------------------
 
 LINEAR = """
