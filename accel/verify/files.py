@@ -50,13 +50,15 @@ def case_file(folder: Path, subject: str, op: str, dtype: str, name: str, kind: 
     ----------
     subject : str
         Its command (see ``Subject``). A file's folder is named by its path from the working
-        directory, so that two files of one name stay apart.
+        directory, or beyond it by its name and a number, so that two files of one name stay apart.
     """
     words = shlex.split(subject)
     if words[0] == "--module":
         file = Path(words[1]).resolve().with_suffix("")
         here = Path.cwd().resolve()
-        home = file.relative_to(here if file.is_relative_to(here) else file.anchor)
+        home = Path(f"{file.name}-{zlib.crc32(bytes(file)):08x}")
+        if file.is_relative_to(here):
+            home = file.relative_to(here)
     else:
         home = Path(re.sub(r"\W+", "-", subject).strip("-"))
     what = re.sub(r"\W+", "", name) or kind

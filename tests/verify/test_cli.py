@@ -15,7 +15,7 @@ import pytest
 from accel.verify import VerificationError, check_case, check_module, check_op, golden
 from accel.verify.apart import WORKERS
 from accel.verify.cli import UNTRIED
-from accel.verify.files import load_failure, save_failure
+from accel.verify.files import case_file, load_failure, save_failure
 from accel.verify.load import as_subject
 from accel.verify.search import Dealer
 from dist.cli import main
@@ -176,6 +176,15 @@ def test_cases_of_files_of_one_name_stay_apart(
     assert main(["verify", "--module", "a/wrong.py", "--module", files[1], *few]) == 1
     saved = sorted(str(p) for p in Path("verify-failures").rglob("*.npz"))
     assert saved == [f"verify-failures/{f}/wrong/softmax-out-float32.npz" for f in "ab"]
+
+    def folder_of(file: str) -> Path:
+        kept = case_file(Path("kept"), f"--module {file}", "relu", "float32", "dx", "value")
+        return kept.parent.relative_to("kept")
+
+    # beyond the working directory a folder of its own for each file, and not its whole path
+    beyond = [folder_of(f"/elsewhere/{f}/wrong.py") for f in "ab"]
+    assert all(re.fullmatch(r"wrong-[0-9a-f]{8}", str(home)) for home in beyond)
+    assert beyond[0] != beyond[1] and folder_of("a/wrong.py") == Path("a/wrong")
 
 
 def test_a_budget_tries_fewer_cases_and_says_so(
