@@ -353,7 +353,10 @@ def named_gradients(run: Run, result: Any, owed: list[str]) -> dict[str, Any]:
             f"but {len(owed)} are owed: {', '.join(owed)}",
         )
         return {}
-    return dict(zip(owed, found, strict=True))
+    for name, gradient in zip(owed, found, strict=True):
+        if gradient is None:
+            run.problem(name, "missing", f"{name} is None, though {name[1:]} was given")
+    return {name: g for name, g in zip(owed, found, strict=True) if g is not None}
 
 
 def judge(run: Run, got: dict[str, Array | None], want: Expected, note: str = "") -> None:

@@ -153,6 +153,11 @@ class Subject:
         positional = positional_of(parameters.values())
         names = [p.name for p in contract_parameters(function)]
         order = [p.name for p in positional_of(contract_parameters(function))]
+        spec = next(spec for spec in OPS.values() if function in spec.names)
+        # ``**options`` is for what changes a result, all but what only spares memory
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        forward = takes_any and function == spec.forward_name
+        any_option = set(names) - set(spec.needs) if forward else set()
 
         def offers(parameter: str) -> bool | str:
             found = parameters.get(parameter)
@@ -162,7 +167,7 @@ class Subject:
                 if found is not None and found.name in names:
                     found = None
             if found is None:
-                return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+                return parameter in any_option
             required = found.default is found.empty and not function.endswith("_backward")
             return "always" if required else True
 

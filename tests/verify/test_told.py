@@ -295,6 +295,34 @@ def test_a_gradient_is_not_said_to_be_right_without_its_own_array() -> None:
     assert "without bias" not in hints(report) and "bias given" not in hints(report)
 
 
+def test_a_gradient_of_none_is_told_from_no_array() -> None:
+    def forward(x: Array, weight: Array, bias: Array | None = None, *, plus: Any = None) -> Any:
+        return ops.linear_forward(x, weight, bias, plus=plus)
+
+    def backward(dout: Array, cache: Any) -> Any:
+        return (*ops.linear_backward(dout, cache)[:2], None)
+
+    report = judged("linear", forward=forward, backward=backward)
+    assert told(report) == [("dbias", "missing")], report.text()
+    assert "dbias is None, though bias was given" in report.text()
+    assert "to_numpy" not in report.text()
+
+
+def test_what_takes_any_option_is_not_given_those_that_save_memory() -> None:
+    def loss(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
+        return ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+
+    def backward(dout: Any, cache: Any) -> Any:
+        return ops.linear_cross_entropy_backward(dout, cache)
+
+    def wrapped(function: Any) -> Any:
+        return lambda *args, **options: function(*args, **options)
+
+    report = judged("linear_cross_entropy", forward=wrapped(loss), backward=wrapped(backward))
+    assert report.right, report.text()
+    assert "not covered: linear_cross_entropy takes no need_backward, out" in report.text()
+
+
 # ---- functions of one's own ----------------------------------------------------------------------
 
 LINEAR = """
