@@ -93,6 +93,26 @@ def test_a_mistake_that_the_reference_no_longer_has_a_place_for_is_told() -> Non
         spoiled("relu", Mistake("is it so?", "relu", (("nothing + 1", "2"),)))
 
 
+@pytest.mark.parametrize(
+    ("op", "says", "result"),
+    [
+        ("gelu_tanh", "two of its digits swapped", "out"),
+        ("muon", "√max(1, I/O)", "master"),
+        ("layernorm", "lanes beyond D, up to a power of two", "out"),
+        ("attention", "the maximum start at 0", "out"),
+        ("attention", "not scaled down when the maximum grows", "out"),
+    ],
+)
+def test_a_mistake_of_a_room_is_named_in_a_kernel_that_makes_it(
+    op: str, says: str, result: str
+) -> None:
+    made = [mistake for mistake in listed(op) if says in mistake.says]
+    assert made
+    for mistake in made:
+        report = check_module(spoiled(op, mistake), ops=[op], dtypes=["float32"], raises=False)
+        assert says in "".join(hints(report, result)[:1]), report.text()
+
+
 def test_changes_by_rule_name_the_place_and_change_nothing_else() -> None:
     found = dict(by_rule("rmsnorm"))
     says = "is the factor `g` missing? (forward in reference/rmsnorm.py)"
