@@ -238,6 +238,19 @@ def test_the_condition_under_which_an_op_fails_is_said() -> None:
     assert any("cases with" in h and "last axis > 64" in h for h in failure.hints), failure.hints
 
 
+def test_a_case_with_each_array_that_matters_is_kept() -> None:
+    evidence, wrong = Evidence(), Judged("total", "value", problem="wrong")
+    for case in cases_of("linear_cross_entropy", 60):
+        given = case.arrays["mask"] is not None
+        case = case.but({"mask": np.ones_like(case.arrays["mask"])} if given else {})
+        evidence.add(case, [wrong])
+    holes = case.but({"mask": np.arange(case.arrays["targets"].size).reshape(-1) % 2 == 0})
+    holes = holes.but({"mask": holes.arrays["mask"].reshape(case.arrays["targets"].shape)})
+    key = "total", "value"
+    evidence.add(holes, [wrong])
+    assert any(w.case is holes for w in evidence.telling(key))
+
+
 def test_no_condition_is_made_of_chance() -> None:
     evidence = Evidence()
     rng = np.random.default_rng(0)

@@ -210,12 +210,13 @@ def test_a_total_that_overflows_is_not_the_log_of_a_probability() -> None:
 
 def test_a_mean_over_valid_targets_is_told_from_one_over_all() -> None:
     def forward(x: Array, head: Array, targets: Array, mask: Any = None, bias: Any = None) -> Any:
-        loss, _ = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
-        return loss[0] / max(1, loss[1]), loss[1]
+        loss, cache = ops.linear_cross_entropy_forward(x, head, targets, mask, bias)
+        return (loss[0] / max(1, loss[1]), loss[1]), cache
 
-    report = judged("linear_cross_entropy", forward=forward)
-    assert "by the number of valid targets" in report.failures[0].hints[0], report.text()
-    assert hints(report).count("mean for sum") == 1, report.text()
+    for backward in (None, ops.linear_cross_entropy_backward):
+        report = judged("linear_cross_entropy", forward=forward, backward=backward)
+        assert "by the number of valid targets" in report.failures[0].hints[0], report.text()
+        assert hints(report).count("mean for sum") == 1, report.text()
 
 
 @pytest.mark.parametrize(("bits", "first"), [(16, 65_536), (15, 32_768)])
@@ -260,10 +261,12 @@ def test_an_index_that_wraps_around_is_told_by_both_its_places(bits: str) -> Non
 
 
 def test_what_a_case_passes_without_is_said_where_others_that_fail_do_too() -> None:
-    def forward(q: Array, k: Array, v: Array, *, window: int = 0, **options: Any) -> Any:
-        out, cache = ops.attention_forward(q, k, v, window=window, **options)
-        long = k.shape[1] > 16 or (window and k.shape[1] > q.shape[1])  # as keys that are unseen
-        return out * (1 - out * long * (window > 0 or not only)), cache
+    def forward(
+        q: Array, k: Array, v: Array, alibi: Any = None, key_mask: Any = None, **options: Any
+    ) -> Any:
+        out, cache = ops.attention_forward(q, k, v, alibi, key_mask, **options)
+        both = alibi is not None and key_mask is not None and k.shape[1] > 16 and not only
+        return (out * (1 - out) if options.get("window") or both else out), cache
 
     for only in (True, False):
         report = judged("attention", forward=forward)
