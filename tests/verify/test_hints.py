@@ -244,6 +244,7 @@ def test_a_case_with_each_array_that_matters_is_kept() -> None:
         given = case.arrays["mask"] is not None
         case = case.but({"mask": np.ones_like(case.arrays["mask"])} if given else {})
         evidence.add(case, [wrong])
+    case = next(c for c in cases_of("linear_cross_entropy", 60) if c.arrays["targets"].size > 3)
     holes = case.but({"mask": np.arange(case.arrays["targets"].size).reshape(-1) % 2 == 0})
     holes = holes.but({"mask": holes.arrays["mask"].reshape(case.arrays["targets"].shape)})
     key = "total", "value"

@@ -164,7 +164,7 @@ def test_what_a_second_call_alone_shows_is_not_put_down_to_its_being_made() -> N
     report = judged("rmsnorm", forward=ops.rmsnorm_forward, backward=backward)
     assert told(report) == [("dx", "second")], report.text()
     assert "in between" not in hints(report)
-    assert "cases with D > 16" in hints(report), report.text()
+    assert "cases with D > " in hints(report), report.text()
 
 
 def test_what_is_not_written_is_said_to_be_as_it_was() -> None:
