@@ -32,6 +32,7 @@ from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
 from dist.differences import computes_by, measured_on, same_learning, the_same
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
+from dist.introduction import introduction
 from dist.lock import locked
 from dist.step import Stepper
 from dist.stopping import StopRequest
@@ -69,6 +70,7 @@ class Trainer:
         self._held = ExitStack()  # the lock of the run's folder, on rank 0
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
+        self.config_file = self.out / CONFIG
         self.heldout: list[Windows] = []
         self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
         together(comm, lambda: check_folder(self.out), only=0)
@@ -224,7 +226,7 @@ class Trainer:
                     f"another run has gone on in {self.out} while this one was getting ready: give "
                     "the command again, which goes on from there"
                 )
-            replace_durably(self.out / CONFIG, self.config.to_toml().encode())
+            replace_durably(self.config_file, self.config.to_toml().encode())
             self._held = held.pop_all()  # until the run ends
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -395,54 +397,8 @@ class Trainer:
         )
 
     def _introduce(self) -> None:
-        config, comm = self.config, self.comm
-        n = self.stepper.layout.size
-        self.console.say(f"all settings are in {self.out / CONFIG}")
-        self.console.say(
-            f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library})"
-        )
-        self.console.say(
-            f"{self.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
-            f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
-        )
-        behind = ""
-        if comm.size > 1 and config.run.overlap and comm.behind:
-            behind = f"gradients travel when the backward has ended: {comm.behind}"
-        for said in (self.chosen, self.attention, self.products, self.carried, behind):
-            if said:
-                self.console.say(said)
-        for source in self.data.sources:
-            d = source.dataset
-            rest = d.n_tokens - d.n_windows * d.window
-            end = ";" if rest else ""
-            self.console.say(f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows{end}")
-            if rest:
-                self.console.say(f"  the last {rest} tokens, less than a window, are not used")
-            if d.unchecked:
-                self.console.say(d.unchecked)
-        looked_at = self.config.run.eval_windows
-        for windows in self.heldout:
-            d = windows.dataset
-            if any(source.dataset.path == d.path for source in self.data.sources):
-                self.console.say(
-                    f"{d.path} is held out and trained on: it says nothing of new text"
-                )
-            if looked_at < d.n_windows:
-                self.console.say(f"{d.path}: {d.n_windows:,} windows held out;")
-                self.console.say(f"  the first {looked_at:,} are looked at (run.eval_windows)")
-        for said in self.reservations:
+        for said in introduction(self):
             self.console.say(said)
-        if self.begun:
-            self.console.say(self.begun)
-        if self.step > self.config.steps:
-            self.console.say(
-                f"{self.out} has taken {self.step} steps, more than the {self.config.steps} asked "
-                "for: give train.steps a larger number, or choose another run.out"
-            )
-        elif self.step == self.config.steps:
-            self.console.say(f"{self.out} has taken all of its {self.step} steps")
-        elif self.step:
-            self.console.say(f"going on after step {self.step} in {self.out}")
 
     # ---- now and then ------------------------------------------------------------------------
 

@@ -1,0 +1,54 @@
+"""What a run says before its first step."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dist.train import Trainer
+
+
+def introduction(run: "Trainer") -> Iterator[str]:
+    """Yield the lines that tell what is trained, by whom, on what, and where it goes on."""
+    config, comm = run.config, run.comm
+    n = run.stepper.layout.size
+    yield f"all settings are in {run.config_file}"
+    yield f"{n:,} parameters; {comm.size} rank{'s' * (comm.size > 1)} ({comm.library})"
+    yield (
+        f"{run.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
+        f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
+    )
+    behind = ""
+    if comm.size > 1 and config.run.overlap and comm.behind:
+        behind = f"gradients travel when the backward has ended: {comm.behind}"
+    for said in (run.chosen, run.attention, run.products, run.carried, behind):
+        if said:
+            yield said
+    for source in run.data.sources:
+        d = source.dataset
+        rest = d.n_tokens - d.n_windows * d.window
+        end = ";" if rest else ""
+        yield f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows{end}"
+        if rest:
+            yield f"  the last {rest} tokens, less than a window, are not used"
+        if d.unchecked:
+            yield d.unchecked
+    looked_at = config.run.eval_windows
+    for windows in run.heldout:
+        d = windows.dataset
+        if any(source.dataset.path == d.path for source in run.data.sources):
+            yield f"{d.path} is held out and trained on: it says nothing of new text"
+        if looked_at < d.n_windows:
+            yield f"{d.path}: {d.n_windows:,} windows held out;"
+            yield f"  the first {looked_at:,} are looked at (run.eval_windows)"
+    yield from run.reservations
+    if run.begun:
+        yield run.begun
+    if run.step > config.steps:
+        yield (
+            f"{run.out} has taken {run.step} steps, more than the {config.steps} asked "
+            "for: give train.steps a larger number, or choose another run.out"
+        )
+    elif run.step == config.steps:
+        yield f"{run.out} has taken all of its {run.step} steps"
+    elif run.step:
+        yield f"going on after step {run.step} in {run.out}"
