@@ -73,8 +73,7 @@ def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any
     if run.case.written:
         return  # its arguments are not what they were
     case, note, place = run.case, " of a second call, the same again,", None
-    taken = run.subject.signature(run.spec.forward_name) or ()
-    if "out" in run.spec.needs and "out" in taken:
+    if _takes(run, "out"):
         nothing = np.full(want.exact["out"].shape, np.nan, numpy_dtype(case.dtype))
         place = run.subject.from_numpy(nothing, activation=True)
         case, note = case.but(out=place), " of a second call, into out=,"
@@ -95,10 +94,14 @@ def repeat(run: Run, views: dict[str, Any], want: Expected, first: dict[str, Any
         )
 
 
+def _takes(run: Run, need: str) -> bool:
+    """Say whether a forward takes what the contract lets fast ones offer."""
+    return need in run.spec.needs and need in (run.subject.signature(run.spec.forward_name) or ())
+
+
 def onto_itself(run: Run, views: dict[str, Any], want: Expected) -> None:
     """Have a forward that writes where ``out=`` says write over its own x."""
-    taken = run.subject.signature(run.spec.forward_name) or ()
-    if "out" not in run.spec.needs or "out" not in taken:
+    if not _takes(run, "out"):
         return
     place = run.subject.from_numpy(run.case.arrays["x"].copy(), activation=True)
     out, _, _ = run.call_forward({**views, "x": place}, run.case.but(out=place), want.exact)
@@ -108,8 +111,7 @@ def onto_itself(run: Run, views: dict[str, Any], want: Expected) -> None:
 def given_again(run: Run, views: dict[str, Any], want: Expected) -> None:
     """Where they offer it, have the forward keep no x, and give it to the backward instead."""
     case, subject, spec = run.case, run.subject, run.spec
-    taken = subject.signature(spec.forward_name) or ()
-    if "keep_x" not in spec.needs or "keep_x" not in taken or "dout" not in run.placed:
+    if not _takes(run, "keep_x") or "dout" not in run.placed:
         return
     _, cache, _ = run.call_forward(views, case.but(keep_x=False), want.exact)
     other = other_case(case)

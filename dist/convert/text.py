@@ -221,13 +221,16 @@ def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> tuple["Tokenizer
     vocabulary = unspelled(ids, merges, specials, PATTERNS[pre], whole)
     if whole and not_by_merges(vocabulary) is None:  # it makes no difference: as ours has it
         vocabulary = dataclasses.replace(vocabulary, whole_pieces=False)
-    said = {role: keys.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "padding")}
+
+    def told(role: str) -> Any:
+        return keys.get(f"tokenizer.ggml.{role}_token_id")
+
     template = keys.get("tokenizer.chat_template")
     return with_uses(
         Tokenizer(vocabulary),
-        bos=said["bos"],
-        ends=[keys.get(f"tokenizer.ggml.{role}_token_id") for role in GGUF_ENDS],
-        pad=said["padding"],
+        bos=told("bos"),
+        ends=map(told, GGUF_ENDS),
+        pad=told("padding"),
         chat_template=template if isinstance(template, str) else None,
     )
 
