@@ -162,8 +162,13 @@ def _of_manner(subject: Subject, both: Sequence[Wrong], explained: bool) -> Iter
         except ValueError:
             return False  # the reference refuses the changed case
 
-    if judged.kind == "refilled":
-        yield "is a result kept by the address of its arguments? Their numbers have changed."
+    if judged.kind == "refilled" or (judged.kind == "second" and case.interleaved):
+        given = {"cotangent": case.cotangent, "interleaved": False}
+        other = dataclasses.replace(other_case(case), **given)
+        if any(j.kind == "value" and not j.ok for j in subject.run(other) if j.name == judged.name):
+            yield f"the other call is wrong as the only one, too: {other.describe()}."
+        elif judged.kind == "refilled":
+            yield "is a result kept by the address of its arguments? Their numbers have changed."
     if case.layouts and passes(dataclasses.replace(case, layouts={})):
         yield contiguous(case, ignored=_ignores_strides(case, judged))
     if case.interleaved and passes(dataclasses.replace(case, interleaved=False)):

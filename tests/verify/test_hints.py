@@ -61,6 +61,16 @@ def test_plus_that_is_left_out_is_named() -> None:
     assert said[0] == "is plus not added to dx?" and not any("stale" in hint for hint in said)
 
 
+def test_another_call_that_is_wrong_by_itself_is_not_taken_for_a_stale_result() -> None:
+    def rmsnorm_forward(x: Array, gain: Array, *, eps: float) -> tuple[Array, Any]:
+        return ops.rmsnorm_forward(x, gain, eps=min(eps, 0.6))  # 0.5 is drawn, and 0.25 added
+
+    report = check_op("rmsnorm", forward=rmsnorm_forward, dtypes=["float32"], raises=False)
+    for failure in report.failures:
+        assert any("wrong as the only one, too: " in hint for hint in failure.hints), failure
+        assert not any("?" in hint for hint in failure.hints), failure.hints
+
+
 # ---- mistakes of the reference -------------------------------------------------------------------
 
 
@@ -281,6 +291,10 @@ def test_hints_are_judged_by_what_they_name() -> None:
     assert judge("eps outside", ["Is EPS outside the root?"]) == "right"
     assert judge("eps outside", ["is eps left out?"]) == "misleading"
     assert judge("eps outside", ["out is wrong only at the last index of axis 1"]) == "none"
+
+
+def test_every_planted_kernel_has_a_pattern_of_its_hint() -> None:
+    assert all(named.pattern for named in corpus())  # a KeyError names one that has none
 
 
 @pytest.mark.slow

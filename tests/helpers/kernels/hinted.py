@@ -57,6 +57,15 @@ rope: the backward turns on | turn the same way
 rope: frequencies by j/d | j/d
 rope: angles in float32 | angles.*float32
 rope: all heads turn | rotate_heads ignored
+rope: scaling ignored | scaling ignored|scaling.*(not used|left out)|without scaling
+rope: scaling of every pair | scaling
+rope: scaling without a blend | scaling|blend
+rope: 2π left out of the wavelength | 2π|scaling
+rmsnorm: plus forgotten | plus
+layernorm: plus written into | plus.*written into
+linear: residual stream forgotten | plus
+linear: residual stream written into | plus.*written into
+linear: residual stream in dx | plus
 swiglu: gate and up swapped | gate and up swapped
 swiglu: gradients swapped | gradients.*swapped|dgate and dup swapped
 swiglu: σ for its derivative | missing|σ
