@@ -39,13 +39,8 @@ def export(argv: Sequence[str]) -> int:
     keep_memory()
     weights = Weights(given.checkpoint)
     started = time.perf_counter()
-    notes: list[str] = []
-    if suffix == ".gguf":
-        family, notes = gguf.export(weights, out, kind)
-    elif suffix == ".bin":
-        family = llmc.export(weights, out, kind)
-    else:
-        family, notes = huggingface.export(weights, out, kind)
+    write = {".gguf": gguf.export, ".bin": llmc.export}.get(suffix, huggingface.export)
+    family, notes = write(weights, out, kind)
     size = sum(f.stat().st_size for f in ([*out.iterdir()] if out.is_dir() else [out]))
     print(
         f"{weights.path} -> {out}: {family.name}, {weights.layout.size:,} parameters as "

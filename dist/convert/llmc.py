@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from dist.convert.families import LLM_C
-from dist.convert.mapping import Family, choose
+from dist.convert.mapping import choose
 from dist.convert.tensors import Stored, write_tensors
-from dist.convert.transfer import Found
+from dist.convert.transfer import Found, Written
 from dist.numbers import size_of
 from dist.places import new_place, steadily
 from dist.weights import Weights
@@ -27,7 +27,7 @@ FIELDS = ("max_seq_len", "vocab_size", "num_layers", "num_heads", "channels", "p
 PADDING = 128  # rows of the table of tokens are padded to a multiple of it
 
 
-def export(weights: Weights, path: Path, kind: str) -> Family:
+def export(weights: Weights, path: Path, kind: str) -> Written:
     """Write a file that llm.c goes on from.
 
     Raises
@@ -52,7 +52,7 @@ def export(weights: Weights, path: Path, kind: str) -> Family:
             if tensor.ours == "embedding.weight":
                 rows = padded - config.vocab_size
                 file.write(bytes(size_of(rows * config.d_model, kind)))
-    return family
+    return Written(family, [])
 
 
 def read(path: Path, *, with_tokenizer: bool) -> Found:
