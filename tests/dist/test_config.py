@@ -25,6 +25,12 @@ def test_the_headline_run_is_47837_and_57221_steps() -> None:
     assert 47_837 * run.train.global_batch - 12_540_116_992 // 8_192 == 8
 
 
+def test_the_readme_names_every_preset() -> None:
+    said = (ROOT / "dist/README.md").read_text(encoding="utf-8")
+    (names,) = re.findall(r"A preset is named instead of a\s+file: ([^()]*) \(", said)
+    assert set(re.findall(r"`([^`]+)`", names)) == {p.stem for p in config.PRESETS.glob("*.toml")}
+
+
 def test_gpt2_small_is_the_model_of_the_reference() -> None:
     assert config.load("gpt2-small").model == presets.GPT2_SMALL
 
