@@ -1,4 +1,4 @@
-"""AdamW: a step for each coordinate, as long as its gradient is steady."""
+"""AdamW: a step for each coordinate, as far as its gradient is steady."""
 
 import numpy as np
 

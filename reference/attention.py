@@ -4,7 +4,7 @@ Vaswani et al. 2017, eq. 1; grouped queries by Ainslie et al. 2023; ALiBi by Pre
 one query head h that reads key/value head h // G::
 
     s_tu = scale · q_t·k_u  [- m_h (t' - u)]      t' = t + (S - T)
-    P_tu = exp(s_tu) / Σ_(u' allowed) exp(s_tu')   where allowed, else 0
+    P_tu = exp(s_tu) / Σ_(r allowed) exp(s_tr)     where allowed, else 0
     o_t  = Σ_u P_tu κ_tu v_u                       κ = keep/(1 - p), the dropout; 1 without
 
 Which keys are allowed is said in ``visibility.py``. The queries are taken to be the last T of the S
@@ -14,7 +14,7 @@ that may attend to nothing gives zeros, and passes no gradient.
 Backward, from the last line up, for the gradient do of one head::
 
     dv_u  = Σ_t P_tu κ_tu do_t                     dP_tu = κ_tu do_t·v_u
-    ds_tu = P_tu (dP_tu - Σ_u' dP_tu' P_tu')       (softmax.py)
+    ds_tu = P_tu (dP_tu - Σ_r dP_tr P_tr)          (softmax.py)
     dq_t  = scale Σ_u ds_tu k_u                    dk_u  = scale Σ_t ds_tu q_t
 
 and dk, dv are summed over the G query heads that read the same key/value head. The ALiBi bias is a

@@ -237,8 +237,8 @@ def self_attention_forward(
     """Return self-attention of x (B, T, D), the first token at position ``start``, with ``plus``.
 
     With QK-norm queries and keys pass through RMSNorm, head by head, before they are turned (Henry
-    et al. 2020, with a gain for each coordinate as in Qwen3): scores stay bounded whatever the
-    weights do.
+    et al. 2020, with a gain for each coordinate as in Qwen3): the gains alone set how large
+    scores can be, whatever ``wqkv`` does.
     """
     ops, config = run.ops, run.config
     B, T, _ = x.shape

@@ -1,7 +1,7 @@
 """The encoder–decoder transformer of Vaswani et al. 2017, from the same parts as the decoder.
 
 The encoder reads the source, every position seeing every other; the decoder writes the target,
-each position seeing earlier ones and, by cross-attention, all of the encoder's output::
+each position seeing itself, earlier ones and, by cross-attention, all of the encoder's output::
 
     memory = encoder blocks(embedding(source))     attention, feed-forward
     x      = decoder blocks(embedding(target))     masked attention, cross-attention, feed-forward

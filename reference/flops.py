@@ -2,8 +2,9 @@
 
 A forward pass multiplies each token by every matrix once: 2 operations for each element (a lookup
 in a table multiplies nothing, the head does), and attention's two products, scores and the
-weighting of values, are 2·d each for every head and key (Kaplan et al. 2020, section 2.1). Backward
-multiplies twice as much, once for the gradient of each side of a product.
+weighting of values, are 2·d each for every head and key (Chowdhery et al. 2022, appendix B; Kaplan
+et al. 2020, table 1, have half of it). Backward multiplies twice as much, once for the gradient of
+each side of a product.
 """
 
 from reference.config import Config
@@ -16,7 +17,8 @@ def keys_seen(T: int, *, causal: bool, window: int = 0) -> float:
 
     Without ``causal`` all T count, or the whole window (0: none). Both conventions are in use, the
     first for "model FLOPs utilisation" (Chowdhery et al. 2022, appendix B). A causal query at t
-    sees min(t, w) keys: half of a square of T, or of w and then all of w.
+    sees min(t, w) keys: half of a square of T, or of w and then all of w; the half key by which
+    the diagonal makes the mean larger is left out.
     """
     w = min(window or T, T)
     return w - w * w / (2 * T) if causal else w

@@ -35,8 +35,8 @@ class Sampling:
     top_k: int | None = None  # keep the k largest
     top_p: float | None = None  # of those, the smallest set that holds p; never fewer than one
     min_p: float | None = None  # of those, what has at least min_p times the best one's probability
-    # what stands in the text already has its logit divided by this where positive, multiplied where
-    # negative (Keskar et al. 2019, section 4.1); 1 changes nothing
+    # what stands in the text already has its logit divided by this (Keskar et al. 2019, section
+    # 4.1), multiplied where it is negative, which dividing would raise; 1 changes nothing
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:

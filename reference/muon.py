@@ -27,11 +27,12 @@ def orthogonalise(x: Array) -> Array:
     (Newton-Schulz of the fifth order). It is to drive each s in (0, 1] towards 1:
 
     * X is divided by its Frobenius norm √Σs² before, so that no s is above 1.
-    * Near 0, p(s) ≈ a s: a small s grows 3.4445 times a step, 485 times in five. This a is as
-      large as it can be for what comes next.
+    * Near 0, p(s) ≈ a s: a small s grows 3.4445 times a step, 485 times in five. The source made
+      a large and took what comes next for good enough.
     * p maps [0.22, 1.21] into [0.68, 1.21], and four steps bring every s from 0.0016 to 1 into the
       former: after the fifth all lie between 0.68 and 1.21. They need not be 1; for an update that
-      is near enough, and p(s) with p(1) = 1 and p'(1) = 0 would take far more steps.
+      is near enough. The classical p, with a = 15/8, b = -10/8 and c = 3/8, goes to 1 itself
+      (p(1) = 1, p'(1) = p''(1) = 0), and needs ten steps until all of these are above 0.68.
 
     X Xᵀ is (I, I). Of a tall X the other product is smaller, XᵀX = V S² Vᵀ, (O, O), and comes to
     the same: (X Xᵀ) X = X (XᵀX). So a tall matrix is multiplied from the right, where others
@@ -67,15 +68,15 @@ def muon(
 
         M ← μ M + G                          running sum
         N = μ M + G                          Nesterov: the sum as the next step would have it
-        O = orthogonalise(N)                 ≈ U Vᵀ of N = U S Vᵀ
-        θ ← θ - lr (0.2 √max(I, O) · O + λ θ)
+        Q = orthogonalise(N)                 ≈ U Vᵀ of N = U S Vᵀ
+        θ ← θ - lr (0.2 √max(I, O) · Q + λ θ)
 
     A gradient of a matrix has few large singular values, and a step along it moves these
-    directions alone; Muon moves all of them as far. The length of N drops out of O, so M needs no
+    directions alone; Muon moves all of them as far. The length of N drops out of Q, so M needs no
     bias correction, and a gradient's size counts only beside those before it.
 
-    The factor is that of Liu et al. 2025, "Muon is scalable for LLM training", section 2.2. O has
-    r = min(I, O) singular values near 1, so ΣO² ≈ r and the root mean square of its I·O numbers is
+    The factor is that of Liu et al. 2025, "Muon is scalable for LLM training", section 2.2. Q has
+    r = min(I, O) singular values near 1, so ΣQ² ≈ r and the root mean square of its I·O numbers is
     √(r / (I·O)) = 1/√max(I, O). Times 0.2 √max(I, O) it is 0.2, about what AdamW's updates have:
     so one lr and one λ serve the matrices, which Muon steps, and all else, which AdamW does.
 

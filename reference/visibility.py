@@ -6,8 +6,9 @@ A query sees a key u when every rule that is asked for allows it:
 ==========  ====================================================================================
 causal      u ≤ t': no later position
 window w    |t' - u| < w: with causal the last w positions, the query's own included (Jiang et
-            al. 2023, "Mistral 7B", section 2), without it 2w - 1 around it, our choice (Beltagy et
-            al. 2020, "Longformer", section 3.1, have ½w on either side)
+            al. 2023, "Mistral 7B", section 2, in the count of Hugging Face's code: the paper's
+            i - W to i is one more), without it 2w - 1 around it, our choice (Beltagy et al. 2020,
+            "Longformer", section 3.1, have ½w on either side)
 key_mask    the key takes part; padding does not
 documents   query and key belong to one document
 ==========  ====================================================================================
