@@ -92,6 +92,9 @@ class Evidence:
         # no gradient is owed to what is not given
         seen = [(f, failed) for f, failed in seen if f.get(f"{key[0][1:]} given", True)]
         fails = np.array([key in failed for _, failed in seen])
+        otherwise = np.array(
+            [any(name == key[0] for name, _ in failed - {key}) for _, failed in seen]
+        )
         total, wrong = len(fails), int(fails.sum())
         if wrong < FEWEST or wrong == total:
             return
@@ -113,6 +116,8 @@ class Evidence:
             return round(wrong / needed[text].sum(), 1), -text.count(" and ")
 
         best = max(needed, key=strength)
+        if (otherwise & ~needed[best]).any():
+            return  # it is wrong there, too
         where = int(needed[best].sum())
         luck = math.comb(where, wrong) / math.comb(total, wrong) * (len(tried) + len(needed))
         if luck < CHANCE and wrong >= 0.6 * where and where <= 0.8 * total:

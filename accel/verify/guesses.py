@@ -20,7 +20,13 @@ import numpy as np
 from accel.system import bounded_memory
 from accel.tolerance import round_bf16, round_float16, round_tf32, round_to
 from accel.verify.calling import Judged
-from accel.verify.contract import Case, accumulated_onto, numpy_dtype, reference_results
+from accel.verify.contract import (
+    Case,
+    accumulated_onto,
+    gradient_names,
+    numpy_dtype,
+    reference_results,
+)
 from accel.verify.evidence import Wrong
 from accel.verify.ops import Mistakes, room
 from accel.verify.spoiled import by_rule, listed, spoiled
@@ -43,7 +49,7 @@ def explained(
 ) -> Iterator[str]:
     """Yield the guesses that give what the kernel gave: in the first case, and in most others.
 
-    None is told that gives NaN or infinity in cases in which the kernel gave finite numbers.
+    None is told that is contradicted by cases in which the kernel gave finite numbers.
     """
     (case, judged, _), *larger = both
     hits = Counter(that_explain(case, judged, guesses, stop=time.monotonic() + seconds))
@@ -56,7 +62,7 @@ def explained(
         return
     likely = [text for text, count in hits.items() if count == best]
     for other in finite if likely else ():
-        gone = _not_finite(other, guesses, frozenset(likely))
+        gone = _contradicted(other, guesses, frozenset(likely))
         likely = [text for text in likely if text not in gone]
     if len(likely) > 1:
         likely = _that_agree(larger, guesses, likely)
@@ -117,13 +123,17 @@ def tried(
             yield text, results
 
 
-def _not_finite(other: Wrong, guesses: Guesses, likely: frozenset[str]) -> set[str]:
-    """Return the guesses of which, in the working precision, no finite result comes."""
-    case, name = other.case, other.judged.name
+def _contradicted(other: Wrong, guesses: Guesses, likely: frozenset[str]) -> set[str]:
+    """Return the guesses that give, in the working precision, neither what the kernel gave, which
+    is finite, nor what is right, as where they make no difference.
+    """
+    case, judged, _ = other
     first: dict[str, Any] = {}
     for text, results in tried(case, guesses, numpy_dtype(case.dtype), likely):
-        first.setdefault(text, results.get(name, 0))
-    return {text for text, a in first.items() if not np.all(np.isfinite(a))}
+        if judged.name in results:
+            first.setdefault(text, onto(results[judged.name], case, judged))
+    due = (judged, judged._replace(got=judged.exact))
+    return {text for text, a in first.items() if not any(_near(a, j) for j in due)}
 
 
 def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) -> list[str]:
@@ -135,8 +145,7 @@ def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) ->
         here: Counter[str] = Counter()
         for text, results in tried(case, guesses, _precise(case, judged), frozenset(likely)):
             near = sum(
-                np.shape(results[name]) == np.shape(np.asarray(other.got))
-                and _near(onto(results[name], case, other), other)
+                _near(onto(results[name], case, other), other)
                 for name, other in others.items()
                 if name in results
             )
@@ -148,6 +157,8 @@ def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) ->
 
 def _near(wrong: Array, judged: Judged) -> bool:
     got = np.asarray(judged.got, np.float64)
+    if got.shape != np.shape(wrong):
+        return False
     room = 1e-3 * float(np.linalg.norm(got)) + noise_of(judged)
     return bool(np.linalg.norm(got - wrong) <= room)
 
@@ -201,6 +212,7 @@ def known(case: Case, dtype: Any) -> Iterator[Any]:
 
 def in_words(case: Case, dtype: Any, *more: Any) -> Iterator[Any]:
     """Yield the mistakes that rooms know, changes of the reference in more precisions, too."""
+    yield from _exchanged(case, dtype)
     for text, wrong in itertools.chain(_left_out(case), room(case.op).mistakes(case)):
         if isinstance(wrong, Case):
             yield text, partial(reference_results, wrong, dtype)
@@ -224,6 +236,17 @@ def any_place(case: Case, dtype: Any) -> Iterator[Any]:
     """Yield the changes of the reference that are made by rule."""
     for text, make in by_rule(case.op):
         yield text, partial(_spoiled_results, case, make, dtype)
+
+
+def _exchanged(case: Case, dtype: Any) -> Iterator[Any]:
+    """Yield the gradients in another order."""
+
+    def swapped(a: str, b: str) -> dict[str, Array]:
+        results = reference_results(case, dtype)
+        return {**results, a: results[b], b: results[a]}
+
+    for a, b in itertools.combinations(gradient_names(case), 2):
+        yield f"are {a} and {b} returned in each other's place?", partial(swapped, a, b)
 
 
 def _left_out(case: Case) -> Mistakes:

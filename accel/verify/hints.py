@@ -81,9 +81,10 @@ def _same_case(a: Case, b: Case) -> bool:
 
 def _finite(evidence: Evidence, judged: Judged) -> list[Wrong]:
     """Return cases in which a result that is not finite here is so, right ones among them."""
-    name, right = judged.name, evidence.right
-    seen = [Wrong(case, j) for case, every in right for j in every if j.name == name]
-    seen += evidence.telling((name, "value"))
+    key = judged.name, "value"
+    right = evidence.right
+    seen = [Wrong(case, j) for case, every in right for j in every if (j.name, j.kind) == key]
+    seen += evidence.telling(key)
     return [w for w in seen if not _overflows(w.judged)] if _overflows(judged) else []
 
 

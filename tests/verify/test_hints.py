@@ -71,6 +71,41 @@ def test_another_call_that_is_wrong_by_itself_is_not_taken_for_a_stale_result() 
         assert not any("?" in hint for hint in failure.hints), failure.hints
 
 
+def test_what_finite_results_contradict_is_not_told_of_nan() -> None:
+    def layernorm_backward(dout: Array, cache: Any) -> Any:
+        dx, dgain, dbias = ops.layernorm_backward(dout, cache)
+        with np.errstate(all="ignore"):
+            return dx * np.float32(1.5) / np.float32(dx.shape[-1] != 1), dgain, dbias
+
+    report = check_op(
+        "layernorm",
+        forward=ops.layernorm_forward,
+        backward=layernorm_backward,
+        dtypes=["float32"],
+        raises=False,
+    )
+    said = [h for f in report.failures for h in f.hints]
+    assert said and not any("divided by D - 1" in h for h in said), said
+
+
+def test_two_gradients_in_each_other_s_place_are_said_to_be() -> None:
+    def attention_backward(dout: Array, cache: Any) -> Any:
+        dq, dk, dv = ops.attention_backward(dout, cache)
+        return dk, dq, dv
+
+    report = check_op(
+        "attention",
+        forward=ops.attention_forward,
+        backward=attention_backward,
+        dtypes=["float32"],
+        examples=60,
+        raises=False,
+    )
+    assert "are dq and dk returned in each other's place?" in hints(report, "dq")[0]
+    # where it has another shape it is wrong as well
+    assert not any("and in none of the other" in h for f in report.failures for h in f.hints)
+
+
 # ---- mistakes of the reference -------------------------------------------------------------------
 
 
