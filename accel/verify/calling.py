@@ -385,7 +385,7 @@ def judge(run: Run, got: dict[str, Array | None], want: Expected, note: str = ""
         if lost:
             problem, kind = lost, "nan"
         elif not finite.all():
-            problem, kind = first_of(f"{name}{note}", settled, ~finite), "nonfinite"
+            problem, kind = first_of(name, note, settled, ~finite), "nonfinite"
             if travels is not None:
                 kind = "nan"
                 problem += f", but does not depend on {travels.place.text}"
@@ -413,10 +413,10 @@ def misshapen(name: str, note: str, value: Array, exact: Array) -> Judged:
     return Judged(name, "shape", None, value, exact, text)
 
 
-def first_of(name: str, values: Array, bad: Array) -> str:
+def first_of(name: str, note: str, values: Array, bad: Array) -> str:
     """Say what the first bad element is."""
     at = np.argwhere(bad)[0]
-    return f"{element(name, at)} is {values[tuple(at)]}"
+    return f"{element(name, at)}{note} is {values[tuple(at)]}"
 
 
 def _wrong_dtype(case: Case, name: str, value: Array) -> bool:

@@ -400,6 +400,7 @@ def plain_results(case: Case) -> dict[str, Array]:
     return plain
 
 
+@np.errstate(all="ignore")
 def expected(case: Case) -> Expected:
     """Return the results of a case, exact and plain, and their magnitudes.
 
@@ -414,8 +415,7 @@ def expected(case: Case) -> Expected:
         want = want._replace(travels=travels(case, place, want.exact, moved, given), rules={})
         if math.isinf(place.value) and UNIT_ROUNDOFF[case.dtype].stored:
             # beside a score of -∞ P is another than beside a number
-            with np.errstate(all="ignore"):
-                limits = _magnitudes(case, want.exact)
+            limits = _magnitudes(case, want.exact)
             want = want._replace(
                 magnitudes={
                     n: m._replace(

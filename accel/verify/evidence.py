@@ -21,6 +21,7 @@ TILES = (2, 4, 8, 16, 32, 64, 128, 256)
 BOUNDS = (2**16, 2**15, *TILES)  # beyond 16 bits, else the least that fits
 FEWEST = 4  # failing cases, below which a condition says nothing
 CHANCE = 1e-3  # of a condition that only seems to be one
+WORTH = 0.05  # the same of a second condition beside the first
 BETWEEN = "another forward in between"
 
 Key = tuple[str, str]  # a result, and the kind of its failure
@@ -104,9 +105,13 @@ class Evidence:
             mask = np.array([holds(f) for f, _ in seen])
             if mask[fails].all() and not mask.all():
                 needed[text] = mask
+
+        def luck(part: int, whole: int) -> float:
+            return math.comb(part, wrong) / math.comb(whole, wrong) * len(tried)
+
         for a, b in itertools.combinations(list(needed), 2):
             both = needed[a] & needed[b]
-            if both.sum() < 0.8 * min(needed[a].sum(), needed[b].sum()):
+            if luck(int(both.sum()), min(int(needed[c].sum()) for c in (a, b))) < WORTH:
                 needed[f"{a} and {b}"] = both
         if not needed:
             return
@@ -119,8 +124,7 @@ class Evidence:
         if (otherwise & ~needed[best]).any():
             return  # it is wrong there, too
         where = int(needed[best].sum())
-        luck = math.comb(where, wrong) / math.comb(total, wrong) * (len(tried) + len(needed))
-        if luck < CHANCE and wrong >= 0.6 * where and where <= 0.8 * total:
+        if luck(where, total) < CHANCE and wrong >= 0.6 * where and where <= 0.8 * total:
             yield (
                 f"it is wrong in {wrong} of the {where} cases with {best}, and in none of the "
                 f"other {total - where}"

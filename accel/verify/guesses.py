@@ -193,6 +193,8 @@ def explains(wrong: Any, judged: Judged) -> bool:
         return False
     if got.shape != exact.shape:
         return bool(np.linalg.norm(got - wrong) <= 1e-3 * np.linalg.norm(got))
+    if not got.any():
+        return not wrong.any()  # what is nearly zero is like any zero
     finite = np.isfinite(got)
     if not finite.all():
         same = np.array_equal(np.isfinite(wrong), finite)

@@ -1,6 +1,7 @@
 """From a file, or any object with functions, to a subject that can be checked."""
 
 import importlib.util
+import inspect
 import shlex
 import sys
 import traceback
@@ -36,9 +37,23 @@ def load_op(path: str | Path, op: str) -> Subject:
     SubjectError
         When there is no such file, it does not import, or lacks a function.
     """
-    functions = functions_of(op, import_file(path))
-    offered = SimpleNamespace(**functions, __file__=str(path))
+    module, spec = import_file(path), OPS[op]
+    functions = functions_of(op, module)
+    if not all(hasattr(module, name) for name in spec.names):
+        for name, function in functions.items():
+            _without_what_is_added(spec, name, function)
+    offered = SimpleNamespace(**functions, __file__=module.__file__)
     return as_subject(offered, Path(path).name, f"--module {shlex.quote(str(path))}")
+
+
+def _without_what_is_added(spec: Op, name: str, function: Any) -> None:
+    """Have a function of somebody's mathematics take what it says, and not what is added to it."""
+    signature = inspect.signature(function)
+    added = {p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if name != spec.backward_name:
+        added &= {*spec.needs, "plus"}
+    taken = [p for p in signature.parameters.values() if p.name not in added]
+    function.__signature__ = signature.replace(parameters=taken)
 
 
 def functions_of(op: str, module: Any) -> dict[str, Callable[..., Any]]:

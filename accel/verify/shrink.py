@@ -115,9 +115,13 @@ def is_rich(judged: Judged) -> bool:
     return bool(numbers.any()) and (len(numbers) > 1 or np.ndim(judged.exact) == 0)
 
 
+def _is_finite(judged: Judged) -> bool:
+    return judged.exact is None or bool(np.isfinite(judged.exact).all())
+
+
 def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) -> Found:
     """Take away, one at a time, whatever a failing case does not need in order to fail."""
-    rich = is_rich(found.judged)
+    rich, finite = is_rich(found.judged), _is_finite(found.judged)
 
     def fails(candidate: Case) -> bool:
         nonlocal found
@@ -128,7 +132,7 @@ def _without_the_needless(subject: Subject, found: Found, key: tuple[str, str]) 
         except (ValueError, IndexError):
             return False  # the reference refuses it
         still = [j for j in results if not j.ok and (j.name, j.kind) == key]
-        still = [j for j in still if is_rich(j) or not rich]
+        still = [j for j in still if (is_rich(j) or not rich) and (_is_finite(j) or not finite)]
         if still:
             found = found._replace(case=candidate, judged=still[0])
         return bool(still)

@@ -43,6 +43,7 @@ GUARD = 5  # elements on either side of an ``out=`` that must stay as they were
 CANARY = 12_345.0
 
 
+@np.errstate(all="ignore")  # what comes of NaN and infinity is told by the results
 def run_case(
     subject: Subject, case: Case, want: Expected | None = None, *, patience: float = 0.0
 ) -> list[Judged]:

@@ -309,7 +309,7 @@ class Run:
             found = close(value, truth, self.case.dtype, gradient=name.startswith("d"))
             broken = ~np.isfinite(value) & truth.finite
             if broken.any():
-                kind, problem = "nonfinite", first_of(f"{name}{note}", value, broken)
+                kind, problem = "nonfinite", first_of(name, note, value, broken)
             elif note and not found.ok:
                 problem = f"{name}{note} is off by {found.error:.2e} relative"
             elif parts is not None and name in self.types and found.ok:
