@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.tolerance import FP8, UNIT_ROUNDOFF, Allowed, Magnitude, round_tf32, round_to
-from accel.verify.draw import LAYOUTS, SPECIAL, Draw
+from accel.verify.draw import LAYOUTS, REPEATED, SPECIAL, Draw
 from accel.verify.layouts import in_layout
 from accel.verify.ops import room
 from accel.verify.travel import Travels, element, other_value, special_at, tamed, travels
@@ -194,6 +194,10 @@ def draw_case(spec: Op, draw: Draw, *, has_backward: bool, backward_offers: Any)
         if to and spec.accumulates and backward_offers("accumulate"):
             to = draw.pick(("out", "accumulate"), "accumulate")
     again = draw.rarely("interleaved", 3)
+    if isinstance(cotangent, np.ndarray) and cotangent.size and not special:
+        if draw.rarely("one dout", 12):  # as it comes of a sum
+            cotangent = np.full_like(cotangent, cotangent.reshape(-1)[0])
+            layouts = {**layouts, "dout": REPEATED}
     return Case(spec.name, draw.dtype, arrays, options, cotangent, layouts, to, again)
 
 

@@ -23,7 +23,7 @@ from reference.types import Array, DropoutKey
 Option = TypeVar("Option")
 
 USUAL = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 64, 65, 127, 129, 257, 1025)
-WIDE = tuple(sorted({*USUAL, 48, 128, 256, 768, 1024}))
+WIDE = tuple(sorted({*USUAL, 48, 128, 256, 512, 768, 1024}))
 WIDTHS = tuple(n for n in WIDE if n < 256)
 USUAL_SHAPES = (
     (1,),
@@ -45,6 +45,7 @@ LONG = (
     ((1031,), 5),
     ((4_099,), 3),
     ((3, 1367), 2),
+    ((3,), 2_048),
     ((3,), 4_096),
     ((3,), 4_099),
     ((1,), 8_209),
@@ -58,6 +59,7 @@ LONG_LENGTHS = (257, 513, 1_025, 4_097, 65_537)
 MAX_ELEMENTS = 20_000  # of an input, unless it is a long one
 MAX_SCORES = 100_000  # of a table of attention scores or logits
 LAYOUTS = ("plain", "strided", "transposed", "sliced", "reversed")
+REPEATED = "one number"  # of a cotangent alone: with strides of 0, as that of a sum
 # powers of ten of a row: sums of squares are finite still, squares are zero and inverses finite;
 # the same of float16, which has less room
 SCALES = {"huge": ((8, 16), (1.5, 3.5)), "minute": ((-34, -30), (-6, -4))}

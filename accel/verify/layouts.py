@@ -1,11 +1,12 @@
 """How an array lies in memory, and what a kernel reads that takes it to lie without gaps."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from accel.verify.draw import MAX_ELEMENTS
+from accel.verify.draw import MAX_ELEMENTS, REPEATED
 from reference.types import Array
 
 
@@ -15,12 +16,16 @@ def laid(array: Array, layout: str, between: Any = 0) -> tuple[Array, Callable[[
     Parameters
     ----------
     layout : str
-        One of ``draw.LAYOUTS``.
+        One of ``draw.LAYOUTS``, or ``draw.REPEATED`` of an array of equal numbers.
     between
         What stands in the gaps, and around.
     """
     if array.ndim == 0 or layout == "plain":
         return array.copy(), lambda memory: memory
+    if layout == REPEATED:
+        memory = np.full(array.shape, between, array.dtype)
+        memory[(slice(0, 1),) * array.ndim] = array.reshape(-1)[0]
+        return memory, partial(_repeated, array.shape)
     if layout == "transposed":  # heads before tokens, as (B, H, T, d) is often kept; or the ends
         axes = (1, 2) if array.ndim == 4 else (0, array.ndim - 1)
         return array.swapaxes(*axes).copy(), lambda memory: memory.swapaxes(*axes)
@@ -39,6 +44,20 @@ def laid(array: Array, layout: str, between: Any = 0) -> tuple[Array, Callable[[
     memory = np.full(shape, between, array.dtype)
     memory[cut] = array
     return memory, lambda memory: memory[cut]
+
+
+def _repeated(shape: tuple[int, ...], memory: Any) -> Any:
+    """Return the first element of an array at every place of a shape, without copies if that is
+    to be had.
+    """
+    first = memory[(slice(0, 1),) * len(shape)]
+    if isinstance(memory, np.ndarray):
+        return np.lib.stride_tricks.as_strided(first, shape, (0,) * len(shape))
+    if hasattr(first, "expand"):  # PyTorch's
+        return first.expand(shape)
+    if hasattr(first, "__array_function__"):  # CuPy's
+        return np.broadcast_to(first, shape)
+    return memory[tuple(np.zeros(shape, np.intp) for _ in shape)]
 
 
 def in_layout(array: Any, layout: str) -> Any:

@@ -25,6 +25,7 @@ from accel.verify.contract import (
     other_case,
     plus_of,
 )
+from accel.verify.draw import REPEATED
 from accel.verify.subject import KernelError, Subject
 from accel.verify.travel import special_at
 from reference.types import Array
@@ -131,7 +132,8 @@ def given_more(run: Run, views: dict[str, Any], want: Expected) -> None:
         return
     name = "out" if forward else f"d{spec.gradients[0]}"
     plus = plus_of(case.dtype, want.exact[name].shape)
-    placed = subject.place(plus, case.layouts.get("dout", "plain"), activation=True)
+    layout = case.layouts.get("dout", "plain")
+    placed = subject.place(plus, "plain" if layout == REPEATED else layout, activation=True)
     run.placed["plus"], given = placed, {"plus": placed.view}
     due, note = want.shifted(name, plus), f" of a second {spec.adds}, which is given plus,"
     poison(want)

@@ -11,7 +11,7 @@ from reference import ops
 from reference.types import Array
 
 
-@pytest.mark.parametrize("size", [128, 256, 768, 1024, 4096])
+@pytest.mark.parametrize("size", [128, 256, 512, 768, 1024, 2048, 4096])
 def test_what_goes_wrong_at_whole_tiles_is_found(size: int) -> None:
     """Sizes that models have: where tiles come out even, kernels take another way."""
 
@@ -50,6 +50,19 @@ def test_what_goes_wrong_in_attention_now_and_then_is_found(seldom: Any) -> None
 
     how: dict[str, Any] = {"dtypes": ["float32"], "partial": True, "raises": False}
     assert not check_op("attention", forward=attention_forward, shrink=False, **how).ok
+
+
+def test_a_cotangent_with_strides_of_zero_is_given() -> None:
+    """It is what comes of a sum; read as if it lay without gaps it is something else."""
+
+    def rmsnorm_backward(dout: Array, cache: Any) -> Any:
+        step = 0 in dout.strides
+        return ops.rmsnorm_backward(dout * np.float32(1 + step), cache)
+
+    how: dict[str, Any] = {"forward": ops.rmsnorm_forward, "dtypes": ["float32"], "raises": False}
+    report = check_op("rmsnorm", **how, backward=rmsnorm_backward)
+    assert "dout one number" in report.text() and "it passes when dout is contig" in report.text()
+    assert check_op("rmsnorm", **how, backward=ops.rmsnorm_backward).ok
 
 
 def test_a_long_sum_of_one_sign_that_is_kept_in_bf16_is_found() -> None:

@@ -88,6 +88,41 @@ def test_what_finite_results_contradict_is_not_told_of_nan() -> None:
     assert said and not any("divided by D - 1" in h for h in said), said
 
 
+def test_a_case_stays_one_in_which_the_truth_is_finite() -> None:
+    """Numbers rounded to quarters may be equal, and 1/√(0 + 0) is infinite for everybody."""
+
+    def layernorm_forward(x: Array, gain: Array, bias: Array, *, eps: float) -> Array:
+        mean = x.mean(-1, keepdims=True)
+        square = np.maximum(np.mean(x * x, axis=-1, keepdims=True) - mean * mean, 0)
+        return np.asarray((x - mean) / np.sqrt(square + x.dtype.type(eps)) * gain + bias)
+
+    report = check_op("layernorm", forward=layernorm_forward, dtypes=["float32"], raises=False)
+    (infinite,) = (f for f in report.failures if f.kind == "nonfinite")
+    assert infinite.judged.exact is not None and np.isfinite(infinite.judged.exact).all()
+
+
+def test_zeros_are_no_sign_of_what_is_nearly_zero() -> None:
+    def softmax(x: Array) -> Array:
+        out = ops.softmax(x)
+        return np.zeros_like(out) if x[..., 0].size > 60_000 else out
+
+    report = check_op("softmax", forward=softmax, dtypes=["float32"], raises=False)
+    (failure,) = report.failures
+    assert not any("is the sum taken over" in hint for hint in failure.hints), failure.hints
+    assert any("zero everywhere" in hint for hint in failure.hints), failure.hints
+
+
+def test_a_second_condition_is_told_where_it_tells_something() -> None:
+    evidence = Evidence()
+    rng = np.random.default_rng(0)
+    for case in cases_of("rmsnorm", 200):
+        x = case.arrays["x"]
+        lost = x[..., 0].size > 60 and rng.random() < 0.7
+        evidence.add(case, [Judged("out", "value", problem="wrong" * bool(lost))])
+    (told,) = evidence.conditions(("out", "value"))
+    assert "rows > " in told and " and " not in told.partition(",")[0], told
+
+
 def test_two_gradients_in_each_other_s_place_are_said_to_be() -> None:
     def attention_backward(dout: Array, cache: Any) -> Any:
         dq, dk, dv = ops.attention_backward(dout, cache)

@@ -107,7 +107,7 @@ def test_a_place_for_the_result_that_is_not_written_is_found() -> None:
     written = True
     assert check(scale, op="scale").ok
     written = False
-    assert "out of a second call, into out=," in said(check(scale, op="scale"))
+    assert "of a second call, into out=," in said(check(scale, op="scale"))
 
 
 @pytest.mark.parametrize("factor", [1, 2])
