@@ -28,6 +28,8 @@ def exercise_text(exercise: Exercise, level: int, command: str) -> str:
     """
     blank, home = exercise.levels[level - 1], exercise.home_of(level)
     about = [f"Exercise {exercise.name}, level {level}: write {blank}.", "", exercise.says.strip()]
+    if exercise.cases is not None and not exercise.in_place:
+        about += ["", "What it is given stays as it is."]
     # the forward kernel beside a blank backward shows how such a thing is written
     beside = {f"_{exercise.name}_forward"} if home == exercise.kernels else set()
     code = cut(source_of(home), blank, {*wanted(exercise, blank), *beside})

@@ -45,7 +45,9 @@ class Exercise:
     cases: Cases | None = None
     arguments: int = 0  # of a method; what comes before in a case makes the object
     bits: bool = False  # whether results must be the same to the last bit
-    keeps: bool = False  # whether the arguments must stay as they are
+    in_place: bool = False  # whether it may write into its arguments
+    asks: Callable[..., str] | None = None  # of the arguments after a call: what is missing, or ""
+    memory: int = 0  # bytes that a call may hold at once beyond its arguments; 0: any
 
     @property
     def levels(self) -> list[str]:

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,12 @@ import numpy as np
 from accel.system import end_with_parent, out_of_reach
 from accel.verify import check
 from accel.verify.apart import Source, check_apart
-from accel.verify.calls import Call, Raised, Verdict, changes, judge, outcome, short
+from accel.verify.calls import Call, Verdict, difference, judge, outcome
 from accel.verify.load import import_file
 from accel.verify.report import failure_text
 from dist.study.blank import MARK, function_of, parameters
-from dist.study.exercise import Exercise, Options, mistaken, module_of, source_of
+from dist.study.call import NEAR, called, written
+from dist.study.exercise import Exercise, Mistake, mistaken, module_of, source_of
 from dist.study.tracks import EXERCISES
 
 SEED = 0
@@ -64,7 +65,8 @@ def check_file(exercise: Exercise, path: Path) -> None:
     except (SyntaxError, UnicodeDecodeError) as error:
         line = getattr(error, "lineno", None)
         where = f", line {line}" if line else ""
-        raise ValueError(f"{path}{where}: this is no Python: {error}") from None
+        says = getattr(error, "msg", error)  # which alone names no line again
+        raise ValueError(f"{path}{where}: this is no Python: {says}") from None
     first = (ast.get_docstring(tree) or "").split("\n")[0]
     of = first.removeprefix("Exercise ").split(",")[0] if first.startswith("Exercise ") else name
     if of != name:
@@ -144,22 +146,30 @@ def work() -> None:
     Path(answer).write_text(json.dumps(found), encoding="utf-8")
 
 
-def grade_module(exercise: Exercise, module: Any) -> Verdict:
+def grade_module(exercise: Exercise, module: ModuleType) -> Verdict:
     """Grade a module with the function of an exercise."""
-    texts = [", ".join(map(short, case)) for case in _cases(exercise)]
-    calls = [
-        Call(f"{exercise.function}({text})", make)
-        for text, make in zip(texts, _calls(exercise, module), strict=True)
-    ]
+    solution = module_of(source_of(exercise.home), "solution")
+    right = [outcome(partial(called, exercise, solution, case)) for case in _cases(exercise)]
 
-    def results(text: str) -> list[Any]:
-        return [outcome(make) for make in _calls(exercise, module_of(text, "solution"))]
+    def calls(module: ModuleType, wanted: list[Any]) -> list[Callable[[], Any]]:
+        cases = zip(_cases(exercise), wanted, strict=True)
+        return [partial(called, exercise, module, case, want) for case, want in cases]
 
+    # only what is otherwise right is held to all else that is asked
+    found = [outcome(make) for make in calls(module, [None] * len(right))]
+    near = not any(difference(want, got, NEAR) for want, got in zip(right, found, strict=True))
+    wanted = right if near else [None] * len(right)
+
+    def results(mistake: Mistake) -> list[Any]:
+        wrong = module_of(mistaken(exercise, mistake), "mistaken")
+        return [outcome(make) for make in calls(wrong, wanted)]
+
+    texts = [written(exercise, solution, case) for case in _cases(exercise)]
     return judge(
         exercise.name,
-        calls,
-        [[result] for result in results(source_of(exercise.home))],
-        [(m.says, partial(results, mistaken(exercise, m))) for m in exercise.mistakes],
+        [Call(text, make) for text, make in zip(texts, calls(module, wanted), strict=True)],
+        [[result] for result in right],
+        [(m.says, partial(results, m)) for m in exercise.mistakes],
         0.0 if exercise.bits else CLOSE,
         getattr(module, "__file__", ""),
     )
@@ -168,22 +178,3 @@ def grade_module(exercise: Exercise, module: Any) -> Verdict:
 def _cases(exercise: Exercise) -> Iterator[tuple[Any, ...]]:
     assert exercise.cases is not None
     return exercise.cases(np.random.default_rng(SEED))
-
-
-def _calls(exercise: Exercise, module: Any) -> list[Callable[[], Any]]:
-    return [partial(_called, exercise, module, case) for case in _cases(exercise)]
-
-
-def _called(exercise: Exercise, module: Any, case: tuple[Any, ...]) -> Any:
-    """Call a function, or a method of what the case makes."""
-    function: Any = module
-    *owner, name = exercise.function.split(".")
-    if owner:
-        fields = len(case) - exercise.arguments
-        function, case = getattr(module, owner[0])(*case[:fields]), case[fields:]
-    named = [part for part in case if isinstance(part, Options)]
-    plain = [part for part in case if not isinstance(part, Options)]
-    given = deepcopy(plain) if exercise.keeps else plain
-    found = getattr(function, name)(*plain, **(named[0] if named else {}))
-    says = next(changes(given, plain), "") if exercise.keeps else ""
-    return Raised("", f"{says} as it is") if says else found

@@ -9,6 +9,8 @@ from dist.study.exercise import Exercise, Mistake
 from reference.softmax import softmax
 from reference.study import tiled_attention
 
+LONG = 512  # positions whose table has 2 MiB
+
 
 def _probabilities(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for shape in ((2,), (1,), (3,), (2, 3), (2, 1, 4), (5, 7)):
@@ -48,7 +50,7 @@ def _rows(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 def _tiles(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
-    for T, d in ((1, 1), (2, 2), (5, 3), (33, 2), (70, 4)):
+    for T, d in ((1, 1), (2, 2), (5, 3), (33, 2), (70, 4), (LONG, 2)):
         dO, Q, K, V = rng.normal(size=(4, T, d))
         yield dO, Q, K, V, *tiled_attention.forward(Q, K, V)
 
@@ -239,9 +241,14 @@ beginning with m = -∞ and sums of nothing.""",
         "reference.study.tiled_attention",
         """\
 The backward of one causal head, tile by tile, from what the forward kept: a tile of P is made again
-as e^(S - lse). The softmax's backward needs Σ dP P over a whole row, but that is do·o, one number a
-row. Add up dQ for the rows, and dK and dV for the keys, of every tile that the mask leaves.""",
+as e^(S - lse), and the whole table, T × T, never. The softmax's backward needs Σ dP P over a whole
+row, but that is do·o, one number a row. Add up dQ for the rows, and dK and dV for the keys, of
+every tile that the mask leaves.""",
         (
+            Mistake(
+                "is the whole T × T table made? Make one tile of it after the other.",
+                {"TILE = 32  #": "TILE = 4096  #"},
+            ),
             Mistake(
                 "is δ missing? ds = P (dP - δ), δ = do·o.",
                 {"dS = P * (dP - delta[rows])": "dS = P * dP"},
@@ -262,6 +269,7 @@ row. Add up dQ for the rows, and dK and dV for the keys, of every tile that the 
         function="backward",
         given=("scores", "tiles_up_to"),
         cases=_tiles,
+        memory=8 * LONG**2,
     ),
     Exercise(
         "sampling",

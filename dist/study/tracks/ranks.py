@@ -8,6 +8,7 @@ import numpy as np
 
 from dist.study.exercise import Exercise, Mistake, Options
 from reference import ops
+from reference.types import Array
 
 
 def _norms(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -40,13 +41,33 @@ def _steps(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
         yield 2, Options(given, **wrong)
 
 
+class Adding:
+    """``accumulate`` for one call: it counts its calls, and writes into nothing but the parts."""
+
+    def __init__(self, parts: list[Array]) -> None:
+        self.parts, self.calls = list(parts), 0
+
+    def __repr__(self) -> str:
+        return "accumulate"
+
+    def __call__(self, left: Array, right: Array) -> None:
+        if not any(np.shares_memory(left, part) for part in self.parts):
+            raise ValueError("accumulate is to add to the parts that are given, not to copies")
+        self.calls += 1
+        ops.accumulate(left, right)
+
+    def missing(self, _parts: list[Array]) -> str:
+        """Say how often it was called, "" where that is once for each part but one."""
+        due = len(self.parts) - 1
+        return "" if self.calls == due else f"calls accumulate {self.calls} times, should be {due}"
+
+
 def _leaves(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     for n in (1, 2, 4, 8, 16):
         size = 10.0 ** rng.uniform(-4, 4, (n, 5))
-        yield (
-            ops.accumulate,
-            [np.float32(a * b) for a, b in zip(size, rng.normal(size=(n, 5)), strict=True)],
-        )
+        sign = rng.normal(size=(n, 5))
+        parts = [*(size * sign).astype(np.float32)]
+        yield Adding(parts), parts
 
 
 def _slices(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
@@ -203,6 +224,8 @@ place, and the sum is returned.""",
         function="add_in_tree_order",
         cases=_leaves,
         bits=True,
+        in_place=True,
+        asks=Adding.missing,
     ),
     Exercise(
         "zero_slices",

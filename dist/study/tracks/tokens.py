@@ -63,8 +63,7 @@ EXERCISES = (
         "tokenizer.reference",
         """\
 One merge replaces a pair of neighbours by a new symbol, everywhere in a word. Go from left to
-right: in aaa the pair aa is found once, and its second a is used up. The word that is given stays
-as it is; a new list is returned.""",
+right: in aaa the pair aa is found once, and its second a is used up. A new list is returned.""",
         (
             Mistake(
                 "is a symbol used by two pairs? After a match go on behind both of its symbols.",
@@ -84,7 +83,6 @@ as it is; a new list is returned.""",
         ),
         function="merge",
         cases=_merges,
-        keeps=True,
     ),
     Exercise(
         "bpe_train",
