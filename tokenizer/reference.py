@@ -104,9 +104,6 @@ def train(
     """Learn merges from words and their counts.
 
     The pair with the highest count is merged next; among equal counts, the smallest pair of ids.
-    Counts of pairs are kept up to date rather than recounted: a merge changes only the words that
-    contain the pair, and in them only its neighbours. The heap is lazy: an entry whose count has
-    changed since it was pushed is pushed back with the count of now.
 
     Parameters
     ----------
@@ -126,6 +123,9 @@ def train(
     merges : list
         The pairs of ids, in the order learned.
     """
+    # Counts of pairs are kept up to date rather than recounted: a merge changes only the words that
+    # contain the pair, and in them only its neighbours. The heap is lazy: an entry whose count has
+    # changed since it was pushed is pushed back with the count of now.
     ids = [[first_id + byte for byte in word] for word in words]
     weights = list(words.values())
     counts: defaultdict[Pair, int] = defaultdict(int)

@@ -178,3 +178,8 @@ def test_a_file_is_never_overwritten_unasked(
     assert Path("study_relu.py").read_text(encoding="utf-8") == written
     assert main(["study", "relu", "--level", "2", "-o", "other.py"]) == 0
     assert 'write forward")' in Path("other.py").read_text(encoding="utf-8")
+
+
+def test_how_the_solution_learns_merges_is_not_said_of_the_blank() -> None:
+    text = blank.exercise_text(EXERCISES["bpe_train"], 1, "COMMAND")
+    assert "import heapq" in text and "heap is lazy" not in text
