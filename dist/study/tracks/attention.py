@@ -98,6 +98,13 @@ probabilities up together must cancel, as they sum to one.""",
                 {"np.sum(dp * p, axis=-1, keepdims=True)": "np.sum(dp, axis=-1, keepdims=True)"},
             ),
             Mistake(
+                "mean for sum? It is Σ dp p, and nothing divides by the number of scores.",
+                {
+                    "np.sum(dp * p, axis=-1, keepdims=True)": "np.mean(dp * p, axis=-1, "
+                    "keepdims=True)"
+                },
+            ),
+            Mistake(
                 "is the sum taken over all rows? Every row has its own.",
                 {"np.sum(dp * p, axis=-1, keepdims=True)": "np.sum(dp * p)"},
             ),
@@ -187,6 +194,10 @@ each row of the batch. A key is seen when every rule that is asked for allows it
                 {"np.abs(self.distance) < self.window": "np.abs(self.distance) <= self.window"},
             ),
             Mistake(
+                "does the window end on one side alone? It is |t' - u| that is below w.",
+                {"np.abs(self.distance) < self.window": "self.distance < self.window"},
+            ),
+            Mistake(
                 "does a query not see its own position? causal allows u = t'.",
                 {"self.distance >= 0": "self.distance > 0"},
             ),
@@ -217,12 +228,19 @@ over the group.""",
         """\
 A row of scores s comes in pieces and is not kept: of those so far keep the maximum m, l = Σ e^(s -
 m) and o = Σ e^(s - m) v. When a piece raises the maximum to m', what was summed is e^(m - m') too
-large, so it is multiplied by that before the piece is added. Yield (m, l, o) after each piece,
-beginning with m = -∞ and sums of nothing.""",
+large, so it is multiplied by that before the piece is added. Begin with m = -∞ and sums of nothing,
+and yield (m, l, o) after each piece: as many as there are pieces.""",
         (
             Mistake(
                 "is what was summed not brought to the new maximum? l and o times e^(m - m').",
                 {"l * shrink + e.sum(), o * shrink + e @ v_piece": "l + e.sum(), o + e @ v_piece"},
+            ),
+            Mistake(
+                "is (m, l, o) yielded before the first piece too? Yield it after each piece alone.",
+                {
+                    "    for u in range(0, len(s), piece):": "    yield m, l, o\n    for u in "
+                    "range(0, len(s), piece):"
+                },
             ),
             Mistake(
                 "is l brought to the new maximum and o not?",
@@ -252,6 +270,17 @@ every tile that the mask leaves.""",
             Mistake(
                 "is δ missing? ds = P (dP - δ), δ = do·o.",
                 {"dS = P * (dP - delta[rows])": "dS = P * dP"},
+            ),
+            Mistake(
+                "is the scale missing in dQ and dK? S is Q Kᵀ/√d.",
+                {
+                    "scale * dS @ K[keys]": "dS @ K[keys]",
+                    "scale * dS.T @ Q[rows]": "dS.T @ Q[rows]",
+                },
+            ),
+            Mistake(
+                "is the scale missing in dQ? S is Q Kᵀ/√d.",
+                {"scale * dS @ K[keys]": "dS @ K[keys]"},
             ),
             Mistake(
                 "is the scale missing in dK? S is Q Kᵀ/√d.",

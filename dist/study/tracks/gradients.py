@@ -122,6 +122,10 @@ number.""",
                 {"np.where(mask[..., None], p, 0)": "np.where(mask[..., None], p, 0) / mask.size"},
             ),
             Mistake(
+                "mean over the rows that count? The loss is a sum, so nothing divides.",
+                {"np.where(mask[..., None], p, 0)": "np.where(mask[..., None], p, 0) / mask.sum()"},
+            ),
+            Mistake(
                 "is the sign turned? The gradient of the loss is p - onehot(y).",
                 {"np.where(mask[..., None], p, 0)": "np.where(mask[..., None], -p, 0)"},
             ),

@@ -141,8 +141,19 @@ peak that is negative or not finite, a final_fraction outside 0 to 1, and for ws
 are missing, below 1 or more than follow the warm-up.""",
         (
             Mistake(
-                "does the warm-up start at zero? Step 1 takes peak / warmup_steps already.",
+                "are steps counted from 0? The first is 1, and takes peak / warmup_steps already.",
                 {"return peak * step / warmup_steps": "return peak * (step - 1) / warmup_steps"},
+            ),
+            Mistake(
+                "are steps counted from 0? The first is 1, and takes peak / warmup_steps already.",
+                {
+                    "if step < warmup_steps:": "if 0 < warmup_steps and step <= warmup_steps:",
+                    "return peak * step / warmup_steps": "return peak * (step - 1) / warmup_steps",
+                },
+            ),
+            Mistake(
+                "are steps counted from 0? The first is 1, and takes peak / warmup_steps already.",
+                {"    if step < warmup_steps:\n": "    step -= 1\n    if step < warmup_steps:\n"},
             ),
             Mistake(
                 "does the cosine end at zero? It ends at final_fraction of the peak.",
@@ -155,6 +166,13 @@ are missing, below 1 or more than follow the warm-up.""",
             Mistake(
                 "does the rate rise again after total_steps? It stays where it ended.",
                 {"    step = min(step, total_steps)\n": ""},
+            ),
+            Mistake(
+                "does the rate rise again after total_steps? It stays where it ended.",
+                {
+                    "    step = min(step, total_steps)\n": "",
+                    "/ span if span else 0.0": "/ max(1, span)",
+                },
             ),
         ),
         function="learning_rate",
@@ -232,10 +250,11 @@ place, and the sum is returned.""",
         "dist.slices",
         """\
 ZeRO shares the optimizer's state: of each bucket, from cuts[b] to cuts[b + 1], each of W = size
-ranks owns one slice, given by W + 1 offsets. Slices are whole blocks counted from the bucket's
-begin, so that norms are summed by the same blocks for every W; a bucket's last block may be short.
-With n blocks in the buckets before, slice r of one of k blocks begins at its block (k·r + n mod W)
-// W, so that those ranks that get one block more change from bucket to bucket.""",
+ranks owns one slice, given by W + 1 offsets in the whole array. Slices are whole blocks counted
+from the bucket's begin, so that norms are summed by the same blocks for every W; a bucket's last
+block may be short. With n blocks in the buckets before, slice r of one of k blocks begins at its
+block (k·r + (n mod W)) // W, so that those ranks that get one block more change from bucket to
+bucket.""",
         (
             Mistake(
                 "are slices cut within blocks? Each is a number of whole blocks.",
@@ -255,6 +274,10 @@ With n blocks in the buckets before, slice r of one of k blocks begins at its bl
             Mistake(
                 "do the same ranks get more in every bucket? The blocks before count.",
                 {"        before = (before + blocks) % size\n": ""},
+            ),
+            Mistake(
+                "do offsets count from the bucket's begin? They are places in the whole array.",
+                {"min(high, low + block * end)": "min(high - low, block * end)"},
             ),
             Mistake(
                 "are blocks counted from 0? Each bucket begins with a block of its own.",
@@ -286,6 +309,13 @@ the first among equals. A source that would get none is refused by a ValueError.
             Mistake(
                 "does what is left go to the first sources? It goes to those that lost most.",
                 {"key=lambda j: (counts[j] - exact[j], j)": "key=lambda j: j"},
+            ),
+            Mistake(
+                "does the last among equals get what is left? The first does.",
+                {
+                    "key=lambda j: (counts[j] - exact[j], j)": "key=lambda j: (counts[j] - "
+                    "exact[j], -j)"
+                },
             ),
             Mistake(
                 "may a source get nothing? That is refused.",

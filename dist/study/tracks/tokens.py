@@ -10,6 +10,16 @@ from dist.study.exercise import Exercise, Mistake, Options
 
 WORDS = (b"aaa", b"abab", b"banana", b"hug", b"pug", b"hugs", b"bun", b"aaaa", b"ababab", b"x")
 
+# Mistakes in learning that are made one with the other too.
+GREATER = {
+    "(-n, pair) for pair, n": "(-n, (-pair[0], -pair[1])) for pair, n",
+    "negative, pair = heapq.heappop(heap)\n": "negative, pair = heapq.heappop(heap)"
+    "\n        pair = (-pair[0], -pair[1])\n",
+    "(heap, (-counts[pair], pair))": "(heap, (-counts[pair], (-pair[0], -pair[1])))",
+    "(heap, (-counts[now], now))": "(heap, (-counts[now], (-now[0], -now[1])))",
+}
+ENDLESS = {" and sum(length[i - first_id] for i in now) <= max_length": ""}
+
 
 def _merges(rng: np.random.Generator) -> Iterator[tuple[Any, ...]]:
     yield [1, 1], (1, 1), 9
@@ -100,14 +110,15 @@ than max_length symbols of the first kind.""",
             ),
             Mistake(
                 "do equal counts go to the greater pair? Here the smallest goes first.",
-                {
-                    "(-n, pair) for pair, n": "(-n, (-pair[0], -pair[1])) for pair, n",
-                    "negative, pair = heapq.heappop(heap)\n": "negative, pair = heapq.heappop(heap)"
-                    "\n        pair = (-pair[0], -pair[1])\n",
-                    "(heap, (-counts[pair], pair))": "(heap, (-counts[pair], (-pair[0], -pair[1])"
-                    "))",
-                    "(heap, (-counts[now], now))": "(heap, (-counts[now], (-now[0], -now[1])))",
-                },
+                GREATER,
+            ),
+            Mistake(
+                "may a pair stand for any number of symbols? max_length is the most.",
+                ENDLESS,
+            ),
+            Mistake(
+                "do equal counts go to the greater pair? Here the smallest goes first.",
+                {**GREATER, **ENDLESS},
             ),
             Mistake(
                 "do new symbols make no pairs? A merge may be part of a later one.",
