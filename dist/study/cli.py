@@ -2,10 +2,15 @@
 
 import argparse
 import ast
+import math
+import os
 import runpy
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from textwrap import fill
 
@@ -14,11 +19,12 @@ from threadpoolctl import threadpool_limits
 from accel.help import Wrapped
 from dist.study.blank import exercise_text
 from dist.study.exercise import Exercise, path_of, source_of
-from dist.study.grade import TIMEOUT, grade, home_of
+from dist.study.grade import TIMEOUT, absent, grade, home_of
 from dist.study.tracks import EXERCISES, TRACKS
 from reference.study import LADDER
 
 FLAGS = {"--level", "--out", "--force", "--check"}  # that ask for an exercise, as -o does
+LINES = 10  # of what a file prints while it is graded
 _EPILOG = """\
 examples:
   myllm study                            the rungs, and the exercises by track
@@ -55,12 +61,19 @@ def parser() -> argparse.ArgumentParser:
     add("--check", type=Path, metavar="FILE.py", help="grade this file")
     add(
         "--timeout",
-        type=float,
-        default=TIMEOUT,
+        type=seconds,
         metavar="S",
-        help="seconds after which a call without an answer is given up (default %(default)g)",
+        help="of --check: seconds after which a call without an answer is given up (default "
+        f"{TIMEOUT:g})",
     )
     return parser
+
+
+def seconds(word: str) -> float:
+    given = float(word)
+    if not 0 < given < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {word}")
+    return given
 
 
 def run(argv: Sequence[str]) -> int:
@@ -72,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     name = arguments.name
     if name is None:
-        if asked:
+        if asked or arguments.timeout is not None:
             parser().error("say of which exercise; myllm study lists them")
         print(listing())
         return 0
@@ -81,8 +94,17 @@ def run(argv: Sequence[str]) -> int:
             parser().error(f"{name} is a rung, not an exercise: myllm study {name} runs it")
         parser().error(f"there is no rung and no exercise {name!r}; myllm study lists them")
     exercise = EXERCISES[name]
-    if arguments.check:
-        return _check(exercise, arguments.check, arguments.timeout)
+    if arguments.check is not None:
+        writing = {"--level": arguments.level, "-o": arguments.out, "--force": arguments.force}
+        given = [word for word, value in writing.items() if value not in (None, False)]
+        if given:
+            parser().error(
+                f"{' and '.join(given)} is for an exercise that is written; --check grades a file "
+                "as it is, of whatever level: leave out one or the other"
+            )
+        return _check(exercise, arguments.check, arguments.timeout or TIMEOUT)
+    if arguments.timeout is not None:
+        parser().error("--timeout is for --check")
     level = 1 if arguments.level is None else arguments.level
     if not 1 <= level <= len(exercise.levels):
         if len(exercise.levels) == 1:
@@ -153,23 +175,50 @@ def _run_rung(module: str, rest: list[str], name: str) -> int:
 def _write(exercise: Exercise, level: int, out: Path, force: bool) -> int:
     check = f"myllm study {exercise.name} --check {shlex.quote(out.as_posix())}"
     text = exercise_text(exercise, level, check)
+    if out.is_dir():
+        parser().error(f"{out} is a folder; name a file")
     try:
         with open(out, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ValueError(
+        parser().error(
             f"{out} is there already and stays as it is: {check} grades it, -o FILE.py writes "
             "elsewhere, --force replaces it"
-        ) from None
+        )
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        parser().error(f"{out} cannot be written: {error.strerror}")
     print(f"{out}: write {exercise.levels[level - 1]}, then {check}")
     return 0
 
 
 def _check(exercise: Exercise, path: Path, timeout: float) -> int:
-    found = grade(exercise, path, timeout=timeout)
+    if not path.is_file():
+        parser().error(absent(exercise.name, path))
+    with _first_lines():
+        found = grade(exercise, path, timeout=timeout)
     if not found.right:
         print(found.text)
         return 1
     home = home_of(exercise, path).replace(".", "/") + ".py"
     print(f"{exercise.name}: right in {found.calls} cases. Compare yours with {home}.")
     return 0
+
+
+@contextmanager
+def _first_lines() -> Iterator[None]:
+    """Show of what is printed meanwhile, by other processes too, the first lines alone."""
+    with tempfile.TemporaryFile() as kept:
+        sys.stderr.flush()
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            for line in islice(kept, LINES):
+                print(line.decode(errors="replace").rstrip("\r\n"), file=sys.stderr)
+            more = sum(1 for _ in kept)
+            if more:
+                print(f"({more} more lines that it printed)", file=sys.stderr)

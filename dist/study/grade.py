@@ -53,12 +53,20 @@ def home_of(exercise: Exercise, path: Path) -> str:
     return exercise.kernels if exercise.kernels and kernels else exercise.home
 
 
+def absent(name: str, path: Path) -> str:
+    """Say of a path that is no file's what to do."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file"
+    word = shlex.quote(path.as_posix())
+    return f"there is no file {path}; myllm study {name} -o {word} writes it"
+
+
 def check_file(exercise: Exercise, path: Path) -> None:
     """Raise unless a file can be an attempt at an exercise, with a sentence on what to do."""
     name, again = exercise.name, f"myllm study {exercise.name} -o ANOTHER.py"
     word = shlex.quote(path.as_posix())
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; myllm study {name} -o {word} writes it")
+        raise ValueError(absent(name, path))
     try:
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)

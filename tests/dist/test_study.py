@@ -99,7 +99,8 @@ def test_the_command_to_repeat_names_the_file_whatever_it_is_called(
     stated = (ast.get_docstring(ast.parse(text)) or "").splitlines()
     (in_file,) = (line.strip() for line in stated if "--check" in line)
     (printed,) = re.findall(r"then (.*)", capsys.readouterr().out)
-    assert main(["study", "relu", "-o", name]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["study", "relu", "-o", name])
     (refused,) = re.findall(r"as it is: (.*) grades it", capsys.readouterr().err)
     for command in (in_file, printed, refused):
         assert shlex.split(command) == ["myllm", "study", "relu", "--check", name]
@@ -116,6 +117,19 @@ def test_the_command_to_repeat_names_the_file_whatever_it_is_called(
         (["clip", "--level", "0"], "clip has one level; leave out --level"),
         (["gpt", "--foo"], "gpt is a rung that takes no arguments, but --foo came"),
         (["--check", "x.py"], "say of which exercise"),
+        (["--timeout", "5"], "say of which exercise"),
+        (["clip", "--timeout", "5"], "--timeout is for --check"),
+        (["clip", "--check", "x.py", "--timeout", "0"], "must be above 0, got 0"),
+        (["clip", "--check", "x.py", "--timeout=-1"], "must be above 0, got -1"),
+        (["clip", "--check", "x.py", "--timeout", "nan"], "must be above 0, got nan"),
+        (["clip", "--check", "x.py", "--timeout", "soon"], "invalid seconds value: 'soon'"),
+        (["clip", "--check", "no/such.py"], "there is no file no/such.py; myllm study clip -o"),
+        (["clip", "--check", "."], ". is a folder; name a file"),
+        (["rmsnorm", "--check", "x.py", "--level", "2"], "--level is for an exercise that is"),
+        (["clip", "--check", "x.py", "-o", "y.py", "--force"], "-o and --force is for an"),
+        (["clip", "-o", "."], ". is a folder; name a file"),
+        (["clip", "-o", ".", "--force"], ". is a folder; name a file"),
+        (["clip", "-o", "no/such.py"], "such.py cannot be written: No such file or directory"),
         (["rmsnorm", "--wrong"], "unrecognized arguments: --wrong"),
     ],
 )
@@ -170,7 +184,8 @@ def test_a_file_is_never_overwritten_unasked(
     assert main(["study", "relu"]) == 0
     written = Path("study_relu.py").read_text(encoding="utf-8")
     Path("study_relu.py").write_text("mine", encoding="utf-8")
-    assert main(["study", "relu"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["study", "relu"])
     said = capsys.readouterr().err
     assert "study_relu.py is there already and stays as it is" in said and "--force" in said
     assert Path("study_relu.py").read_text(encoding="utf-8") == "mine"

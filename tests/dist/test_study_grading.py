@@ -580,6 +580,18 @@ def test_a_function_that_never_returns_or_ends_the_process_is_said(
     assert not verdict.right and says in verdict.text
 
 
+@pytest.mark.parametrize("name", ["relu", "clip"])
+def test_of_what_a_file_prints_the_first_lines_are_shown(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = re.sub(r"( +)(return )", r"\1print('hello')\n\1\2", solution(EXERCISES[name]))
+    mine = write(tmp_path / "mine.py", text)
+    assert main(["study", name, "--check", str(mine)]) == 0
+    out, told = capfd.readouterr()
+    assert out.startswith(f"{name}: right in") and told.count("hello\n") == 10
+    assert re.search(r"^\(\d+ more lines that it printed\)$", told, re.MULTILINE)
+
+
 # ---- kernels -------------------------------------------------------------------------------------
 
 
