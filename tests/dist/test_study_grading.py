@@ -136,6 +136,19 @@ def backward(dO, Q, K, V, O, lse):
     dS = P * (dO @ V.T - np.sum(dO * O, axis=1, keepdims=True)) / d**0.5
     return dS @ K, dS.T @ Q, P.T @ dO
 """
+ROWS = """
+def backward(dO, Q, K, V, O, lse):
+    T, d = Q.shape
+    dQ, dK, dV = np.zeros_like(Q), np.zeros_like(K), np.zeros_like(V)
+    for t in range(T):
+        k = K[: t + 1]
+        P = np.exp(k @ Q[t] / d**0.5 - lse[t])
+        dS = P * (V[: t + 1] @ dO[t] - dO[t] @ O[t]) / d**0.5
+        dQ[t] = dS @ k
+        dK[: t + 1] += np.outer(dS, Q[t])
+        dV[: t + 1] += np.outer(P, dO[t])
+    return dQ, dK, dV
+"""
 WINDOWS = """
 from dist.data import Batch, make_batch as right
 def make_batch(windows, eos=None):
@@ -199,6 +212,7 @@ BESIDE = [
      "documents has dtype int64, should have int32"),
     ("targets", WINDOWS.format("pass"), None),
     ("tiled_backward", TABLE, "is the whole T × T table made?"),
+    ("tiled_backward", ROWS, None),
     ("tiled_backward", TABLE.replace("- np.sum(dO * O, axis=1, keepdims=True)", ""),
      "is δ missing?"),
     ("tree_sum", TREE_OF.format("parts = [np.copy(p) for p in parts]\n        "

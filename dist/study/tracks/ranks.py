@@ -276,6 +276,10 @@ bucket.""",
                 {"        before = (before + blocks) % size\n": ""},
             ),
             Mistake(
+                "is n not taken modulo W? Slice 0 of a bucket begins where the bucket does.",
+                {"before = (before + blocks) % size": "before = before + blocks"},
+            ),
+            Mistake(
                 "do offsets count from the bucket's begin? They are places in the whole array.",
                 {"min(high, low + block * end)": "min(high - low, block * end)"},
             ),
