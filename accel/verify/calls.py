@@ -14,6 +14,7 @@ import numpy as np
 
 from accel.verify.report import first_difference
 from accel.verify.subject import first_line, line_of
+from accel.verify.travel import element
 from reference.types import Array
 
 SHOWN = 300  # characters of an argument or a result
@@ -91,8 +92,9 @@ def judge(
         f"  smallest: {calls[least].text}",
         f"    {wrong[least]}",
         f"    expected {short(nearest[least])}",
-        f"    got      {short(got[least])}",
     ]
+    if not isinstance(got[least], Raised) or got[least].kind:  # else it is said already
+        lines.append(f"    got      {short(got[least])}")
     hints: dict[str, None] = {}
     for says, results in mistakes:
         guessed = results()
@@ -152,10 +154,11 @@ def difference(want: Any, got: Any, close: float) -> str:
         if not isinstance(got, (list, tuple)) or len(got) != len(want):
             n = f"{len(got)} items" if isinstance(got, (list, tuple)) else type(got).__name__
             return f"returns {n}, should be {len(want)} items"
-        for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        names = getattr(want, "_fields", [f"item {i}" for i in range(len(want))])
+        for name, a, b in zip(names, want, got, strict=True):
             part = difference(a, b, close)
             if part:
-                return f"item {i}: {part}"
+                return f"{name}: {part}"
         return ""
     array = isinstance(got, np.ndarray) and got.ndim > 0  # which is not equal or unequal as a whole
     return "" if not array and want == got else f"is {short(got)}, should be {short(want)}"
@@ -194,6 +197,10 @@ def _array_difference(want: Array, got: Any, close: float) -> str:
             near = (want == have) | (np.isnan(want) & np.isnan(have)) | (abs(want - have) <= room)
         if np.all(near):
             return ""
+    if want.dtype.kind == have.dtype.kind == "b":
+        at = np.argwhere(want != have)[0]
+        is_, due = have[tuple(at)], want[tuple(at)]
+        return f"first difference: {element('the result', at)} is {is_}, should be {due}"
     return first_difference("the result", have, want)
 
 

@@ -210,6 +210,8 @@ BESIDE = [
      "mask has dtype int64, should have bool"),
     ("targets", WINDOWS.format("documents = documents if eos is None else documents.astype(int)"),
      "documents has dtype int64, should have int32"),
+    ("targets", WINDOWS.format("mask = ~mask"), "mask: first difference: the result[0, 0] is False"
+     ", should be True"),
     ("targets", WINDOWS.format("pass"), None),
     ("tiled_backward", TABLE, "is the whole T × T table made?"),
     ("tiled_backward", ROWS, None),
