@@ -31,6 +31,8 @@ from dist.study.exercise import Exercise, Mistake, mistaken, module_of, source_o
 from dist.study.tracks import EXERCISES
 
 SEED = 0
+# cases of an op in each precision, by the op where None: what is right in float64 may leave float32
+DTYPES = {"float64": None, "float32": 20}
 TIMEOUT = 60.0  # seconds without an answer
 CLOSE = 1e-9  # of the largest element: float64, in any order of summation
 
@@ -93,7 +95,7 @@ def check_file(exercise: Exercise, path: Path) -> None:
             )
         now = parameters(function_of(ast.parse(source_of(home)), function))
         own = parameters(functions[short])
-        if len(own) != len(now):
+        if len(own) != len(now) or (own != now and sorted(own) == sorted(now)):
             raise ValueError(
                 f"{path}: {short} takes {', '.join(own) or 'nothing'}, but it is to take "
                 f"{', '.join(now)}: changed by hand, or written by an earlier version? {again} "
@@ -109,14 +111,18 @@ def check_file(exercise: Exercise, path: Path) -> None:
 
 
 def _grade_op(exercise: Exercise, path: Path, timeout: float) -> Verdict:
-    options = check.Options(ops=(exercise.name,), dtypes=("float64",), seed=SEED, short=True)
-    source = Source(module=str(path), op=exercise.name)
-    report = check_apart(source, options, timeout=timeout)
-    texts = []
-    for failure in report.failures:
-        failure.rerun = failure.file = ""
-        texts.append(failure_text(failure))
-    return Verdict(report.ok, report.cases, "\n\n".join(texts))
+    source, calls = Source(module=str(path), op=exercise.name), 0
+    for dtype, examples in DTYPES.items():
+        options = check.Options((exercise.name,), (dtype,), SEED, examples, short=True)
+        report = check_apart(source, options, timeout=timeout)
+        calls += report.cases
+        texts = []
+        for failure in report.failures:
+            failure.rerun = failure.file = ""
+            texts.append(failure_text(failure))
+        if not report.ok:
+            return Verdict(False, calls, "\n\n".join(texts))
+    return Verdict(True, calls, "")
 
 
 # ---- a function ----------------------------------------------------------------------------------

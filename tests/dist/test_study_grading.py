@@ -51,6 +51,23 @@ def test_the_solution_of_an_op_is_right(exercise: Exercise, tmp_path: Path) -> N
     assert report.ok and report.cases == 8
 
 
+def test_a_gradient_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    text = solution(EXERCISES["rmsnorm"]).replace("return dx, dg", "return np.float64(dx), dg")
+    verdict = grade(EXERCISES["rmsnorm"], write(tmp_path / "mine.py", text))
+    assert not verdict.right and "dx is float64, but the inputs are float32" in verdict.text
+
+
+def test_what_is_added_to_somebody_s_mathematics_is_not_asked_of_it(tmp_path: Path) -> None:
+    """``out``, ``plus`` and ``keep_x`` are of the functions around it."""
+    text = solution(EXERCISES["layernorm"]).replace("np.mean(dn * n, axis=-1, keepdims=True)", "0")
+    text = text.replace("return dx, dg, db", "raise ValueError('never')")
+    verdict = grade(EXERCISES["layernorm"], write(tmp_path / "mine.py", text))
+    (line,) = [i for i, said in enumerate(text.splitlines(), 1) if "never" in said]
+    assert f"ValueError: never (mine.py:{line})" in verdict.text
+    subject = load_op(tmp_path / "mine.py", "layernorm")
+    assert list(subject.signature("layernorm_backward") or ()) == ["dout", "cache"]
+
+
 def mistakes_in(exercises: list[Exercise]) -> Iterator[tuple[Exercise, Mistake]]:
     for exercise in exercises:
         yield from ((exercise, mistake) for mistake in exercise.mistakes)
@@ -489,7 +506,7 @@ def test_a_jacobian_and_a_list_of_gradients_are_right(tmp_path: Path) -> None:
         + """def backward(dy, cache):
     x, g, r = cache
     n, D = x * r, x.shape[-1]
-    jacobian = np.eye(D) - n[..., :, None] * n[..., None, :] / D
+    jacobian = np.eye(D, dtype=x.dtype) - n[..., :, None] * n[..., None, :] / D
     dx = r * np.einsum("...ij,...j->...i", jacobian, dy * g)
     return [dx, np.sum(dy * n, axis=tuple(range(dy.ndim - 1)))]
 """
@@ -570,6 +587,10 @@ def test_the_example_of_the_page_says_what_the_page_says(
         ('"""Exercise gelu, level 1: write backward."""', "is of the exercise gelu"),
         ("x = 1", "has no function clip_scale: was it overwritten?"),
         ("def clip_scale(norm): return 1", "takes norm, but it is to take norm, max_norm"),
+        (
+            "def clip_scale(max_norm, norm): return 1",
+            "takes max_norm, norm, but it is to take norm",
+        ),
         ("import nothing_such\ndef clip_scale(a, b): return 1", "does not import"),
     ],
 )
