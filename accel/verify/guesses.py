@@ -60,17 +60,17 @@ def explained(
     best = max(hits.values(), default=0)
     if best - 1 < MOST * len(larger):
         return
-    likely = [text for text, count in hits.items() if count == best]
+    likely = [text for text, count in hits.items() if count >= best - bool(larger)]
     for other in finite if likely else ():
         gone = _contradicted(other, guesses, frozenset(likely))
         likely = [text for text in likely if text not in gone]
     if len(likely) > 1:
         likely = _that_agree(larger, guesses, likely)
-    also = f", here and in {best - 1} of {len(larger)} larger cases" if larger else ""
     for text in likely[:limit]:
+        also = f", here and in {hits[text] - 1} of {len(larger)} larger cases" if larger else ""
         if not text.startswith(ALIKE):
             yield f"{text} That gives the {judged.name} which the kernel gave{also}."
-        elif best > len(larger) > 2:
+        elif hits[text] > len(larger) > 2:
             yield f"{text.removeprefix(ALIKE)} That loses as many digits as the kernel did{also}."
 
 
@@ -137,22 +137,22 @@ def _contradicted(other: Wrong, guesses: Guesses, likely: frozenset[str]) -> set
 
 
 def _that_agree(larger: Sequence[Wrong], guesses: Guesses, likely: list[str]) -> list[str]:
-    """Return the guesses that agree best, and closely, with all results, right ones among them."""
-    agree = Counter(dict.fromkeys(likely, 0))
+    """Return the guesses that disagree least with all results, right ones among them."""
+    differ = Counter(dict.fromkeys(likely, 0))
     for case, judged, every in larger:
         first = {j.name: j for j in reversed(every) if j.got is not None}  # not of a second call
         others = {**first, judged.name: judged}
         here: Counter[str] = Counter()
         for text, results in tried(case, guesses, _precise(case, judged), frozenset(likely)):
-            near = sum(
-                _near(onto(results[name], case, other), other)
+            far = sum(
+                not _near(onto(results[name], case, other), other)
                 for name, other in others.items()
                 if name in results
             )
-            here[text] = max(here[text], near)
-        agree.update(here)
-    best = max(agree.values())
-    return [text for text in likely if agree[text] == best]
+            here[text] = min(here.get(text, far), far)
+        differ.update(here)
+    least = min(differ.values())
+    return [text for text in likely if differ[text] == least]
 
 
 def _near(wrong: Array, judged: Judged) -> bool:

@@ -57,12 +57,13 @@ def hints_for(
             warnings.simplefilter("ignore")  # a mistake may well divide by zero
             found += of_parts(both)
             found = found or list(unwritten(both))
+            finite = _finite(evidence, judged)
             if not found:
-                found += explained(both, known, finite=_finite(evidence, judged))
+                found += explained(both, known, finite=finite)
             if not found:
                 found += factor(both)
             if not found and any(shows(w.judged) for w in both):
-                found += explained(both, any_place, limit=2, seconds=SECONDS)
+                found += explained(both, any_place, limit=2, seconds=SECONDS, finite=finite)
             found += of_values(both)
     if not found:
         found += _not_added(case, judged) or _kept(evidence, judged.name)
