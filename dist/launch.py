@@ -19,7 +19,7 @@ from accel import system
 from accel.system import ENDING, HANDED_ON, cores
 from dist.comm import warn
 from dist.monitor import say_lost
-from dist.stopping import NOHUP
+from dist.stopping import NOHUP, StopRequest
 from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
 
 # What a rank dies of, by number: a system has most of them.
@@ -114,7 +114,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     mpirun, kind = find_mpirun()
     env = environment(ranks)
     # what the caller has us ignore stays ignored: SIGHUP under nohup
-    heard = [number for number in ENDING if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [n for n in StopRequest.SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     if kind == "openmpi" and "SIGHUP" in (n.name for n in ENDING if n not in heard):
         env[NOHUP] = "1"  # it gives its ranks the system's own answer to SIGHUP
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun

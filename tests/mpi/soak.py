@@ -145,8 +145,7 @@ class Soak:
         elif whom:
             targets = [whom] if whom in there else []
         else:
-            asked = ranks if fault == "SIGUSR1" else ["launcher", *ranks]
-            targets = [self.random.choice(asked)] if asked else []
+            targets = [self.random.choice(["launcher", *ranks])]
         if targets:
             self.injections[fault] += 1
         for target in targets:
