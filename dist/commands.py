@@ -75,7 +75,8 @@ def train(argv: Sequence[str]) -> int:
         "--from",
         dest="begin",
         metavar="step-N",
-        help="go on from this checkpoint in run.out, not from the newest",
+        help="go on from this checkpoint in run.out, not from the newest; given again, it goes "
+        "back there again",
     )
     args.add_argument(
         "--changed",

@@ -19,7 +19,7 @@ from accel import system
 from accel.system import ENDING, HANDED_ON, cores
 from dist.comm import warn
 from dist.monitor import say_lost
-from dist.stopping import NOHUP, StopRequest
+from dist.stopping import NOHUP, StopRequest, same_command
 from dist.watchdog import FLOOR, LAST_WORDS, LAUNCHERS
 
 # What a rank dies of, by number: a system has most of them.
@@ -118,6 +118,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     if kind == "openmpi" and "SIGHUP" in (n.name for n in ENDING if n not in heard):
         env[NOHUP] = "1"  # it gives its ranks the system's own answer to SIGHUP
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
+    again = same_command(set_back="--from" in arguments)
     received: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -151,7 +152,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
                 process.send_signal(handed_on)
             complaint = started.turn()
             if complaint is not None:
-                warn(f"{complaint}; the same command goes on from the newest checkpoint")
+                warn(f"{complaint}; {again} goes on from the newest checkpoint")
                 _kill_all(others)
                 return 1
         _kill_all(others)  # an mpirun that was itself killed has left its ranks
@@ -165,9 +166,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     crash = CRASHES.get(status % 128)  # a shell's way and Open MPI's, or MPICH's
     if crash and not received:
         why = " (out of memory, perhaps, or somebody's signal)" if crash == "SIGKILL" else ""
-        warn(
-            f"a rank was ended by {crash}{why}; the same command goes on from the newest checkpoint"
-        )
+        warn(f"a rank was ended by {crash}{why}; {again} goes on from the newest checkpoint")
     # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
     if received and status != 1:
         if status in (128 + handed_on, handed_on):  # a shell's way, and MPICH's

@@ -68,7 +68,7 @@ class Saving:
     With ``aside`` each rank copies its slices there, and a thread writes the copies while training
     goes on; without, they are written at once. ``finish`` waits for the threads of all ranks, makes
     the checkpoint whole and points ``latest`` at it, before that ``best`` where it is that. Every
-    rank makes one, and calls ``finish``.
+    rank makes one, and calls ``finish``. ``again`` is which command goes on where writing fails.
 
     Raises
     ------
@@ -86,8 +86,10 @@ class Saving:
         best: bool = False,
         *,
         aside: Copies | None = None,
+        again: str = "the same command",
     ) -> None:
         self.folder, self.state, self.comm, self.best = folder, state, comm, best
+        self._again = again
         self.path = folder / folder_name(state.step)
         self._part = folder / f"{self.path.name}.tmp"
         self._cutting, self._slices = stepper.cutting, stepper.slices
@@ -180,7 +182,7 @@ class Saving:
                 shutil.rmtree(self._part, ignore_errors=True)
             raise AllRanksError(
                 f"the checkpoint {self.path} could not be written ({error}); what was saved before "
-                "is untouched: see to it (is the disk full?), then run the same command again"
+                f"is untouched: see to it (is the disk full?), then {self._again} goes on"
             ) from error
 
 

@@ -15,6 +15,11 @@ from dist.comm import warn
 NOHUP = "MYLLM_NOHUP"  # in the environment: our launcher was told to ignore SIGHUP
 
 
+def same_command(*, set_back: bool) -> str:
+    """Return what goes on from the newest checkpoint: ``--from`` would go back once more."""
+    return "the same command without --from" if set_back else "the same command"
+
+
 class StopRequest:
     """A signal that asks the run to end after the step under way, leaving a checkpoint.
 

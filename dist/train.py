@@ -35,7 +35,7 @@ from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_le
 from dist.introduction import introduction
 from dist.lock import locked
 from dist.step import Stepper
-from dist.stopping import StopRequest
+from dist.stopping import StopRequest, same_command
 from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
@@ -74,7 +74,8 @@ class Trainer:
         self.heldout: list[Windows] = []
         self.reservations: list[str] = []  # sentences on what is not promised of a run that goes on
         together(comm, lambda: check_folder(self.out), only=0)
-        comm.watch.follow(self.out, config.run.timeout)
+        self.again = same_command(set_back=begin is not None)
+        comm.watch.follow(self.out, config.run.timeout, self.again)
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
         config, self.chosen = together(comm, lambda: mode.settled(config, newest), only=0)[0]
@@ -314,7 +315,7 @@ class Trainer:
                 # SIGUSR1 is what our own launcher makes of the signal that it was sent
                 by = "" if asked == HANDED_ON else f" by {signal.Signals(asked).name}"
                 self.console.say(
-                    f"stopped{by} after step {self.step}; the same command goes on from there"
+                    f"stopped{by} after step {self.step}; {self.again} goes on from there"
                 )
                 break
         else:
@@ -498,7 +499,14 @@ class Trainer:
         self._tell(lambda sink: sink.flush())
         folder = self.out / CHECKPOINTS
         self.saving = saving.Saving(
-            folder, self.stepper, state, self.comm, self.tokenizer_path, best, aside=self.copies
+            folder,
+            self.stepper,
+            state,
+            self.comm,
+            self.tokenizer_path,
+            best,
+            aside=self.copies,
+            again=self.again,
         )
         self.saved_step = self.step
         self.saving_seconds = time.perf_counter() - began

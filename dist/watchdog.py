@@ -85,7 +85,7 @@ class Watch:
         self.place = Place("start", 0, 0, "none", False)
         self.limit = FIRST
         self.unheard: list[int] = []  # ranks whose datagrams do not arrive: nothing is watched
-        self._timeout = 0.0
+        self._timeout, self._again = 0.0, "the same command"
         self._file = Path(STACKS)
         self._lasted: dict[str, deque[float]] = {}
         self._began = time.monotonic()
@@ -96,9 +96,12 @@ class Watch:
 
     # ---- of the thread that trains -----------------------------------------------------------
 
-    def follow(self, out: Path, timeout: float) -> None:
-        """Take the folder for the stacks, and ``run.timeout``; 0 follows what was measured."""
-        self._file, self._timeout = out / STACKS, timeout
+    def follow(self, out: Path, timeout: float, again: str) -> None:
+        """Take the folder for the stacks, ``run.timeout`` and what goes on from a checkpoint.
+
+        A timeout of 0 follows what was measured.
+        """
+        self._file, self._timeout, self._again = out / STACKS, timeout, again
         self.limit = max(timeout, FIRST)
 
     def begin(self, work: str, step: int) -> None:
@@ -235,8 +238,8 @@ class Watch:
         end_within(LAST_WORDS)  # whatever cannot be said or written by then
         self._send(None)
         say = f"myllm train: {'; '.join(culprits)}. The stacks of the ranks that can tell are in "
-        say += f"{self._file}. The same command goes on from the newest checkpoint; if nothing was "
-        say += "wrong, set run.timeout higher\n"
+        say += f"{self._file}. {self._again.capitalize()} goes on from the newest checkpoint; if "
+        say += "nothing was wrong, set run.timeout higher\n"
         with contextlib.suppress(OSError):
             sys.stderr.write(say)
             sys.stderr.flush()

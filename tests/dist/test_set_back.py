@@ -161,6 +161,24 @@ def test_a_mistyped_start_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert checkpoint.pointed(folder) == folder / "step-00000006" and len(losses(config)) == 6
 
 
+def test_after_from_the_same_command_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    for begin, said in ((None, "the same command goes on"), ("step-1", "without --from goes on")):
+        stop = StopRequest()
+        stop.signal = signal.SIGTERM
+        assert Trainer(config, Solo(), begin=begin).run(stop) == signal.SIGTERM
+        assert said in capsys.readouterr().out
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving, "_write_slices", full)
+    assert train(config, "--from", "step-2") == 1
+    assert "then the same command without --from goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_run_that_went_on_meanwhile_is_not_set_back(
     tmp_path: Path, before: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -33,7 +33,7 @@ def test_the_limit_follows_the_slowest_of_the_last_pieces(monkeypatch: pytest.Mo
 
 def test_run_timeout_is_the_limit_after_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(0, 2)
-    watch.follow(Path("run"), 7.0)
+    watch.follow(Path("run"), 7.0, "the same command")
     assert work(watch, [0.0], "step", 0) == FIRST
     assert work(watch, [0.0], "step", 0) == 7.0
 
@@ -79,6 +79,7 @@ def test_who_was_heard_of_lately_is_not_taken_for_one_that_hangs(
     """Ranks 1 to 3 were last heard of so many seconds ago, and wait in MPI as rank 0 does."""
     place = watchdog.Place("step", 3, 28, "all_gather", True)
     watch = Watch(0, 4)
+    watch.follow(Path("run"), 2.0, "the same command without --from")
     watch.limit, watch._clock = 2.0, 100.0
     watch._machines = ["here"] * 4
     watch._places = dict.fromkeys((1, 2, 3), place)
@@ -90,6 +91,7 @@ def test_who_was_heard_of_lately_is_not_taken_for_one_that_hangs(
     watch._judge(place, 2.0)
     said = capsys.readouterr().err
     assert said.count(" hang") == (named is not None) and (named or "") in said
+    assert said.count(". The same command without --from goes on") == (named is not None)
 
 
 @pytest.mark.parametrize(("address", "unheard"), [("127.0.0.1", []), ("192.0.2.1", [0, 1])])
