@@ -1,4 +1,4 @@
-"""The lock file of a folder that only one process may write to."""
+"""The lock file of a folder that only one process may write to, and files that are taken away."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ from tokenizer.files import LOCK, remove_parts
 
 
 @contextmanager
-def locked(folder: Path, who: str) -> Iterator[None]:
+def locked(folder: Path, who: str) -> Iterator[int]:
     """Hold the lock file of a folder, and remove what writers left there that were killed.
+
+    Yields its descriptor.
 
     Raises
     ------
@@ -26,6 +28,14 @@ def locked(folder: Path, who: str) -> Iterator[None]:
                 f"another {who} is writing to {folder}: wait for it, or choose another folder"
             )
         remove_parts(folder)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def still_at(path: Path, descriptor: int) -> bool:
+    """Tell whether an open file is the one of that name: it may have been removed or moved."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -17,6 +17,7 @@ import numpy as np
 
 from accel import launcher
 from dist.comm import Comm, sentence, warn
+from dist.lock import still_at
 from dist.manifest import Count
 from dist.watchdog import Watch
 from reference.ops import Ops
@@ -109,10 +110,19 @@ class Metrics:
             self._file.write(json.dumps(clean) + "\n")
 
     def flush(self) -> None:
-        """Have every line on the disk, as what they tell of will be."""
-        if self._file is not None:
-            with writing(self.path):
-                os.fsync(self._file.fileno())
+        """Have every line on the disk, as what they tell of will be.
+
+        Where the file was taken away meanwhile, the lines that follow go to one of its name.
+        """
+        if self._file is None:
+            return
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            if not still_at(self.path, self._file.fileno()):
+                warn(f"{self.path} was removed or moved: another one has what follows")
+                self._file.close()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
         """Close the file."""
@@ -263,7 +273,9 @@ def bytes_text(n: float) -> str:
     return f"{n:,.1f} TiB"
 
 
-def step_line(record: dict[str, Any], total_steps: int, eta: float, columns: int = COLUMNS) -> str:
+def step_line(
+    record: dict[str, Any], total_steps: int, eta: float | None, columns: int = COLUMNS
+) -> str:
     """Return the line of a step, with what has room there; ``metrics.jsonl`` has more."""
     loss, norm, width = record["loss"], record["norm"], len(str(total_steps))
     parts = [
@@ -272,7 +284,7 @@ def step_line(record: dict[str, Any], total_steps: int, eta: float, columns: int
         gradient := f"norm {norm:.3f}" if not abs(norm) >= 1e3 else f"norm {norm:.3g}",
         speed := f"{record['tokens_per_s']:,.0f} tok/s",
         peak := f"{100 * record['utilisation']:.0f}% peak",
-        f"ETA {duration(eta)}",
+        *([] if eta is None else [f"ETA {duration(eta)}"]),
     ]
     for part in (peak, speed, gradient):
         if len("  ".join(parts)) > columns:
@@ -394,8 +406,8 @@ class Console:
                 self._stream.write(line + "\n")
                 self._stream.flush()
 
-    def step(self, record: dict[str, Any], eta: float) -> None:
-        """Tell of a step: in the bar, or in a line if it is its turn."""
+    def step(self, record: dict[str, Any], eta: float | None) -> None:
+        """Tell of a step: in the bar, or in a line if it is its turn; ``eta`` None: not known."""
         columns = COLUMNS if self._progress is None else min(COLUMNS, self._columns() - BAR)
         line, step = step_line(record, self._total, eta, columns), record["step"]
         if self._progress is not None:

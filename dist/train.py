@@ -27,20 +27,20 @@ from accel.system import HANDED_ON
 from dist import checkpoint, manifest, mode, monitor, saving
 from dist.carriers import carrier
 from dist.checkpoint import CHECKPOINTS
-from dist.comm import AllRanksError, Comm, sentence, together
+from dist.comm import AllRanksError, Comm, sentence, together, warn
 from dist.config import RunFile, from_tables
 from dist.data import TrainingData, Windows, any_known, held_out, short_names
 from dist.differences import computes_by, measured_on, same_learning, the_same
 from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.introduction import introduction
-from dist.lock import locked
+from dist.lock import locked, still_at
 from dist.step import Stepper
 from dist.stopping import StopRequest, same_command
 from dist.weights import Weights, first_weights
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
-from tokenizer.files import check_folder, replace_durably
+from tokenizer.files import LOCK, check_folder, replace_durably
 
 CONFIG = "config.toml"
 
@@ -68,6 +68,7 @@ class Trainer:
     ) -> None:
         self.comm = comm
         self._held = ExitStack()  # the lock of the run's folder, on rank 0
+        self._lock: int | None = None  # its descriptor, as long as it lies there
         self.carried = ""  # a sentence: how a GPU's arrays travel
         self.out = Path(config.run.out)
         self.config_file = self.out / CONFIG
@@ -221,7 +222,7 @@ class Trainer:
 
     def _prepare_folder(self, newest: Path | None) -> None:
         with ExitStack() as held:
-            held.enter_context(locked(self.out, "run"))
+            self._lock = held.enter_context(locked(self.out, "run"))
             if self.set_back is None and checkpoint.to_resume(self.out / CHECKPOINTS) != newest:
                 raise ValueError(
                     f"another run has gone on in {self.out} while this one was getting ready: give "
@@ -290,8 +291,10 @@ class Trainer:
             signals = [int(number) for number, *_ in everyone if number is not None]
             asked = signals[0] if signals else None
             record["memory"] = sum(memory for _, memory, *_ in everyone)
-            elapsed = time.perf_counter() - started
-            eta = elapsed / (self.step - first_step) * (config.steps - self.step)
+            now, timed = time.perf_counter(), self.step - first_step - 1
+            if not timed:
+                started = now  # behind the first step, in which kernels are compiled
+            eta = (now - started) / timed * (config.steps - self.step) if timed else None
             self.console.step(record, eta)
             self._write(record)
             if all(done for *_, done in everyone):
@@ -496,6 +499,9 @@ class Trainer:
             format_version=manifest.NEWEST if self.checksums else manifest.SEALED_SINCE,
             monitor=self.guards.remember(self.best),
         )
+        if self._lock is not None and not still_at(self.out / LOCK, self._lock):
+            warn(f"{self.out / LOCK} was removed or moved: nothing keeps another run out of there")
+            self._lock = None
         self._tell(lambda sink: sink.flush())
         folder = self.out / CHECKPOINTS
         self.saving = saving.Saving(

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from accel import launcher
 from dist import mode, monitor
+from dist.train import Trainer
 from dist.watchdog import Watch
 from tests.helpers import ROOT
 from tests.helpers.runs import prepare, save_run_file, train
@@ -116,6 +118,30 @@ def test_a_rank_that_is_told_the_terminal_s_name_moves_its_line_there(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such terminal")
+def test_the_first_step_says_nothing_of_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It compiles kernels; each of the others takes 7 s here."""
+    seconds, step = [0.0], Trainer._one_step
+
+    def slow(self: Trainer) -> dict[str, Any]:
+        seconds[0] += 7.0 if self.step % 3 else 1000.0
+        return step(self)
+
+    def clock() -> float:
+        seconds[0] += 1e-6
+        return seconds[0]
+
+    monkeypatch.setattr(Trainer, "_one_step", slow)
+    monkeypatch.setattr("dist.train.time", SimpleNamespace(perf_counter=clock))
+    config = prepare(tmp_path, train__steps=3)
+    assert train(config) == 0
+    assert train(config, "--set", "train.steps=6", "--changed") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    found = [line.partition("  ETA ")[2] for line in lines if "/" in line.split("  ")[0]]
+    assert found == ["", "7s", "0s"] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_line_is_as_wide_as_the_terminal_is_now(
     ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -219,6 +219,31 @@ def test_what_a_record_tells_of_is_not_on_the_disk_before_it(
     assert 0 <= synced.index("metrics.jsonl") < synced.index("master.bin")
 
 
+@pytest.mark.parametrize("gone", ["metrics.jsonl", "lock", "."])
+def test_files_that_are_taken_away_meanwhile_are_missed(
+    tmp_path: Path, gone: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2)
+    step, out = Trainer._one_step, tmp_path / "run"
+
+    def taken_away(self: Trainer) -> Any:
+        if self.step == 2:
+            self._finish_saving()
+            (out / gone).rename(tmp_path / "elsewhere")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "_one_step", taken_away)
+    assert train(config) == 0
+    said = capsys.readouterr().err.splitlines()
+    names = ["lock", "metrics.jsonl"] if gone == "." else [gone]
+    assert [line.split(" was removed or moved: ")[0] for line in said] == [
+        f"myllm train: {out / name}" for name in names
+    ]
+    steps = [r["step"] for r in monitor.read_metrics(out) if "loss" in r]
+    assert steps == ([1, 2, 3, 4, 5, 6] if gone == "lock" else [5, 6])
+    assert checkpoint.pointed(out / "checkpoints") is not None
+
+
 def test_figures_that_cannot_be_kept_end_the_run_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
