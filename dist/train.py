@@ -36,7 +36,7 @@ from dist.introduction import introduction
 from dist.lock import locked, still_at
 from dist.step import Stepper
 from dist.stopping import StopRequest, same_command
-from dist.weights import Weights, first_weights
+from dist.weights import Weights, first_weights, same_tokenizer
 from reference.flops import training_flops
 from reference.generate import generate
 from reference.params import decoder_layout
@@ -170,9 +170,11 @@ class Trainer:
     def _resume(self, newest: Path, changed: bool) -> monitor.Memory:
         saved = together(self.comm, lambda: checkpoint.read_resumable(newest))[0]
         state: checkpoint.State = saved
-        differences = same_learning(state.config, self.config)
-        if state.tokenizer_sha256 != self.data.tokenizer_sha256:
+        differences = same_learning(state.config, self.config, state.data, self.checksums)
+        known = state.tokenizer_sha256
+        if known != self.data.tokenizer_sha256:
             differences.append("the tokenizer of the data")
+            together(self.comm, lambda: same_tokenizer(newest, known, self.tokenizer))
         others = sorted(
             path
             for path, checksum in self.checksums.items()

@@ -190,7 +190,7 @@ def first_weights(
     def read() -> str:
         weights = Weights(config.train.init)
         _same_model(weights.config, config.model, weights.path)
-        _same_tokenizer(weights, tokenizer)
+        same_tokenizer(weights.path, weights.manifest.tokenizer_sha256, tokenizer)
         flat = ops.from_numpy(np.zeros(layout.size, np.float32))
         for name, view in layout.views(flat).items():  # as ``initial_weights`` does
             ops.accumulate(view, ops.from_numpy(_resized(weights.read(name), view.shape)))
@@ -233,18 +233,23 @@ def _same_model(there: Config, here: Config, path: Path) -> None:
         )
 
 
-def _same_tokenizer(weights: Weights, tokenizer: "Tokenizer | None") -> None:
-    """Refuse data whose ids mean something else to the model."""
-    sha = weights.manifest.tokenizer_sha256
-    if weights.tokenizer is None or tokenizer is None or tokenizer.sha256 == sha:
+def same_tokenizer(path: Path, sha256: str | None, tokenizer: "Tokenizer | None") -> None:
+    """Refuse data whose ids mean something else to the model of a checkpoint.
+
+    Raises
+    ------
+    ValueError, OSError
+        When both tokenizers are known, and that of the data has not the other's ids.
+    """
+    if not sha256 or tokenizer is None or tokenizer.sha256 == sha256:
         return
-    old, new = load_tokenizer(weights.tokenizer, sha).vocabulary, tokenizer.vocabulary
+    old, new = load_tokenizer(path / TOKENIZER, sha256).vocabulary, tokenizer.vocabulary
     specials = old.special_tokens.items() <= new.special_tokens.items()
     if not (specials and old == dataclasses.replace(new, special_tokens=old.special_tokens)):
         raise ValueError(
-            f"train.init: the data was packed with another tokenizer than that of {weights.path}, "
-            f"so its ids mean something else: pack it with {weights.tokenizer}, or with that "
-            "tokenizer and more special tokens (myllm tokenizer extend)"
+            f"the data was packed with another tokenizer than that of {path}, so its ids mean "
+            f"something else: pack it with {path / TOKENIZER}, or with that tokenizer and more "
+            "special tokens (myllm tokenizer extend)"
         )
 
 

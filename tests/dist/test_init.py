@@ -255,6 +255,19 @@ def test_ids_must_mean_what_they_mean_to_the_model(
         assert "packed with another tokenizer" in said.err and "tokenizer extend" in said.err
 
 
+@pytest.mark.parametrize(("name", "fits"), [("chat", True), ("other", False)])
+def test_a_change_that_is_meant_is_not_another_tokenizer(
+    name: str, fits: bool, tokenizers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "before").mkdir()
+    before = packed(tmp_path / "before", tokenizers / "bare.tok")
+    assert train(before) == 0
+    config = packed(tmp_path, tokenizers / f"{name}.tok")
+    run = replace(before, data=config.data, train=replace(config.train, steps=7))
+    assert train(run, "--changed") == (0 if fits else 1)
+    assert ("ids mean something else" in capsys.readouterr().err) != fits
+
+
 # ---- the worked page -----------------------------------------------------------------------------
 
 

@@ -173,6 +173,42 @@ def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
     assert same_learning(manifest["config"], wider) == ["model.window: 0 -> 3"]
 
 
+def test_packed_texts_may_lie_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = prepare(tmp_path, run__eval_every=3)
+    assert train(config) == 0
+    (tmp_path / "scratch").mkdir()
+    moved = []
+    for name in ("train", "heldout"):
+        (tmp_path / name).rename(tmp_path / "scratch" / name)
+        moved += ["--set", f"data.{name}={tmp_path / 'scratch' / name}/"]
+    assert train(config, *moved) == 0
+    write_dataset(tmp_path / "train", random_walk(1900, seed=9))
+    assert train(config, *moved[2:]) == 1
+    said = capsys.readouterr().err
+    assert "train was packed anew" in said and "data." not in said
+
+
+def test_a_second_copy_of_packed_texts_is_another_source(tmp_path: Path) -> None:
+    """Its windows come from the first on, where those of one go on behind the last that came."""
+    config = prepare(tmp_path)
+    one, two, new = (str(tmp_path / name) for name in ("one", "two", "new"))
+
+    def of(*paths: str) -> RunFile:
+        phases = [{"tokens": 96, "sources": [{"path": path}]} for path in paths]
+        data = {"phases": phases}
+        run = config.to_dict()
+        return from_tables({**run, "data": data, "train": {**run["train"], "steps": 0}})
+
+    same = {path: "checksum" for path in (one, two, new)}
+
+    def differences(old: tuple[str, ...], new: tuple[str, ...]) -> int:
+        then, now = ({path: same[path] for path in paths} for paths in (old, new))
+        return len(same_learning(of(*old).to_dict(), of(*new), then, now))
+
+    assert differences((one, one), (new, new)) == 0
+    assert differences((one, one), (one, two)) == differences((one, two), (one, one)) == 1
+
+
 @pytest.mark.parametrize("name", ["train", "heldout"])
 def test_texts_that_were_packed_anew_are_not_those_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
