@@ -103,7 +103,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser(
         "score",
         "Show how likely a model finds texts: the logarithm of each token's probability given "
-        "those before it, their sum, and the perplexity.",
+        "those before it, their sum, and the perplexity. Before a text stands an end of text, as "
+        "in training: its first token counts, too, which it does not in `myllm inspect`.",
         'myllm score runs/laptop "The cat sat." "The cat sat on on."',
     )
     add_model(args)
@@ -145,7 +146,8 @@ def _as_table(scored: Scored, pieces: list[str]) -> str:
     return "\n".join(
         [
             *lines,
-            f"{scored.total:10.4f}  the sum: {len(pieces)} tokens, perplexity "
-            f"{scored.perplexity:.2f}, {scored.bits_per_byte:.3f} bits per byte",
+            f"{scored.total:10.4f}  the sum: {len(pieces)} token{'s' * (len(pieces) != 1)} "
+            f"behind an end of text, perplexity {scored.perplexity:.2f}, "
+            f"{scored.bits_per_byte:.3f} bits per byte",
         ]
     )

@@ -30,7 +30,8 @@ def inspect(argv: Sequence[str]) -> int:
         "inspect",
         "Write one HTML page that shows what a model makes of a text: loss and predictions of each "
         "token, attention by layer and head, norms of activations and gradients, and what each "
-        "layer would predict. It needs no network and no other file.",
+        "layer would predict. It needs no network and no other file. Nothing stands before the "
+        "text, so nothing predicts its first token; `myllm score` has an end of text there.",
         'myllm inspect runs/laptop --text "Once upon a time there was a king."',
     )
     add_checkpoint(args)
@@ -69,6 +70,7 @@ def facts(model: Model, found: Trace, tokenizer: "Tokenizer", ids: Array) -> dic
     config = model.config
     named = sorted({*ids.tolist(), *found.best.reshape(-1).tolist()})
     n_bytes = sum(len(_bytes(tokenizer, i)) for i in ids[1:].tolist())
+    bits = found.loss.sum() / np.log(2) / max(n_bytes, 1)
     return {
         "model": str(model.path),
         "parameters": decoder_layout(config).size,
@@ -78,7 +80,8 @@ def facts(model: Model, found: Trace, tokenizer: "Tokenizer", ids: Array) -> dic
         "names": {str(i): _name(tokenizer, i) for i in named},
         "loss": _short(found.loss, 3),
         "rank": found.rank.tolist(),
-        "bits_per_byte": float(found.loss.sum() / np.log(2) / max(n_bytes, 1)),
+        "figures": f"{len(ids)} tokens; of the {len(ids) - 1} behind the first, which nothing "
+        f"predicts: mean loss {found.loss.mean():.3f} nats, {bits:.3f} bits per byte",
         "best": found.best.tolist(),
         "best_p": _short(found.best_p, 4),
         "true_p": _short(found.true_p, 5),

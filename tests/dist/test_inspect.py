@@ -127,6 +127,12 @@ def test_the_page_holds_the_trace_and_nothing_from_elsewhere(run: Path, tmp_path
     np.testing.assert_allclose(data["loss"], traced.loss, rtol=5e-3)
     np.testing.assert_allclose(data["dx_norm"], traced.dx_norm, rtol=1e-3)
     assert data["best"] == traced.best.tolist()
+    size = len(NASTY.encode()) - len(tokenizer.token_bytes(int(ids[0])))
+    assert data["figures"] == (
+        f"{len(ids)} tokens; of the {len(ids) - 1} behind the first, which nothing predicts: mean "
+        f"loss {traced.loss.mean():.3f} nats, "
+        f"{traced.loss.sum() / np.log(2) / size:.3f} bits per byte"
+    )
     levels = np.frombuffer(base64.b64decode(data["attention"][1][0]), np.uint8)
     sent = np.zeros((len(ids), len(ids)))
     sent[np.tril_indices(len(ids))] = (levels / 255) ** 2

@@ -73,7 +73,7 @@ def test_the_table_shows_each_token_and_their_sum(
     numbers = [float(line.split()[0]) for line in lines[1:]]
     assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=1e-3)
     assert "".join(eval(line.split(maxsplit=2)[2]) for line in lines[1:-1]) == "the fox"
-    assert "perplexity" in lines[-1]
+    assert "tokens behind an end of text, perplexity" in lines[-1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the fox")))
     assert score(model, "-") == 0
     assert capsys.readouterr().out.splitlines() == lines
