@@ -29,7 +29,8 @@ def introduction(run: "Trainer") -> Iterator[str]:
         end = ";" if rest else ""
         yield f"{d.path}: {d.n_tokens:,} tokens, {d.n_windows:,} windows{end}"
         if rest:
-            yield f"  the last {rest} tokens, less than a window, are not used"
+            some = "token is" if rest == 1 else f"{rest} tokens are"
+            yield f"  the last {some} not used: less than a window"
         if d.unchecked:
             yield d.unchecked
     looked_at = config.run.eval_windows
