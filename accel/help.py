@@ -15,9 +15,11 @@ def parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
 
 def minutes(text: str) -> float:
     """Return a time that an option gives: above 0, and not beyond ten million minutes."""
-    n = float(text)
-    if not 0 < n <= 1e7:
-        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, got {text}")
+    n, most = float(text), 10_000_000
+    if not 0 < n <= most:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of minutes above 0, at most {most:,}, got {text}"
+        )
     return n
 
 

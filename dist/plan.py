@@ -398,7 +398,6 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
         f"  training, a token {p.flops[0]:>22,.0f}  (6N + attention, all scores counted)",
         f"                    {p.flops[1]:>22,.0f}  (the causal half of the scores)",
         f"  training, a step  {p.flops[0] * run.tokens_per_step:>22.4g}",
-        f"  whole run         {p.flops[0] * p.exposures:>22.4g}",
     ]
     if run.optim.kind == "muon":
         step = p.flops[0] * run.tokens_per_step
@@ -407,8 +406,11 @@ def lines(run: RunFile, ranks: int, speed: float | None) -> list[str]:
             f"    of a rank, most {p.muon[1]:>22.4g}  {p.muon[1] / step * ranks:.1%} of its share",
         ]
     out += [
-        f"  forward: {part:<12}{work:>19,.0f}  a token, {work / total:.1%}"
-        for part, work in p.forward.items()
+        f"  whole run         {p.flops[0] * p.exposures + p.muon[0] * p.steps:>22.4g}",
+        *(
+            f"  forward: {part:<12}{work:>19,.0f}  a token, {work / total:.1%}"
+            for part, work in p.forward.items()
+        ),
     ]
     many = kv_cache_bytes(model, 2 if item == "bf16" else 4) // model.n_kv_heads * model.n_heads
     out += [

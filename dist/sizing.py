@@ -132,7 +132,8 @@ class Choice(NamedTuple):
         next_from = f", a larger one from {larger[0]:.1e} on" if larger else ""
         return (
             f"model: {self.size.d_model} wide, {self.size.n_layers} layers, for {self.flops:.1e} "
-            f"operations ({self.speed / 1e9:.0f} GFLOP/s for {self.seconds:.0f} s){next_from}"
+            f"operations ({self.speed / 1e9:.0f} GFLOP/s for {100 * SHARE:.0f} % of "
+            f"{self.seconds:.0f} s){next_from}"
         )
 
 

@@ -209,6 +209,19 @@ def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]
     assert "sent in a step" in capsys.readouterr().out
 
 
+def test_a_run_with_muon_takes_its_products_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "demo", "--set", "data.phases=[]", "--set", "train.steps=100"]) == 0
+    found = capsys.readouterr().out.partition("floating-point operations\n")[2].splitlines()
+    of = {name.strip(): float(n.split()[0].replace(",", "")) for name, n in map(split, found[:6])}
+    step = of["training, a step"] + of["Muon, a step"]
+    assert of["Muon, a step"] > 0 and of["whole run"] == pytest.approx(100 * step, rel=1e-3)
+
+
+def split(line: str) -> tuple[str, str]:
+    """Return the name and the figures of a line of a plan."""
+    return line[:20], line[20:]
+
+
 def test_the_parts_of_a_model_are_its_parameters() -> None:
     """MyLLM-1B: 1,792 wide, 28 layers, 14 heads of 128 of which 2 for keys, SwiGLU of 4,864."""
     model = MYLLM_1B
