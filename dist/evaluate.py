@@ -24,6 +24,11 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def finite(x: float | None) -> float | None:
+    """Return a number for JSON, which has no infinity."""
+    return x if x is not None and math.isfinite(x) else None
+
+
 class Evaluation(NamedTuple):
     """Of the held-out windows that were looked at."""
 
@@ -42,6 +47,15 @@ class Evaluation(NamedTuple):
         if not self.n_bytes:
             return None
         return self.loss * self.n_targets / math.log(2) / self.n_bytes
+
+    def fields(self) -> dict[str, float | None]:
+        """Return the figures for programs."""
+        return {
+            "loss": finite(self.loss),
+            "perplexity": finite(self.perplexity),
+            "bits_per_byte": finite(self.bits_per_byte),
+            "tokens": self.n_targets,
+        }
 
     def __str__(self) -> str:
         bits = self.bits_per_byte

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel.help import parser
-from dist.evaluate import perplexity
+from dist.evaluate import finite, perplexity
 from dist.model import Model
 from dist.pack import eos_of
 from dist.use import add_model, load, text_of
@@ -50,10 +50,6 @@ class Scored(NamedTuple):
     def bits_per_byte(self) -> float:
         """The size of the text compressed by the model; comparable between tokenizers."""
         return -self.total / math.log(2) / len(self.text.encode("utf-8", "surrogatepass"))
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None  # JSON has no infinity
 
 
 def log_probabilities(model: Model, ids: Sequence[int]) -> Array:
@@ -126,13 +122,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _as_json(scored: Scored, pieces: list[str]) -> str:
     tokens = [
-        {"id": i, "text": piece, "log_probability": p, "perplexity": _finite(perplexity(-p))}
+        {"id": i, "text": piece, "log_probability": p, "perplexity": finite(perplexity(-p))}
         for i, piece, p in zip(scored.ids, pieces, scored.log_p.tolist(), strict=True)
     ]
     fields: dict[str, Any] = {
         "text": scored.text,
         "log_probability": scored.total,
-        "perplexity": _finite(scored.perplexity),
+        "perplexity": finite(scored.perplexity),
         "bits_per_byte": scored.bits_per_byte,
         "tokens": tokens,
     }

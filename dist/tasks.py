@@ -144,12 +144,21 @@ class Score(NamedTuple):
     right_per_byte: int
     chance: float  # the expected share of a guess
 
-    def __str__(self) -> str:
-        parts = []
-        for name, right in (("accuracy", self.right), ("per byte", self.right_per_byte)):
+    def fields(self) -> dict[str, float]:
+        """Return the figures for programs."""
+        found: dict[str, float] = {}
+        for name, right in (("accuracy", self.right), ("per_byte", self.right_per_byte)):
             p = right / self.n
-            parts.append(f"{name} {p:.3f} ± {math.sqrt(p * (1 - p) / self.n):.3f}")
-        return f"{', '.join(parts)}, by chance {self.chance:.3f} ({self.n} questions)"
+            found |= {name: p, f"{name}_error": math.sqrt(p * (1 - p) / self.n)}
+        return {**found, "chance": self.chance, "questions": self.n}
+
+    def __str__(self) -> str:
+        f = self.fields()
+        return (
+            f"accuracy {f['accuracy']:.3f} ± {f['accuracy_error']:.3f}, per byte "
+            f"{f['per_byte']:.3f} ± {f['per_byte_error']:.3f}, by chance {self.chance:.3f} "
+            f"({self.n} questions)"
+        )
 
 
 def answer(

@@ -1,6 +1,7 @@
 """``myllm eval`` and ``myllm plot``: how good a trained model is."""
 
 import io
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from dist import config as run_file
 from dist import monitor
 from dist.comm import Solo
 from dist.data import Windows
-from dist.evaluate import evaluate, load_tokenizer, pooled, token_lengths
+from dist.evaluate import Evaluation, evaluate, load_tokenizer, pooled, token_lengths
 from dist.model import Model, load_model
 from tokenizer.files import replace_durably
 from tokenizer.read import standard_input
@@ -102,13 +103,18 @@ def eval_(argv: Sequence[str]) -> int:
         '{"context": …, "choices": […], "answer": 0} (may be repeated)',
     )
     args.add_argument("--limit", type=int, metavar="N", help="questions of each file, at most")
+    args.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object a dataset or file, on a line; of several datasets a last one of all",
+    )
     given = args.parse_intermixed_args(argv)
     for name in ("windows", "limit"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
     model = load_model(given.checkpoint, given.backend, given.compute)
     if given.tasks:
-        return _answer(model, given.tasks, given.limit)
+        return _answer(model, given.tasks, given.limit, as_json=given.json)
     tables = model.state.config
     if "data" not in tables:  # imported weights: no run says what they are to be measured on
         train = {"micro_batch": 1, "global_batch": 1, "steps": 1, "lr": 1.0}
@@ -139,16 +145,29 @@ def eval_(argv: Sequence[str]) -> int:
             lengths=lengths,
         )
         results.append(result)
+        taken = monitor.duration(time.perf_counter() - started)
         print(
-            f"{model.path} on {windows.dataset.path}: {result} ({result.n_targets:,} tokens in "
-            f"{monitor.duration(time.perf_counter() - started)})"
+            _as_json(model, [windows], result)
+            if given.json
+            else f"{model.path} on {windows.dataset.path}: {result} ({result.n_targets:,} tokens "
+            f"in {taken})"
         )
     if len(results) > 1:
-        print(f"{model.path} on all {len(results)}: {pooled(results)}")
+        whole = pooled(results)
+        print(
+            _as_json(model, sets, whole)
+            if given.json
+            else f"{model.path} on all {len(results)}: {whole}"
+        )
     return 0
 
 
-def _answer(model: Model, files: Sequence[Path], limit: int | None) -> int:
+def _as_json(model: Model, sets: Sequence[Windows], found: Evaluation) -> str:
+    paths = [str(windows.dataset.path) for windows in sets]
+    return json.dumps({"checkpoint": str(model.path), "data": paths, **found.fields()})
+
+
+def _answer(model: Model, files: Sequence[Path], limit: int | None, *, as_json: bool) -> int:
     """Answer the questions of files, and print how many rightly."""
     from dist.tasks import answer  # which needs this module
 
@@ -161,7 +180,8 @@ def _answer(model: Model, files: Sequence[Path], limit: int | None) -> int:
                 status.update(f"{path}: {done} questions")
 
             score = answer(model, tokenizer, path, limit=limit, tell=tell)
-        print(f"{path}: {score}")
+        fields = {"checkpoint": str(model.path), "file": str(path), **score.fields()}
+        print(json.dumps(fields) if as_json else f"{path}: {score}")
     return 0
 
 

@@ -38,6 +38,13 @@ def test_eval_repeats_what_training_said_in_bits_per_byte(
     assert 0.5 < bits < 8 and len(held) > 0
     assert cli.main(reference("eval", str(run), str(run.parent / "train"), "--windows", "3")) == 0
     assert "(141 tokens in" in capsys.readouterr().out  # 3 windows of 47 targets
+    sets = [str(run.parent / name) for name in ("heldout", "train")]
+    assert cli.main(reference("eval", str(run), *sets, "--windows", "3", "--json")) == 0
+    first, second, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["data"], second["data"], whole["data"]) == (sets[:1], sets[1:], sets)
+    assert whole["loss"] == pytest.approx((first["loss"] + second["loss"]) / 2)
+    assert whole["tokens"] == 282 and whole["perplexity"] == math.exp(whole["loss"])
+    assert whole["bits_per_byte"] > 0 and whole["checkpoint"] == str(checkpoint.find(run))
 
 
 QUESTIONS = [
@@ -70,6 +77,11 @@ def test_questions_are_answered_by_what_is_most_likely(
     )
     assert cli.main(reference("eval", str(run), "--tasks", str(path), "--limit", "4")) == 0
     assert "accuracy 1.000" in capsys.readouterr().out
+    assert cli.main(reference("eval", str(run), "--tasks", str(path), "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["accuracy"], found["per_byte"], found["questions"]) == (0.8, 0.8, 5)
+    assert found["chance"] == pytest.approx(chance) and found["file"] == str(path)
+    assert found["accuracy_error"] == pytest.approx(math.sqrt(0.8 * 0.2 / 5))
 
 
 def test_piqa_s_answers_are_found_beside_it(
