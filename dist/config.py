@@ -31,6 +31,7 @@ Fraction = Annotated[float, Range(0, 1, "a number from 0 to 1")]
 NotNegative = Annotated[float, Range(0, sys.float_info.max, "a finite number >= 0")]
 Share = Annotated[float, Range(0, 1 - 2**-53, "a number in [0, 1)")]
 
+GREATEST = 2.0**128 - 2.0**104  # of float32, in which a run computes
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -226,6 +227,13 @@ _TABLES = dataclasses.fields(RunFile)
 
 def check(config: RunFile) -> None:
     """Raise a ``ValueError`` for what contradicts itself, naming the keys."""
+    for table in _TABLES:
+        for key, value in vars(getattr(config, table.name)).items():
+            if isinstance(value, float) and value > GREATEST:
+                raise ValueError(
+                    f"{table.name}.{key} must be a number that float32 holds, {GREATEST:.1e} at "
+                    f"most, got {value!r}"
+                )
     train, data, run = config.train, config.data, config.run
     if train.global_batch % train.micro_batch:
         raise ValueError(
