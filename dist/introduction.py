@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dist import checkpoint
+
 if TYPE_CHECKING:
     from dist.train import Trainer
 
@@ -53,3 +55,9 @@ def introduction(run: "Trainer") -> Iterator[str]:
         yield f"{run.out} has taken all of its {run.step} steps"
     elif run.step:
         yield f"going on after step {run.step} in {run.out}"
+    there = checkpoint.steps(run.out / checkpoint.CHECKPOINTS) if run.set_back else []
+    newer = [checkpoint.folder_name(step) for step in there if step > run.step]
+    if newer:
+        some = f"{newer[0]} is" if len(newer) == 1 else f"{newer[0]} to {newer[-1]} are"
+        yield f"{some} of what was learned before,"
+        yield "  and there until this run has left them behind"

@@ -149,6 +149,17 @@ def test_a_run_that_is_set_back_and_saves_nothing_begins_there_again(
     assert digest(config) == whole and losses(config) == steps
 
 
+def test_checkpoints_of_what_was_learned_before_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
+    assert train(config) == 0 and "learned before" not in capsys.readouterr().out
+    for begin, said in (("2", "step-00000004 to step-00000006 are"), ("4", "step-00000006 is")):
+        assert train(config, "--from", begin) == 0
+        assert f"{said} of what was learned before,\n" in capsys.readouterr().out
+    assert train(config, "--from", "6") == 0 and "learned before" not in capsys.readouterr().out
+
+
 def test_a_mistyped_start_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a step is taken: the newest stays the newest."""
     config = prepare(tmp_path, run__checkpoint_every=2, run__keep=9)
