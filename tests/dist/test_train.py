@@ -181,16 +181,17 @@ def test_a_run_begun_before_a_setting_was_there_goes_on(tmp_path: Path) -> None:
 
 
 def test_packed_texts_may_lie_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = prepare(tmp_path, run__eval_every=3)
+    config = prepare(tmp_path, run__eval_every=3, run__checkpoint_every=2, run__keep=9)
     assert train(config) == 0
+    learned = losses(config)
     (tmp_path / "scratch").mkdir()
     moved = []
     for name in ("train", "heldout"):
         (tmp_path / name).rename(tmp_path / "scratch" / name)
         moved += ["--set", f"data.{name}={tmp_path / 'scratch' / name}/"]
-    assert train(config, *moved) == 0
+    assert train(config, "--from", "step-2", *moved) == 0 and losses(config) == learned
     write_dataset(tmp_path / "train", random_walk(1900, seed=9))
-    assert train(config, *moved[2:]) == 1
+    assert train(config, "--from", "step-2", *moved[2:]) == 1
     said = capsys.readouterr().err
     assert "train was packed anew" in said and "data." not in said
 
