@@ -118,7 +118,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     if kind == "openmpi" and "SIGHUP" in (n.name for n in ENDING if n not in heard):
         env[NOHUP] = "1"  # it gives its ranks the system's own answer to SIGHUP
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun
-    again = same_command(set_back="--from" in arguments)
+    again = same_command(set_back=any(w.partition("=")[0] == "--from" for w in arguments))
     received: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []
 
