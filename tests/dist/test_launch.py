@@ -104,8 +104,9 @@ def test_what_a_rank_died_of_is_said(
     assert launch.launch(2, []) == int(script.split()[1])
     said = capsys.readouterr().err
     assert says in said and bool(says) == bool(said)
-    launch.launch(2, ["--from", "step-2"])
-    assert ("the same command without --from goes on" in capsys.readouterr().err) == bool(says)
+    for words in (["--from", "step-2"], ["--from=step-2"]):
+        launch.launch(2, words)
+        assert ("the same command without --from goes on" in capsys.readouterr().err) == bool(says)
 
 
 def test_of_ranks_that_a_signal_ended_nobody_says_that_they_crashed(
