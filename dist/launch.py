@@ -113,8 +113,7 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
     """
     mpirun, kind = find_mpirun()
     env = environment(ranks)
-    # what the caller has us ignore stays ignored: SIGHUP under nohup
-    heard = [n for n in StopRequest.SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+    heard = StopRequest.heard()
     if kind == "openmpi" and "SIGHUP" in (n.name for n in ENDING if n not in heard):
         env[NOHUP] = "1"  # it gives its ranks the system's own answer to SIGHUP
     handed_on = cast(signal.Signals, HANDED_ON)  # where there is an mpirun

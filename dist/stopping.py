@@ -40,6 +40,17 @@ class StopRequest:
         self.signal: int | None = None
         self.learned = False  # a step was finished: there is something to save
 
+    @classmethod
+    def heard(cls) -> list[signal.Signals]:
+        """Return the signals to listen to: what the caller ignores stays ignored (SIGHUP by nohup),
+        all but SIGUSR1, which an earlier run of this process may have left so.
+        """
+        return [
+            number
+            for number in cls.SIGNALS
+            if number == HANDED_ON or signal.getsignal(number) != signal.SIG_IGN
+        ]
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # asked twice by hand: at once, then
@@ -57,24 +68,19 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Catch the signals inside this block; what the caller ignores stays ignored (nohup).
+        """Catch the signals inside this block.
 
         MPI must have been started: it catches signals of its own, in place of ours.
         """
         for number in ENDING:
             if number.name == "SIGHUP" and NOHUP in os.environ:
                 signal.signal(number, signal.SIG_IGN)
-        heard = [
-            number
-            for number in self.SIGNALS
-            if number == HANDED_ON or signal.getsignal(number) != signal.SIG_IGN
-        ]
         numbers, written = socket.socketpair()
         written.setblocking(False)
         thread = threading.Thread(target=self._hear, args=(numbers,), daemon=True)
         thread.start()
         fd_before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, self._note) for number in heard}
+        before = {number: signal.signal(number, self._note) for number in self.heard()}
         try:
             yield self
         finally:

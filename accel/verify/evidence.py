@@ -116,9 +116,10 @@ class Evidence:
         if not needed:
             return
 
-        def strength(text: str) -> tuple[float, int]:
+        def strength(text: str) -> tuple[float, int, float]:
             # a condition of two parts must be worth it
-            return round(wrong / needed[text].sum(), 1), -text.count(" and ")
+            share = wrong / needed[text].sum()
+            return round(share, 1), -text.count(" and "), share
 
         best = max(needed, key=strength)
         if (otherwise & ~needed[best]).any():

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from dist import launch
-from dist.stopping import NOHUP
+from dist.stopping import NOHUP, StopRequest
 
 
 def test_the_launcher_knows_both_kinds_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,17 @@ def test_the_launcher_leaves_ignored_what_its_caller_ignores(
     # Open MPI's ranks do not inherit it
     assert (NOHUP in environments[0]) == (kind == "openmpi")
     assert NOHUP not in os.environ
+
+
+def test_what_is_ignored_is_not_heard_but_sigusr1_is() -> None:
+    """A run of one rank leaves that ignored, and what its process starts inherits it."""
+    ignored = signal.SIGHUP, signal.SIGUSR1
+    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    try:
+        assert set(StopRequest.heard()) == set(StopRequest.SIGNALS) - {signal.SIGHUP}
+    finally:
+        for number, handler in zip(ignored, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
