@@ -19,6 +19,7 @@ from reference.types import Array, DropoutKey, RopeScaling
 
 # What NumPy raises for a file that is no .npz, or a damaged one; NotImplementedError is zipfile's
 # answer to a compression or a version of the format that it does not know.
+LONGEST = 100  # letters of a folder's name
 UNREADABLE = (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
@@ -60,11 +61,16 @@ def case_file(folder: Path, subject: str, op: str, dtype: str, name: str, kind: 
         if file.is_relative_to(here):
             home = file.relative_to(here)
     else:
-        home = Path(re.sub(r"\W+", "-", subject).strip("-"))
+        home = Path(_short(re.sub(r"\W+", "-", subject).strip("-")))
     what = re.sub(r"\W+", "", name) or kind
     if name and kind != "value":
         what += f"-{kind}"
     return folder / home / f"{op}-{what}-{dtype}.npz"
+
+
+def _short(name: str) -> str:
+    """Return a folder's name that every file system takes: of a long one its begin and a number."""
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}-{zlib.crc32(name.encode()):08x}"
 
 
 def remove_case(path: Path, folder: Path) -> None:

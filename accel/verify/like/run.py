@@ -37,6 +37,12 @@ class Pair:
     framework: Framework
     backward: Any = None  # (dout, *inputs) -> gradients
     untaken: str = ""  # why no gradients are checked
+    name: str = ""  # of the function in its file, where it is another than the reference's
+
+    @property
+    def backward_name(self) -> str:
+        """What the function's backward is called."""
+        return f"{self.name or self.reference.name}_backward"
 
 
 class Run:
@@ -208,7 +214,7 @@ class Run:
 
     def _by_hand(self, views: dict[str, Any], douts: dict[str, Any]) -> dict[str, Any]:
         """Call the backward that stands beside the function."""
-        name = f"{self.reference.name}_backward"
+        name = self.pair.backward_name
         args, kwargs = self.reference.arguments(views, self.options)
         dout = next(iter(douts.values())) if len(douts) == 1 else tuple(douts.values())
         found = self.subject.call(name, self.pair.backward, dout, *args, **kwargs)

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import difflib
 import inspect
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from accel.verify.like.reference import Reference, parameters_of
 from accel.verify.like.run import Pair
 from accel.verify.like.subject import LikeSubject
 from accel.verify.load import import_file
-from accel.verify.subject import SubjectError
+from accel.verify.subject import RESEMBLES, SubjectError
 
 FORM = 'SHAPES = {"%s": {"x": "B T D", "gain": "D", "eps": 1e-5}}'
 
@@ -39,22 +41,34 @@ def load(like: str, module: str, functions: tuple[str, ...], command: str) -> Li
     if kernelbench.is_problem(theirs) and not functions:
         return LikeSubject([kernelbench.pair(theirs, ours, like, module)], ours, name, command)
     pairs = []
-    for ref, new in _names(theirs, ours, like, module, functions):
+    names = _names(theirs, ours, like, module, functions)
+    often = {ref for ref, count in Counter(ref for ref, _ in names).items() if count > 1}
+    for ref, new in names:
         reference = reference_of(theirs, ref, like)
-        function = getattr(ours, new)
+        if ref in often:
+            reference = dataclasses.replace(reference, name=f"{ref}={new}")
         framework = framework_of(ours, otherwise=reference.framework)
-        pairs.append(Pair(reference, function, framework, getattr(ours, f"{new}_backward", None)))
+        backward = getattr(ours, f"{new}_backward", None)
+        pairs.append(Pair(reference, getattr(ours, new), framework, backward, name=new))
     subject = LikeSubject(pairs, ours, name, command)
-    taken = {n for pair in _names(theirs, ours, like, module, functions) for n in pair}
-    taken |= {f"{n}_backward" for n in taken}
-    for other in _public(ours):
-        owner = next((n for n in taken if other.startswith(f"{n}_") and other not in taken), None)
-        if owner is not None:
-            subject.left.append(f"{other} is not taken; a backward is called {owner}_backward")
+    taken = {n for both in names for n in both}
+    for pair in (pair for pair in pairs if pair.backward is None):
+        subject.left += [
+            f"{other} is not taken; a backward is called {pair.backward_name}"
+            for other in _public(ours)
+            if other not in taken and _resembles(other, pair)
+        ]
     left = [n for n in _public(theirs) if n not in taken and not n.endswith("_backward")]
     if left and not functions:
         subject.notes.add(f"{name} has no {', '.join(left)}, which {Path(like).name} has")
     return subject
+
+
+def _resembles(name: str, pair: Pair) -> bool:
+    """Say whether a function was probably meant to be the backward of another."""
+    end = name.removeprefix(pair.name).strip("_").lower()
+    close = difflib.SequenceMatcher(None, end, "backward").ratio() >= RESEMBLES
+    return name.startswith(pair.name) and (close or end == "bwd")
 
 
 def _public(module: ModuleType) -> list[str]:
@@ -80,7 +94,7 @@ def _names(
             for holder, name, path in ((theirs, ref, like), (ours, new, module)):
                 if not callable(getattr(holder, name, None)):
                     raise SubjectError(f"{path} has no function {name}")
-        return pairs
+        return list(dict.fromkeys(pairs))
     declared = [*_declarations(theirs), *_public(theirs)]
     names = [n for n in dict.fromkeys(declared) if callable(getattr(ours, n, None))]
     names = [n for n in names if callable(getattr(theirs, n, None)) and not n.endswith("_backward")]

@@ -179,7 +179,7 @@ class LikeSubject(Subject):
         elif pair.backward is None:
             why = pair.untaken
             if isinstance(pair.framework, NumPy):
-                why = f"there is no {name}_backward(dout, *inputs)"
+                why = f"there is no {pair.backward_name}(dout, *inputs)"
         left = f"{name}: no gradient was checked: {why}"
         if why and pair.reference.untaken != "":
             self.notes.add(f"{name}: gradients are not checked: {why}")
