@@ -26,6 +26,7 @@ class LikeCase(Case):
     signature: Op = dataclasses.field(default_factory=lambda: OwnOp("", ""))
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)  # by letter
     seed: int = 0  # of the neighbours that the bound is measured at
+    made: str = ""  # with what a module is, in words
 
     @property
     def spec(self) -> Op:
@@ -38,6 +39,10 @@ class LikeCase(Case):
         """Return nothing: what is right is for the reference to say, where it can be run."""
         return {}
 
+    def describe(self) -> str:
+        """Return the case in one line, with what a module is made with."""
+        return super().describe() + (f"; made with {self.made}" if self.made else "")
+
     def about(self) -> dict[str, Any]:
         """Return what a file has to say beside the arrays."""
         kinds = [(o.name, o.kind) for o in self.signature.operands]
@@ -46,6 +51,7 @@ class LikeCase(Case):
                 "options": _to_json(self.options),
                 "sizes": _to_json(self.sizes),
                 "seed": self.seed,
+                "made": self.made,
                 "operands": kinds,
             }
         }
@@ -74,6 +80,7 @@ class LikeCase(Case):
             signature=OwnOp(about["op"], "", operands),
             sizes=read(like["sizes"]),
             seed=int(like["seed"]),
+            made=str(like.get("made", "")),
         )
 
 

@@ -21,9 +21,9 @@ from accel.verify.like.frameworks import Framework, named_parts
 from accel.verify.like.reference import Reference, parameters_of
 from reference.types import Array
 
-SMALL = 16  # sizes above this are halved while others are tried
+SMALL = (16, 8, 4, 2)  # sizes above this are halved while others are tried; less where it must be
 Variables = dict[Hashable, int]  # an axis or an integer, and its size in the example
-Accepts = Callable[[Mapping[Hashable, int]], bool]
+Accepts = Callable[[Mapping[Any, int]], bool]
 
 
 def together(sizes: Variables, accepts: Accepts) -> list[list[Hashable]]:
@@ -55,11 +55,22 @@ def together(sizes: Variables, accepts: Accepts) -> list[list[Hashable]]:
     return groups
 
 
-def reduced(base: dict[str, int], accepts: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
-    """Return sizes that are small and still accepted, each halved as long as it goes."""
+def reduced(base: dict[str, int], accepts: Accepts, fits: Accepts) -> dict[str, int]:
+    """Return sizes that are accepted, each halved as long as it goes, until there are few elements.
+
+    ``fits`` says whether they are few.
+    """
+    for least in SMALL:
+        base = _halved(base, accepts, least)
+        if fits(base):
+            break
+    return base
+
+
+def _halved(base: dict[str, int], accepts: Accepts, least: int) -> dict[str, int]:
     base, stuck = dict(base), set[str]()
     while True:
-        large = [name for name, n in base.items() if n > SMALL and name not in stuck]
+        large = [name for name, n in base.items() if n > least and name not in stuck]
         if not large:
             return base
         name = max(large, key=lambda name: base[name])
@@ -151,18 +162,24 @@ def declared_by(name: str, function: Any, framework: Framework, example: Any) ->
     letters = {letter: group for letter, group in zip(string.ascii_uppercase, groups, strict=False)}
     of = {key: letter for letter, group in letters.items() for key in group}
 
-    def accepts_letters(wanted: Mapping[str, int]) -> bool:
-        full = {key: wanted[letter] for key, letter in of.items()}
+    def full(wanted: Mapping[str, int]) -> Variables:
+        return {key: wanted[letter] for key, letter in of.items()}
+
+    def few(wanted: Mapping[str, int]) -> bool:
+        given = full(wanted)
         elements = [
-            int(np.prod([full.get((key, axis), n) for axis, n in enumerate(a.shape)]))
+            int(np.prod([given.get((key, axis), n) for axis, n in enumerate(a.shape)]))
             for key, a in arrays.items()
         ]
-        return max(elements, default=0) <= MAX_ELEMENTS and accepts(full)
+        return max(elements, default=0) <= MAX_ELEMENTS
+
+    def accepts_letters(wanted: Mapping[str, int]) -> bool:
+        return few(wanted) and accepts(full(wanted))
 
     base = {letter: sizes[group[0]] for letter, group in letters.items()}
     if not base:
         raise DeclarationError("no size of its example can be changed; declare SHAPES")
-    small = reduced(base, accepts_letters)
+    small = reduced(base, lambda wanted: accepts(full(wanted)), few)
     known = sizes_taken(small, accepts_letters)
     made: dict[str, ArrayOf] = {}
     for key, a in arrays.items():

@@ -141,9 +141,10 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
                 )
             return inputs, tuple(sizes.get(("", at), n) for at, n in enumerate(init))
 
-        groups = together(
-            axes, lambda sizes: _runs(torch, problem.Model, *_meta(torch, of_axes, sizes))
-        )
+        def runs(sizes: Mapping[Any, int]) -> bool:
+            return _runs(torch, problem.Model, *_meta(torch, of_axes, sizes))
+
+        groups = _tied(axes, together(axes, runs), runs)
         named = {f"n{i}": group for i, group in enumerate(groups)}
         base = {name: axes[group[0]] for name, group in named.items()}
 
@@ -163,7 +164,7 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
             tried[key] = runs
         return tried[key]
 
-    small = reduced(base, partial(accepts, small=False))
+    small = reduced(base, partial(accepts, small=False), accepts)
     if not accepts(small):
         raise SubjectError(
             f"{like}: its sizes cannot be made small enough ({small} is still too large, or Model "
@@ -195,6 +196,25 @@ def pair(problem: ModuleType, solution: ModuleType, like: str, module: str) -> P
     except Refused as error:
         raise SubjectError(f"{like}: {error} with {small}; {remedy}") from None
     return Pair(reference, solution.ModelNew, framework)
+
+
+def _tied(
+    axes: Mapping[Any, int], groups: list[list[Any]], runs: Callable[[Mapping[Any, int]], bool]
+) -> list[list[Any]]:
+    """Return groups in which what a model is made with goes with the axes of the same size.
+
+    The model may not look at a size that it is given, and a right solution may.
+    """
+    for n in {axes[key] for key in axes if key[0] == ""}:
+        alike = [group for group in groups if axes[group[0]] == n]
+        free = [group for group in alike if all(key[0] == "" for key in group)]
+        if not free or len(free) == len(alike):
+            continue
+        one = [key for group in alike for key in group]
+        groups = [group for group in groups if group not in alike]
+        if any(runs({**axes, **dict.fromkeys(one, m)}) for m in (n + 1, 2 * n, n + 2)):
+            groups.append(one)
+    return groups
 
 
 def _listed(given: Any) -> tuple[Any, ...]:

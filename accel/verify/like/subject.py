@@ -157,6 +157,7 @@ class LikeSubject(Subject):
             signature=spec,
             sizes=sizes,
             seed=int(draw.rng.integers(2**31)),
+            made=_in_words(init),
         )
 
     def takes(self, case: Case) -> bool:
@@ -233,7 +234,7 @@ class LikeSubject(Subject):
                 arrays[name] = cropped(case.arrays[name], results[name[1:]].shape)
         if any(a is None for a in arrays.values()):
             return None
-        return dataclasses.replace(case, arrays=arrays, sizes=sizes)
+        return dataclasses.replace(case, arrays=arrays, sizes=sizes, made=_in_words(init))
 
     # ---- running -----------------------------------------------------------------------------
 
@@ -295,6 +296,10 @@ class LikeSubject(Subject):
     def work_in(self, pair: Pair, dtype: str) -> None:
         """Let arrays be those of this pair's framework, in this precision."""
         self._dtype, self._framework = dtype, pair.framework
+
+
+def _in_words(init: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, init))
 
 
 def _stirred(draw: Draw, name: str, a: Array) -> Array:
