@@ -37,6 +37,7 @@ from accel.verify.check import (
     leave_behind,
     leave_out,
     planned,
+    refuse_none,
     replay,
     untried,
 )
@@ -261,6 +262,10 @@ class _Checked:
         if self.error is not None:
             return self.error
         self.report.ops = [self.found[part] for part in self.plan]
+        try:
+            refuse_none(self.report.ops)
+        except SubjectError as error:
+            return error
         leave_out(self.report.ops, self.chosen, self.options.save)
         self.report.notes = sorted(self.notes.union(self.report.notes))
         return self.report

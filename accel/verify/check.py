@@ -307,6 +307,7 @@ def check_subject(
         report.ops.append(
             check_one(subject, options, spec, dtype, count, progress, known=known, seconds=left)
         )
+    refuse_none(report.ops)
     leave_out(report.ops, asked(subject, options), options.save)
     report.untried = untried(subject, options, plan)  # some of it shows when functions are called
     report.notes = sorted(subject.notes)
@@ -341,18 +342,21 @@ def check_one(
         done += 1
         progress(spec.name, dtype, min(done, count), count)
 
-    found = search(
-        subject,
-        spec,
-        dtype,
-        seed=options.seed,
-        examples=count,
-        short=options.short,
-        shrink=options.shrink,
-        known=known,
-        tick=tick,
-        seconds=seconds,
-    )
+    try:
+        found = search(
+            subject,
+            spec,
+            dtype,
+            seed=options.seed,
+            examples=count,
+            short=options.short,
+            shrink=options.shrink,
+            known=known,
+            tick=tick,
+            seconds=seconds,
+        )
+    except SubjectError as error:  # which is no reason not to check the others
+        return OpReport(spec.name, dtype, error=str(error))
     for failure in found.failures:
         _explain(subject, failure, options)
     return found
@@ -361,6 +365,18 @@ def check_one(
 def asked(subject: Subject, options: Options) -> bool:
     """Return whether somebody said which precisions there are to check in."""
     return options.dtypes is not None or subject.declared_dtypes() is not None
+
+
+def refuse_none(found: list[OpReport]) -> None:
+    """See that something was checked.
+
+    Raises
+    ------
+    SubjectError
+        When nothing could be.
+    """
+    if found and all(op.error for op in found):
+        raise SubjectError(found[0].error)
 
 
 def leave_out(found: list[OpReport], asked: bool, save: Path | None = None) -> None:

@@ -110,6 +110,8 @@ def _closeness(report: Report) -> list[str]:
         head = f"| {_markdown(op.op)} | {op.dtype} | {cases_text(op)}"
         if op.not_offered:
             lines.append(f"{head} | | | | not offered |")
+        if op.error:
+            lines.append(f"{head} | | | | **not checked** |")
         for failure in op.failures:
             if not failure.name:
                 lines.append(f"{head} | | | | **FAIL** {failure.kind} |")
@@ -118,7 +120,8 @@ def _closeness(report: Report) -> list[str]:
             error = f"{tally.error:.1e}" if np.isfinite(tally.error) else "not finite"
             bound = f"{tally.bound:.1e}" if np.isfinite(tally.bound) else ""
             lines.append(f"{head} | {_markdown(name)} | {error} | {bound} | {verdict} |")
-    lines += ["", *(f"- not tried: {_markdown(sentence)}" for sentence in report.untried)]
+    lines += ["", *(f"- not checked: {_markdown(says)}" for says in report.errors)]
+    lines += [f"- not tried: {_markdown(sentence)}" for sentence in report.untried]
     for failure in report.failures:
         lines += ["", f"### {_markdown(failure.where)} ({failure.dtype})", ""]
         lines.append(_fenced(failure_text(failure)))

@@ -111,6 +111,15 @@ class Report(AnyReport):
     def failures(self) -> list[Failure]:
         return [failure for op in self.ops for failure in op.failures]
 
+    @property
+    def errors(self) -> list[str]:
+        """Why ops could not be checked, one sentence each."""
+        first: dict[str, str] = {}
+        for op in self.ops:
+            if op.error:
+                first.setdefault(op.op, op.error)
+        return list(first.values())
+
     def text(self) -> str:
         """Return the report as plain text."""
         from rich.console import Console
@@ -125,6 +134,8 @@ class Report(AnyReport):
             each = by_direction(op)
             for direction, failures in each.items():
                 outcome, says = "skipped" if op.not_offered else "", op.not_offered
+                if op.error:
+                    outcome, says = "error", op.error
                 if failures:
                     outcome, says = "failure", "; ".join(map(problem_line, failures))
                 text = "\n\n".join(map(failure_text, failures))
@@ -147,6 +158,7 @@ def _op_dict(op: OpReport) -> dict[str, Any]:
         "op": op.op,
         "dtype": op.dtype,
         "ok": op.ok,
+        "error": op.error,
         "cases": op.cases,
         "planned": op.planned,
         "seconds": round(op.seconds, 3),
@@ -218,6 +230,9 @@ def show(report: Report, console: "Console") -> None:
         if op.not_offered:
             table.add_row(*lead, "", "", "", "", "[yellow]not offered[/]")
             continue
+        if op.error:
+            table.add_row(*lead, "", "", "", "", "[red]not checked[/]")
+            continue
         calls = [f for f in op.failures if not f.name]
         if calls:
             kinds = ", ".join(dict.fromkeys(f.kind for f in calls))
@@ -238,6 +253,8 @@ def show(report: Report, console: "Console") -> None:
                 style="yellow",
                 highlight=False,
             )
+    for says in report.errors:
+        console.print(f"not checked: {escape(says)}", style="red", highlight=False, soft_wrap=True)
     lacking: dict[str, list[str]] = {}
     for op in report.ops:
         if op.not_covered:

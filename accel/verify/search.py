@@ -103,10 +103,11 @@ class OpReport:
     not_offered: str = ""  # why this precision was left out, when it was
     backward: bool = False  # whether a backward was called
     refused: int = 0  # cases that raised, or gave nothing but a narrower dtype
+    error: str = ""  # why it could not be checked, when it could not
 
     @property
     def ok(self) -> bool:
-        return not self.failures
+        return not self.failures and not self.error
 
     def add(self, judged: list[Judged]) -> None:
         """Count one case."""

@@ -9,7 +9,7 @@ from tests.helpers.like import checked
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from accel.verify.like.kernelbench import pair  # noqa: E402
+from accel.verify.like.kernelbench import pair
 
 NORM = """
 import torch

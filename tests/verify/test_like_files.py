@@ -78,3 +78,24 @@ def test_the_folder_of_many_functions_has_a_name_that_fits(tmp_path: Path) -> No
     }
     assert len(folders) == 12 and all(len(folder.name) <= 120 for folder in folders)
     assert tmp_path / "like-ref-py-module-new-py" in folders
+
+
+def test_a_reference_that_refuses_what_is_drawn_leaves_the_others_to_be_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ref = REF.replace("    return 2 * x", "    raise ValueError('no such rows')")
+    says = "double: the reference raised ValueError: no such rows for x "
+    new = NEW.replace("right", "tanh")
+    report = checked(tmp_path, new, ref=ref, examples=4, dtypes=("float32", "float64"))
+    assert not report.right and not report.failures
+    assert [op.error[: len(says)] for op in report.ops] == ["", "", says, says]
+    assert [op.cases for op in report.ops] == [4, 4, 0, 0]
+    files = ["--like", "ref.py", "--module", "new.py", "--examples", "4"]
+    assert main(["verify", *files, *(f"--report=r.{end}" for end in ("json", "xml", "md"))]) == 1
+    said = capsys.readouterr().out
+    assert said.count(f"not checked: {says}") == 1 and "8 cases" in said
+    assert all("no such rows" in Path(f"r.{end}").read_text("utf-8") for end in ("json", "xml"))
+    assert "- not checked: double: the reference" in Path("r.md").read_text("utf-8")
+    assert main(["verify", *files, "--function", "double"]) == 1
+    assert says in capsys.readouterr().err

@@ -55,6 +55,20 @@ def test_a_declaration_is_read() -> None:
     )
 
 
+def test_a_capital_of_what_a_module_is_made_with_is_a_letter() -> None:
+    declared = read(
+        {"init": ("D", "2*F", 8, "relu", "GELU"), "x": "B D", "shape": ("B", "H2", -1)}
+        | {"how": ["mean", "N"]}
+    )
+    assert declared.letters == ("B", "D", "F", "H2")
+    rng = np.random.default_rng(0)
+    draw = Draw(lambda options, name="": options[rng.integers(len(options))], "float32")
+    sizes = declared.sizes(draw)
+    made = tuple(declared.words(value, sizes) for value in declared.init)
+    assert made == (sizes["D"], 2 * sizes["F"], 8, "relu", "GELU")
+    assert declared.words(("B", "H2", -1), sizes) == (sizes["B"], sizes["H2"], -1)
+
+
 @pytest.mark.parametrize(
     ("shapes", "holds"),
     [

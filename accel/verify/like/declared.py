@@ -17,7 +17,8 @@ An array is a string: its axes, then what it holds, then what its sizes keep to.
 ``2F`` is ``2*F``; but ``1e-6`` is a number, and so is ``2E+1``: with a letter E write ``2*E+1``.
 
 Anything else is passed as it is: ``1e-5``, ``True``, ``None``. A list holds the values to choose
-from: ``[True, False]``, ``["mean", "sum"]``; a tuple may hold letters: ``("B", "T", -1)``.
+from: ``[True, False]``, ``["mean", "sum"]``; a tuple may hold letters: ``("B", "T", -1)``. One that
+stands there alone gets a size if it is a single capital: ``"init": ("D", "F")``; other words stay.
 """
 
 import ast
@@ -61,6 +62,8 @@ class DeclarationError(ValueError):
 
 # 2F, which is 2*F; but 1e-6 and 1_000 are numbers, as in Python
 _FACTOR = re.compile(r"\b(\d+)(?!_\d|[eE][+-]?\d)([A-Za-z_]\w*)")
+
+_CAPITAL = re.compile(r"[A-Z]\d*")
 
 
 @functools.cache
@@ -220,6 +223,9 @@ class Declared:
                 found |= dict.fromkeys(letters_in(text))
         for text in self.where:
             found |= dict.fromkeys(letters_in(text))
+        tuples = [v for each in self.options.values() for v in each if isinstance(v, tuple)]
+        for value in (self.init, *tuples):
+            found |= dict.fromkeys(n for n in _letters_of(value) if _CAPITAL.fullmatch(n))
         return tuple(found | dict.fromkeys(letter for letter, _ in self.known))
 
     def fits(self, sizes: Sizes) -> bool:
@@ -331,13 +337,18 @@ class Declared:
         """Return an option or an argument of a module with sizes for letters."""
         if isinstance(value, tuple):
             return tuple(self.words(part, sizes) for part in value)
-        if not isinstance(value, str):
-            return value
-        try:
-            inside = letters_in(value)
-        except DeclarationError:
-            return value
+        inside = _letters_of(value)
         return value_of(value, sizes) if inside and set(inside) <= set(sizes) else value
+
+
+def _letters_of(value: Any) -> tuple[str, ...]:
+    """Return the letters of an option, or of an argument of a module."""
+    if isinstance(value, tuple):
+        return tuple(letter for part in value for letter in _letters_of(part))
+    try:
+        return letters_in(value) if isinstance(value, str) else ()
+    except DeclarationError:
+        return ()  # a word
 
 
 def _holds(text: str, sizes: Sizes) -> bool:
