@@ -29,7 +29,7 @@ from accel.verify.subject import Subject
 from reference.contract import Op
 
 LEANS = "leans"  # the kind of a failure that no case shows by itself
-LATER = ("second", "refilled", "nan")  # kinds of what is wrong beside the first call alone
+LATER = ("second", "refilled", "alone", "nan")  # kinds of what is wrong beside the first call alone
 ALONE = 0.5  # of the cases in which a result fails, by itself: then it is told by itself
 GATHERED = 40  # cases beside one that is run again, for its hints
 

@@ -206,6 +206,17 @@ def test_every_element_of_a_small_gradient_is_tried(tmp_path: Path) -> None:
     assert any("of a larger one 8 elements" in note for note in report.notes)
 
 
+def test_a_cotangent_may_be_one_number_expanded(tmp_path: Path) -> None:
+    text = (
+        "right = relu_backward\ndef relu_backward(dout, x):\n"
+        "    if 0 in dout.strides:\n        dout = np.full_like(dout, np.nan)\n"
+        "    return right(dout, x)"
+    )
+    report = checked(tmp_path, f"{RIGHT}\n{text}\n", "relu")
+    assert {failure.name for failure in report.failures} == {"dx"}, report.text()
+    assert "the cotangent has memory of its own" in report.text()
+
+
 def test_what_nobody_knows_is_a_question_mark_among_what_was_expected() -> None:
     x = np.array([1.0, 2.0, 3.0])
     unknown = np.array([False, True, False])
@@ -268,7 +279,7 @@ def zloss_backward(dout, x):
 """
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_guess_that_holds_in_the_smallest_case_alone_is_not_said(
     tmp_path: Path, seed: int
 ) -> None:

@@ -17,7 +17,7 @@ from accel.verify.calling import Judged
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import explains
 from accel.verify.hints import contiguous, unsteady, ways_to_misread
-from accel.verify.like.case import LikeCase
+from accel.verify.like.case import EXPANDED, LikeCase
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
@@ -88,8 +88,19 @@ def hints_for(
             "a stale result? The first call is right and another, of the same shapes with other "
             "values, is not: is something kept between calls?"
         )
+    elif judged.kind == "alone":
+        found.append(
+            "it is right where all inputs require a gradient: does the backward look at "
+            "ctx.needs_input_grad of another input, or leave out what two of them share?"
+        )
     if judged.kind in ("value", "nonfinite", "shape", "raised") and case.layouts:
-        if passes(layouts={}):
+        owned = {n: layout for n, layout in case.layouts.items() if layout != EXPANDED}
+        if owned != case.layouts and passes(layouts=owned):
+            found.append(
+                "are strides ignored? It passes when the cotangent has memory of its own; here it "
+                "is one number with strides of zero, as out.sum().backward() gives it."
+            )
+        elif passes(layouts={}):
             ignored = comparable and _ignores_strides(reference, case, judged)
             found.append(contiguous(case, ignored=ignored))
     near = judged.closeness

@@ -9,7 +9,7 @@ import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF, round_to
 from accel.verify.calling import Judged, first_of, misshapen
-from accel.verify.like.case import LikeCase
+from accel.verify.like.case import EXPANDED, LikeCase
 from accel.verify.like.frameworks import (
     Backward,
     Framework,
@@ -85,14 +85,12 @@ class Run:
             taken |= self._taken(gradients)
             self._judge({name: taken[name] for name in gradients})
             parts |= gradients
+            if self._written(placed):
+                return  # what comes of later calls comes of that
             if gradients:
                 self._turned(backward, views)
-        for name, at in placed.items():
-            if name in self.reference.buffers:
-                continue
-            now = self.subject.to_numpy(at.base)
-            if not np.array_equal(now, at.before, equal_nan=now.dtype.kind == "f"):
-                self._problem(name, "written", f"{name}, an argument, was written into")
+        elif self._written(placed):
+            return
         for name, part in parts.items():
             now = self.subject.to_numpy(part)
             if not np.array_equal(now, taken[name], equal_nan=now.dtype.kind == "f"):
@@ -100,16 +98,46 @@ class Run:
                 self._problem(name, "overwritten", text)
         if not self.case.interleaved and not any(j.kind == "missing" for j in self.judged):
             self._repeat(function, views, taken)
+            if backward is not None:
+                self._alone(function, placed, views)
             self._refill(function, views)
+
+    def _written(self, placed: Mapping[str, Placed]) -> bool:
+        """Say whether arguments were written into, and note those that were."""
+        found = False
+        for name, at in placed.items():
+            if name in self.reference.buffers:
+                continue
+            now = self.subject.to_numpy(at.base)
+            if not np.array_equal(now, at.before, equal_nan=now.dtype.kind == "f"):
+                self._problem(name, "written", f"{name}, an argument, was written into")
+                found = True
+        return found
 
     def _taken(self, parts: Mapping[str, Any]) -> dict[str, Array]:
         return {name: np.array(self.subject.to_numpy(part)) for name, part in parts.items()}
 
     def _place(self, case: LikeCase) -> dict[str, Placed]:
         return {
-            name: self.subject.place(a, case.layouts.get(name, "plain"), activation=True)
+            name: self._expanded(a)
+            if case.layouts.get(name) == EXPANDED
+            else self.subject.place(a, case.layouts.get(name, "plain"), activation=True)
             for name, a in case.arrays.items()
         }
+
+    def _expanded(self, array: Array) -> Placed:
+        """Lay one number out as an array whose strides are zero, NaN behind it."""
+        memory = np.full(array.size + 1, np.nan, array.dtype)
+        memory[0] = array.flat[0]
+        given = self.subject.from_numpy(memory, activation=True)
+        try:
+            one = given[:1].reshape((1,) * array.ndim)
+            view = self.pair.framework.expanded(one, array.shape)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            view = None
+        if view is None:
+            return self.subject.place(array, "plain", activation=True)
+        return Placed(view, given, self.subject.to_numpy(given).copy())
 
     def _function(self, views: Mapping[str, Any]) -> Any:
         """Return the function of the kernel's file; a module with the reference's weights."""
@@ -154,20 +182,29 @@ class Run:
             self.reference.name, self.reference.call, function, views, self.options
         )
 
-    def _forward(self, function: Any, views: dict[str, Any]) -> tuple[Any, Backward | None]:
-        """Call the function, so that its own framework differentiates it where that is wanted."""
-        results = list(cotangents_of(self.case.arrays))
-        wanted = [
-            name for name in self.reference.wanted(self.case.arrays) if f"d{name}" in self.truths
+    def _wanted(self) -> list[str]:
+        """Return the arrays that gradients are asked of."""
+        owed = self.reference.wanted(self.case.arrays)
+        return [
+            name
+            for name in owed
+            if f"d{name}" in self.truths and (not name.startswith(STATE) or self._named(name))
         ]
-        if self.reference.make is not None:
-            wanted = [n for n in wanted if not n.startswith(STATE) or self._named(n)]
+
+    def _of(self, function: Any) -> Any:
+        """Return the function as one of arrays by name."""
 
         def of(given: Mapping[str, Any]) -> Any:
             if self.reference.make is not None:
                 self._leaves = {n: given[f"{STATE}{n}"] for n in self._weights}
             return self.reference.call(function, given, self.options)
 
+        return of
+
+    def _forward(self, function: Any, views: dict[str, Any]) -> tuple[Any, Backward | None]:
+        """Call the function, so that its own framework differentiates it where that is wanted."""
+        results, wanted = list(cotangents_of(self.case.arrays)), self._wanted()
+        of = self._of(function)
         if results and wanted and self.pair.backward is None and not self.pair.untaken:
             found: tuple[Any, Backward] | None = self._unless_none(
                 self.reference.name, self.pair.framework.forward, of, views, wanted, results
@@ -208,6 +245,29 @@ class Run:
         found = self._taken(self._gradients(backward, placed, views))
         note = " of a second backward of the same forward, with -dout,"
         self._judge({name: -gradient for name, gradient in found.items()}, note=note)
+
+    def _alone(self, function: Any, placed: Mapping[str, Placed], views: dict[str, Any]) -> None:
+        """Ask for the gradient of one array alone, where the framework can tell a function so."""
+        wanted = self._wanted()
+        if not isinstance(self.pair.framework, Torch) or len(wanted) < 2:
+            return
+        name = wanted[self.case.seed % len(wanted)]
+        note = f", where {name} alone requires a gradient,"
+        douts = {name: placed[f"d{name}"].view for name in cotangents_of(self.case.arrays)}
+
+        def gradients() -> dict[str, Any]:
+            forward = self.pair.framework.forward
+            try:
+                return forward(self._of(function), views, [name], douts)[1](douts)
+            except NoGradient:
+                return {}  # it is zero then, which has been judged
+
+        try:
+            found = self.subject.call(self.reference.name, gradients)
+        except KernelError as error:
+            raise KernelError(f"{error}{note.rstrip(',')}") from None
+        got = self._taken({f"d{n}": gradient for n, gradient in found.items()})
+        self._judge(got, note=note, beside="alone")
 
     def _named(self, name: str) -> bool:
         return name.removeprefix(STATE) in self._weights
