@@ -149,13 +149,16 @@ def _that_matter(case: Case) -> Iterator[str]:
 def features(case: Case) -> Features:
     """Return what may decide whether a case fails."""
     found: Features = {}
-    dims: dict[str, Any] = dict(getattr(case, "sizes", {}))  # of a reference of one's own
+    own: dict[str, Any] = getattr(case, "sizes", {})  # of a reference of one's own
+    dims = dict(own)
     for operand in case.spec.operands:
         a = case.arrays.get(operand.name)
         if operand.optional:
             found[f"{operand.name} given"] = a is not None
         if a is not None and operand.shape:
             Pattern(operand.shape).fits(np.shape(a), dims)
+    letters = [letter for letter, n in dims.items() if isinstance(n, int)] if own else []
+    found |= {f"{a} = {b}": dims[a] == dims[b] for a, b in itertools.combinations(letters, 2)}
     lead = dims.pop("...", None)
     found |= dims
     if lead is not None and dims:
@@ -192,7 +195,8 @@ def _conditions(cases: list[Features]) -> Iterator[tuple[str, Holds]]:
         kinds = set(map(type, every))
         if kinds <= {bool}:
             yield name, lambda f, n=name: bool(f.get(n))  # type: ignore[misc]
-            yield f"no {name}", lambda f, n=name: not f.get(n)  # type: ignore[misc]
+            neither = name.replace(" = ", " ≠ ") if " = " in name else f"no {name}"
+            yield neither, lambda f, n=name: not f.get(n)  # type: ignore[misc]
         elif kinds <= {str}:
             for value in sorted(set(every)):
                 yield f"{name} = {value}", lambda f, n=name, v=value: f.get(n) == v  # type: ignore[misc]

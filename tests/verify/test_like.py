@@ -55,7 +55,8 @@ def rmsnorm(x, gain, eps):
     mean = np.einsum("bd,bd->b", x, x, dtype=wide) / wide.type(x.shape[1])
     return x * (1 / np.sqrt(mean + wide.type(eps)))[:, None].astype(x.dtype) * gain
 def rmsnorm_backward(dout, x, gain, eps):
-    r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps))
+    wide = np.promote_types(x.dtype, np.float32)
+    r = 1 / np.sqrt(np.mean(np.square(x, dtype=wide), axis=-1, keepdims=True) + wide.type(eps))
     n, dn = x * r, dout * gain
     return r * (dn - n * np.mean(dn * n, axis=-1, keepdims=True)), np.sum(dout * n, axis=0)
 def softmatmul(x, w):
@@ -201,7 +202,7 @@ def test_every_element_of_a_small_gradient_is_tried(tmp_path: Path) -> None:
         "    dx = np.cumsum(dout[:, ::-1], axis=1)[:, ::-1].copy()\n"
         "    if x.shape[1] == 1:\n        dx[-3:-2] = 0\n    return dx"
     )
-    report = checked(tmp_path, f"{RIGHT}\n{text}\n", "running", examples=80)
+    report = checked(tmp_path, f"{RIGHT}\n{text}\n", "running", seed=1, examples=80)
     assert [failure.name for failure in report.failures] == ["dx"], report.text()
     assert any("of a larger one 8 elements" in note for note in report.notes)
 
@@ -258,7 +259,7 @@ def test_a_wrong_function_is_found(tmp_path: Path, mistake: str) -> None:
 def test_a_hint_says_what_is_wrong(tmp_path: Path, mistake: str, hint: str) -> None:
     text, _ = WRONG[mistake]
     (function,) = {n.removesuffix("_backward") for n in re.findall(r"^def (\w+)\(", text, re.M)}
-    report = checked(tmp_path, f"{RIGHT}\n{text}\n", function)
+    report = checked(tmp_path, f"{RIGHT}\n{text}\n", function, seed=3)
     assert any(hint in said for failure in report.failures for said in failure.hints), report.text()
 
 

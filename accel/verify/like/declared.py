@@ -24,6 +24,7 @@ stands there alone gets a size if it is a single capital: ``"init": ("D", "F")``
 import ast
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import re
@@ -32,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from accel.tolerance import round_to
 from accel.verify.draw import MAX_ELEMENTS, USUAL, USUAL_SHAPES, Draw
 from reference.types import Array
 
@@ -261,6 +263,10 @@ class Declared:
         found = dict(self.known)
         first = draw.pick(range(len(letters))) if len(letters) > 1 else 0
         sizes: Sizes = {}
+        # now and then two are of one size, and not by chance
+        pairs = list(itertools.combinations([n for n in letters if n != "..."], 2))
+        neither = [()] * max(6, len(pairs)) if pairs else [()]
+        twins: tuple[str, ...] = draw.pick([*neither, *pairs])
         for letter in (*letters[first:], *letters[:first]):
             if letter == "...":
                 options: list[Any] = [
@@ -273,18 +279,29 @@ class Declared:
             options = [n for n in options if self._completes(sizes | {letter: n})]
             if not options:
                 raise self._impossible()
+            if letter in twins:
+                there = {sizes[twin] for twin in twins if twin in sizes}
+                options = [n for n in options if n in there or (not there and n > 1)] or options
             sizes[letter] = draw.pick(options)
         return {letter: sizes[letter] for letter in letters}
 
     def brought_back(
-        self, arrays: Mapping[str, Array], case: Mapping[str, Array], sizes: Sizes
+        self, arrays: Mapping[str, Array], case: Mapping[str, Array], sizes: Sizes, dtype: str
     ) -> dict[str, Array]:
-        """Return arrays whose elements beyond the bounds are those of a case."""
+        """Return arrays whose elements beyond the bounds are those of a case.
+
+        Those which rounding to a precision takes there are the nearest that stay within.
+        """
         found = dict(arrays)
         for name, declared in self.arrays.items():
             if name in found and found[name].shape == case[name].shape:
                 kept = declared.keeps(found[name], sizes)
-                found[name] = np.where(kept, found[name], case[name].astype(found[name].dtype))
+                x = np.where(kept, found[name], case[name].astype(found[name].dtype))
+                there = round_to(x, dtype) if x.dtype.kind == "f" else x
+                kept = declared.keeps(there, sizes)
+                if kept.any() and not kept.all():
+                    x = np.where(kept, x, np.clip(x, there[kept].min(), there[kept].max()))
+                found[name] = x
         return found
 
     def check(self) -> None:

@@ -2,7 +2,8 @@
 
 Most are plain observations of the numbers. The others are guesses: that an input was given back, or
 that the reference's call with an input rounded or left out, or with another option, gives what the
-kernel gave. They are said when that holds in the smallest case and in many larger ones.
+kernel gave. They are said when that holds in the smallest case and in many larger ones; that a
+result is off by a factor, or an option ignored, in all.
 """
 
 import dataclasses
@@ -62,14 +63,13 @@ def hints_for(
             "outside of its own call, where the next forward writes? (ctx.save_for_backward keeps "
             "it.)"
         )
+    key = judged.name, judged.kind
+    others = [] if evidence is None else evidence.telling(key)
     if comparable and judged.kind in ("value", "nonfinite", "shape"):
         with np.errstate(all="ignore"):
-            found += _of_numbers(case, judged)
-            if not found and evidence is not None:
-                found += _by_one_factor(evidence.telling((judged.name, judged.kind)))
+            found += _of_numbers(case, judged, others)
             likely = list(_guesses(subject, reference, case, judged))
             if likely and evidence is not None:
-                others = evidence.telling((judged.name, judged.kind))
                 likely = _borne_out(subject, reference, likely, others)
             found += likely
     if judged.kind == "second" and judged.name.startswith("d"):
@@ -103,6 +103,8 @@ def hints_for(
         elif passes(layouts={}):
             ignored = comparable and _ignores_strides(reference, case, judged)
             found.append(contiguous(case, ignored=ignored))
+    if evidence is not None:
+        found += evidence.conditions(key)
     near = judged.closeness
     stored = UNIT_ROUNDOFF[case.dtype].stored and not isinstance(reference.framework, NumPy)
     few = judged.kind == "value" and near is not None and near.ratio < FEW and stored
@@ -129,7 +131,7 @@ def _ignores_strides(reference: Reference, case: LikeCase, judged: Judged) -> bo
     return False
 
 
-def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
+def _of_numbers(case: LikeCase, judged: Judged, others: Sequence[Wrong]) -> Iterator[str]:
     got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.exact, np.float64)
     name, slack = judged.name, slack_of(case)
     if exact.ndim >= 2 and got.size == exact.size:
@@ -149,36 +151,86 @@ def _of_numbers(case: LikeCase, judged: Judged) -> Iterator[str]:
     if not got.any() and exact.any():
         yield f"{name} is zero everywhere: was it written at all?"
         return
-    if not np.all(np.isfinite(got)):
-        return
-    if factor := _as_factor(case, judged):
+    if factor := _by_one_factor(case, judged, others):
         yield factor
+        return
+    if not np.all(np.isfinite(got)):
+        yield from _where_rows_are_equal(case, judged, others)
         return
     wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
     if wrong.any() and not wrong.all():
         yield from _where(name, got, wrong)
 
 
-def _as_factor(case: LikeCase, judged: Judged) -> str:
-    """Say what a result is off by where that is one factor; "" where it is not, or nobody knows."""
+def _where_rows_are_equal(case: LikeCase, judged: Judged, others: Sequence[Wrong]) -> Iterator[str]:
+    """Say that no number comes only where an input has rows of equal numbers."""
+    for name in case.arrays:
+        if all(_only_where_equal(wrong, name) for wrong in (Wrong(case, judged), *others)):
+            yield (
+                f"it is no number only where those of a row of {name} are equal, or so near that "
+                "their differences squared are 0: has √ a slope there in the reference alone?"
+            )
+
+
+def _only_where_equal(wrong: Wrong, name: str) -> bool:
+    a, got = wrong.case.arrays.get(name), wrong.judged.got
+    if a is None or got is None or a.shape != np.shape(got) or not a.ndim or a.shape[-1] < 2:
+        return False
+    bad, apart = ~np.isfinite(got).all(axis=-1), a - a[..., :1]
+    return bool(bad.any() and not (apart * apart)[bad].any())
+
+
+def _ratio(case: Any, judged: Judged) -> float | None:
+    """Return what a result is off by where that is one factor; None elsewhere."""
     got, exact = np.asarray(judged.got, np.float64), np.asarray(judged.exact, np.float64)
-    if got.shape != exact.shape:
-        return ""
+    if judged.got is None or got.shape != exact.shape:
+        return None
     known = np.isfinite(exact) & (True if judged.unknown is None else ~judged.unknown)
     got, exact, slack = got[known], exact[known], slack_of(case)
     if not np.isfinite(got).all() or np.count_nonzero(exact) < 3:
-        return ""
+        return None
     ratio = float(np.sum(got * exact) / np.sum(exact * exact))
     off = same(got, ratio * exact, slack) and abs(ratio - 1) > 10 * slack and got.any()
-    return _factor(case, judged.name, ratio) if off else ""
+    return ratio if off else None
 
 
-def _by_one_factor(others: Sequence[Wrong]) -> Iterator[str]:
-    """Say of a result whose smallest case is too small to tell what it is off by in larger ones."""
-    told = [_as_factor(case, judged) for case, judged, _ in others if judged.got is not None]  # type: ignore[arg-type]
-    told = [text for text in told if text]
-    if len(told) >= 3 and len(told) >= 0.5 * len(others) and len(set(map(_kind, told))) == 1:
-        yield told[0]
+def _by_one_factor(case: LikeCase, judged: Judged, others: Sequence[Wrong]) -> str:
+    """Say what a result is off by, where one rule says it of all cases that are large enough."""
+    known = [(c, ratio) for c, j, _ in others if (ratio := _ratio(c, j)) is not None]
+    own = _ratio(case, judged)
+    if own is not None:
+        known = [(case, own), *known]
+    elif len(known) < 3 or len(known) < 0.5 * len(others):
+        return ""  # the smallest case is too small to tell
+
+    def holds(text: str) -> bool:
+        return all(
+            abs(ratio / dict(_factors(c)).get(text, np.inf) - 1) < 10 * slack_of(c)
+            for c, ratio in known
+        )
+
+    first = known[0][1]
+    by = f"{judged.name} is {first:.4g} times what it should be"
+    for text, _ in _factors(known[0][0]):
+        if holds(text):
+            return f"{text} {by}"
+    alike = all(abs(ratio / first - 1) < 10 * slack_of(c) for c, ratio in known)
+    return f"a constant factor? {by}" if alike else ""
+
+
+def _factors(case: Any) -> Iterator[tuple[str, float]]:
+    """Yield what a result may be multiplied by, and what that means."""
+    yield "the sign is flipped:", -1.0
+    for letter, n in case.sizes.items():
+        if isinstance(n, int) and n > 1:
+            yield f"a mean over {letter} for a sum?", 1 / n
+            yield f"a sum over {letter} for a mean?", float(n)
+            yield f"√{letter} too much?", n**0.5
+            yield f"1/√{letter} too much?", n**-0.5
+    for name, value in case.options.items():
+        if type(value) in (int, float) and abs(value) not in (0, 1):
+            yield f"is {name} forgotten?", 1 / value
+            yield f"is {name} twice there?", float(value)
 
 
 def _borne_out(
@@ -189,7 +241,10 @@ def _borne_out(
     hits: Counter[str] = Counter()
     for case, judged, _ in larger:
         hits.update({_kind(guess) for guess in _guesses(subject, reference, case, judged)})
-    return [guess for guess in likely if hits[_kind(guess)] >= MANY * len(larger)]
+    # another option explains a part of what, say, another mask does
+    options = {f"is {name} ignored" for name in reference.declared.options}
+    least = {_kind(g): 1 if _kind(g) in options else MANY for g in likely}
+    return [g for g in likely if hits[_kind(g)] >= least[_kind(g)] * len(larger)]
 
 
 def _kind(guess: str) -> str:
@@ -231,22 +286,6 @@ def _where(name: str, got: Array, wrong: Array) -> Iterator[str]:
         else:
             span = f"at index {first}" if first == last else f"from index {first} to {last}"
             yield f"{name} is {what} only {span} of axis {axis} (length {length})"
-
-
-def _factor(case: LikeCase, name: str, ratio: float) -> str:
-    if abs(ratio + 1) < 1e-3:
-        return f"the sign is flipped: {name} is -1 times what it should be"
-    sizes = {letter: n for letter, n in case.sizes.items() if isinstance(n, int) and n > 1}
-    for letter, n in sizes.items():
-        for value, text in (
-            (1 / n, f"a mean over {letter} for a sum?"),
-            (float(n), f"a sum over {letter} for a mean?"),
-            (n**0.5, f"√{letter} too much?"),
-            (n**-0.5, f"1/√{letter} too much?"),
-        ):
-            if abs(ratio / value - 1) < 10 * slack_of(case):
-                return f"{text} {name} is {ratio:.4g} times what it should be"
-    return f"a constant factor? {name} is {ratio:.4g} times what it should be"
 
 
 def _of_calls(reference: Reference, case: LikeCase, judged: Judged, truth: Truth) -> Iterator[str]:

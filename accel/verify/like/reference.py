@@ -231,21 +231,23 @@ class Reference:
         array = np.array(self.framework.take(value))
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
-    def evaluator(self, case: LikeCase) -> Callable[[Mapping[str, Array], str], Results]:
-        """Return what evaluates the reference beside a case.
+    def beside(
+        self, case: LikeCase, arrays: Mapping[str, Array], dtype: str
+    ) -> tuple[Results, dict[str, str]]:
+        """Return ``results`` of a case with its arrays, or with others that are near them.
 
         Where it refuses what lies beyond a range that is declared, what does is as in the case.
         """
         options, init = self.resolved(case), self.init(case.sizes)
+        try:
+            return self.results(arrays, options, init, dtype)
+        except Refused:
+            kept = self.declared.brought_back(arrays, case.arrays, case.sizes, dtype)
+            return self.results(kept, options, init, dtype)
 
-        def evaluate(arrays: Mapping[str, Array], dtype: str) -> Results:
-            try:
-                return self.results(arrays, options, init, dtype)[0]
-            except Refused:
-                kept = self.declared.brought_back(arrays, case.arrays, case.sizes)
-                return self.results(kept, options, init, dtype)[0]
-
-        return evaluate
+    def evaluator(self, case: LikeCase) -> Callable[[Mapping[str, Array], str], Results]:
+        """Return what evaluates the reference beside a case."""
+        return lambda arrays, dtype: self.beside(case, arrays, dtype)[0]
 
     def slopes(self, case: LikeCase, arrays: Mapping[str, Array], rng: np.random.Generator) -> Any:
         """Return gradients beside a case, by differences, where there is no autograd."""

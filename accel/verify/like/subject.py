@@ -248,10 +248,8 @@ class LikeSubject(Subject):
             if known is case:
                 return found
         reference = self.pairs[case.op].reference
-        options, init = reference.resolved(case), reference.init(case.sizes)
         rng = np.random.default_rng(case.seed)
         wanted = frozenset(f"d{name}" for name in reference.wanted(case.arrays))
-        work = working(case.dtype)
         with np.errstate(all="ignore"):
             run = reference.evaluator(case)
             try:
@@ -269,7 +267,7 @@ class LikeSubject(Subject):
                         f"by differences: all of an array of up to {SMALL} elements, of a larger "
                         f"one {TRIED + 2} elements"
                     )
-            types = reference.results(case.arrays, options, init, work)[1]
+            types = reference.beside(case, case.arrays, working(case.dtype))[1]
         if case.dtype in FP8:  # what comes out is in no 8 bits
             types = {}
         if case.dtype == "float64":
@@ -287,9 +285,8 @@ class LikeSubject(Subject):
     def plain(self, case: Case) -> Mapping[str, Array]:
         assert isinstance(case, LikeCase)
         reference = self.pairs[case.op].reference
-        options, init = reference.resolved(case), reference.init(case.sizes)
         with np.errstate(all="ignore"):
-            return reference.results(case.arrays, options, init, working(case.dtype))[0]
+            return reference.beside(case, case.arrays, working(case.dtype))[0]
 
     mistakes = None  # nobody knows those of a function of one's own
 
