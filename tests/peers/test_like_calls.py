@@ -42,18 +42,18 @@ def said(report: Report) -> dict[tuple[str, str], str]:
 
 def test_one_input_may_require_a_gradient_alone(tmp_path: Path) -> None:
     new = NEW.replace("        return dx, dgain\n", UNLESS.format(0, "dgain = 0 * dgain"))
-    report = checked(tmp_path, new, ref=REF, examples=16)
+    report = checked(tmp_path, new, ref=REF, examples=24)
     assert set(said(report)) == {("dgain", "alone")}, report.text()
     assert "needs_input_grad" in said(report)["dgain", "alone"]
     assert "dgain, where gain alone requires a gradient, is off by" in report.text()
     right = NEW.replace("        return dx, dgain\n", UNLESS.format(0, "dx = None"))
     for new in (NEW, right, REF):
-        assert checked(tmp_path, new, ref=REF, examples=16).ok
+        assert checked(tmp_path, new, ref=REF, examples=24).ok
 
 
 def test_a_backward_that_raises_where_one_input_requires_a_gradient_alone(tmp_path: Path) -> None:
     new = NEW.replace("        return dx, dgain\n", UNLESS.format(1, "raise ValueError('no gain')"))
-    report = checked(tmp_path, new, ref=REF, examples=16)
+    report = checked(tmp_path, new, ref=REF, examples=24)
     assert set(said(report)) == {("", "raised")}, report.text()
     assert "ValueError: no gain" in report.text()
     assert ", where x alone requires a gradient\n" in report.text()
@@ -63,7 +63,7 @@ def test_a_weight_that_alone_requires_a_gradient_which_nobody_has_is_judged_once
     tmp_path: Path,
 ) -> None:
     new = REF.replace("* gain", "* gain.detach()")
-    report = checked(tmp_path, new, ref=REF, examples=16)
+    report = checked(tmp_path, new, ref=REF, examples=24)
     assert set(said(report)) == {("dgain", "value")} and not report.untried, report.text()
 
 
@@ -88,6 +88,6 @@ def step(p, g, m):
         m.mul_(0.9).add_(g, alpha=0.1)
     return p - 0.5 * m, m
 """
-    report = checked(tmp_path, new, ref=ref, examples=16)
+    report = checked(tmp_path, new, ref=ref, examples=24)
     assert ("m", "written") in said(report)
     assert not {"second", "refilled", "overwritten"} & {kind for _, kind in said(report)}

@@ -11,8 +11,6 @@ from accel.verify.contract import Case
 from reference.contract import Op, Operand
 from reference.types import Array
 
-EXPANDED = "expanded"  # the layout of a cotangent of one number, as out.sum().backward() gives it
-
 
 class OwnOp(Op):
     """A function that the contract has not."""

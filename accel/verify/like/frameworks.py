@@ -34,10 +34,6 @@ class Framework(ABC):
     def take(self, value: Any) -> Array:
         """Make a NumPy array of a result; bf16 and float16 become float32."""
 
-    def expanded(self, one: Any, shape: tuple[int, ...]) -> Any:
-        """Show one number as an array of strides zero; None where arrays have no strides."""
-        return None
-
     def dtype_of(self, value: Any) -> str:
         """Return the name of a result's precision."""
         return str(np.asarray(value).dtype)
@@ -118,11 +114,6 @@ class NumPy(Framework):
         array = np.asarray(value)
         return array.astype(np.float32) if array.dtype == np.float16 else array
 
-    def expanded(self, one: Any, shape: tuple[int, ...]) -> Any:
-        if not isinstance(one, np.ndarray):
-            return None
-        return np.lib.stride_tricks.as_strided(one, shape, (0,) * len(shape))
-
 
 # ---- PyTorch -------------------------------------------------------------------------------------
 
@@ -158,9 +149,6 @@ class Torch(Framework):
         if value.dtype in (self.torch.bfloat16, self.torch.float16):
             value = value.float()
         return np.asarray(value.numpy())
-
-    def expanded(self, one: Any, shape: tuple[int, ...]) -> Any:
-        return one.expand(shape)
 
     def dtype_of(self, value: Any) -> str:
         if not isinstance(value, self.torch.Tensor):

@@ -15,10 +15,11 @@ import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF, round_bf16, round_float16, round_tf32
 from accel.verify.calling import Judged
+from accel.verify.draw import REPEATED
 from accel.verify.evidence import Evidence, Wrong
 from accel.verify.guesses import explains
 from accel.verify.hints import contiguous, unsteady, ways_to_misread
-from accel.verify.like.case import EXPANDED, LikeCase
+from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.reference import Reference, Refused
 from accel.verify.like.truth import Truth
@@ -94,7 +95,7 @@ def hints_for(
             "ctx.needs_input_grad of another input, or leave out what two of them share?"
         )
     if judged.kind in ("value", "nonfinite", "shape", "raised") and case.layouts:
-        owned = {n: layout for n, layout in case.layouts.items() if layout != EXPANDED}
+        owned = {n: layout for n, layout in case.layouts.items() if layout != REPEATED}
         if owned != case.layouts and passes(layouts=owned):
             found.append(
                 "are strides ignored? It passes when the cotangent has memory of its own; here it "

@@ -9,7 +9,7 @@ import numpy as np
 
 from accel.tolerance import UNIT_ROUNDOFF, round_to
 from accel.verify.calling import Judged, first_of, misshapen
-from accel.verify.like.case import EXPANDED, LikeCase
+from accel.verify.like.case import LikeCase
 from accel.verify.like.frameworks import (
     Backward,
     Framework,
@@ -119,25 +119,9 @@ class Run:
 
     def _place(self, case: LikeCase) -> dict[str, Placed]:
         return {
-            name: self._expanded(a)
-            if case.layouts.get(name) == EXPANDED
-            else self.subject.place(a, case.layouts.get(name, "plain"), activation=True)
+            name: self.subject.place(a, case.layouts.get(name, "plain"), activation=True)
             for name, a in case.arrays.items()
         }
-
-    def _expanded(self, array: Array) -> Placed:
-        """Lay one number out as an array whose strides are zero, NaN behind it."""
-        memory = np.full(array.size + 1, np.nan, array.dtype)
-        memory[0] = array.flat[0]
-        given = self.subject.from_numpy(memory, activation=True)
-        try:
-            one = given[:1].reshape((1,) * array.ndim)
-            view = self.pair.framework.expanded(one, array.shape)
-        except (AttributeError, IndexError, TypeError, ValueError):
-            view = None
-        if view is None:
-            return self.subject.place(array, "plain", activation=True)
-        return Placed(view, given, self.subject.to_numpy(given).copy())
 
     def _function(self, views: Mapping[str, Any]) -> Any:
         """Return the function of the kernel's file; a module with the reference's weights."""
@@ -247,27 +231,31 @@ class Run:
         self._judge({name: -gradient for name, gradient in found.items()}, note=note)
 
     def _alone(self, function: Any, placed: Mapping[str, Placed], views: dict[str, Any]) -> None:
-        """Ask for the gradient of one array alone, where the framework can tell a function so."""
+        """Ask for the gradient of one array alone, where the framework can tell a function so.
+
+        Two of the arrays have their turn.
+        """
         wanted = self._wanted()
         if not isinstance(self.pair.framework, Torch) or len(wanted) < 2:
             return
-        name = wanted[self.case.seed % len(wanted)]
-        note = f", where {name} alone requires a gradient,"
+        forward, of = self.pair.framework.forward, self._of(function)
         douts = {name: placed[f"d{name}"].view for name in cotangents_of(self.case.arrays)}
 
-        def gradients() -> dict[str, Any]:
-            forward = self.pair.framework.forward
+        def gradients(name: str) -> dict[str, Any]:
             try:
-                return forward(self._of(function), views, [name], douts)[1](douts)
+                return forward(of, views, [name], douts)[1](douts)
             except NoGradient:
                 return {}  # it is zero then, which has been judged
 
-        try:
-            found = self.subject.call(self.reference.name, gradients)
-        except KernelError as error:
-            raise KernelError(f"{error}{note.rstrip(',')}") from None
-        got = self._taken({f"d{n}": gradient for n, gradient in found.items()})
-        self._judge(got, note=note, beside="alone")
+        for at in range(2):
+            name = wanted[(self.case.seed + at) % len(wanted)]
+            note = f", where {name} alone requires a gradient,"
+            try:
+                found = self.subject.call(self.reference.name, gradients, name)
+            except KernelError as error:
+                raise KernelError(f"{error}{note.rstrip(',')}") from None
+            got = self._taken({f"d{n}": gradient for n, gradient in found.items()})
+            self._judge(got, note=note, beside="alone")
 
     def _named(self, name: str) -> bool:
         return name.removeprefix(STATE) in self._weights

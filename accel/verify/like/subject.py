@@ -10,7 +10,7 @@ import numpy as np
 from accel.tolerance import FP8, UNIT_ROUNDOFF, Magnitude, round_to
 from accel.verify.calling import Judged
 from accel.verify.contract import Case, shape_of
-from accel.verify.draw import LAYOUTS, Draw, Pick
+from accel.verify.draw import LAYOUTS, REPEATED, Draw, Pick
 from accel.verify.evidence import Evidence
 from accel.verify.like.bound import (
     HEADROOM,
@@ -20,7 +20,7 @@ from accel.verify.like.bound import (
     moved,
     working,
 )
-from accel.verify.like.case import EXPANDED, LikeCase
+from accel.verify.like.case import LikeCase
 from accel.verify.like.declared import DeclarationError
 from accel.verify.like.frameworks import NumPy
 from accel.verify.like.hints import hints_for
@@ -145,10 +145,10 @@ class LikeSubject(Subject):
             names = [name for name in arrays if not name.startswith(STATE)]
             chosen = draw.pick((*names, "all"))
             layouts = {name: layout for name in (names if chosen == "all" else [chosen])}
-        if draw.rarely(EXPANDED, 10):
+        if draw.rarely("one dout", 12):
             for name, a in arrays.items():
                 if name.startswith("dout") and a.ndim:
-                    arrays[name], layouts[name] = np.full_like(a, draw.pick((1, -0.5))), EXPANDED
+                    arrays[name], layouts[name] = np.full_like(a, draw.pick((1, -0.5))), REPEATED
         return LikeCase(
             spec.name,
             dtype,
