@@ -2,9 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from accel.verify.calling import Judged
+from accel.verify.like.hints import _of_numbers
 from accel.verify.report import Report
 from tests.helpers.like import checked
 
@@ -94,3 +99,13 @@ def norm(x):
     assert "it is no number only where those of a row of x are equal" in hints_of(report), (
         report.text()
     )
+
+
+def test_what_is_off_by_little_is_not_right() -> None:
+    """A factor near one moves the largest numbers most, and the others as well."""
+    case: Any = SimpleNamespace(dtype="float32", sizes={}, options={}, arrays={})
+    exact = np.array([-0.536656315, 1.609968945])
+    for off, told in (([1e-3, 1e-3], False), ([0, 1e-3], True)):
+        judged = Judged("dx", "value", got=exact * (1.00001 + np.array(off)), exact=exact)
+        said = [*_of_numbers(case, judged, [])]
+        assert any("is wrong only at index 1" in hint for hint in said) == told, said

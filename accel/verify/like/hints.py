@@ -158,8 +158,10 @@ def _of_numbers(case: LikeCase, judged: Judged, others: Sequence[Wrong]) -> Iter
     if not np.all(np.isfinite(got)):
         yield from _where_rows_are_equal(case, judged, others)
         return
-    wrong = np.abs(got - exact) > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
-    if wrong.any() and not wrong.all():
+    off = np.abs(got - exact)
+    wrong = off > 10 * slack * max(float(np.abs(exact).max()), 1e-30)
+    # the others are right, and not off by less
+    if wrong.any() and not wrong.all() and off[~wrong].max() <= 0.01 * off.max():
         yield from _where(name, got, wrong)
 
 
