@@ -39,11 +39,16 @@ def load_op(path: str | Path, op: str) -> Subject:
     """
     module, spec = import_file(path), OPS[op]
     functions = functions_of(op, module)
-    if not all(hasattr(module, name) for name in spec.names):
+    if not _has_kernels(spec, module):
         for name, function in functions.items():
             _without_what_is_added(spec, name, function)
     offered = SimpleNamespace(**functions, __file__=module.__file__)
     return as_subject(offered, Path(path).name, f"--module {shlex.quote(str(path))}")
+
+
+def _has_kernels(spec: Op, module: Any) -> bool:
+    """Tell functions that are named after the op from its mathematics."""
+    return all(hasattr(module, name) for name in spec.names)
 
 
 def _without_what_is_added(spec: Op, name: str, function: Any) -> None:
@@ -68,7 +73,7 @@ def functions_of(op: str, module: Any) -> dict[str, Callable[..., Any]]:
     """
     spec = OPS[op]
     plainly = ("forward", "backward") if spec.backward else spec.names
-    named = all(hasattr(module, name) for name in spec.names)
+    named = _has_kernels(spec, module)
     missing = [] if named else [name for name in plainly if not hasattr(module, name)]
     if missing:
         where = getattr(module, "__file__", "the module")

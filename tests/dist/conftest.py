@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist.config import RunFile
-from tests.helpers.runs import (
-    prepare,
-    text,
-    train,
-    with_run,
-)
+from tests.helpers.runs import prepare, save_run_file, text, train, with_run
 from tokenizer import train_from_iterator
 
 
@@ -73,3 +68,12 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     yield make
     if os.path.ismount(path):
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a run file, for sweeps."""
+    folder = tmp_path_factory.mktemp("sweep")
+    config = prepare(folder, train__warmup_steps=2, train__steps=8)
+    save_run_file(config, folder / "run.toml")
+    return folder

@@ -26,6 +26,13 @@ def hints(report: Report, name: str) -> list[str]:
     return failure.hints
 
 
+def with_backward(op: str, backward: Any, dtype: str = "float32", **options: Any) -> Report:
+    """The report on a backward beside the reference's forward."""
+    right = getattr(ops, f"{op}_forward")
+    how: dict[str, Any] = {"dtypes": [dtype], "raises": False, **options}
+    return check_op(op, forward=right, backward=backward, **how)
+
+
 def cases_of(op: str, count: int) -> list[Case]:
     rng, spec = np.random.default_rng(0), OPS[op]
     found: list[Case] = []
@@ -50,13 +57,7 @@ def test_plus_that_is_left_out_is_named() -> None:
     def backward(dout: Array, cache: Any, *, plus: Array | None = None) -> Any:
         return ops.rmsnorm_backward(dout, cache)
 
-    found = check_op(
-        "rmsnorm",
-        forward=ops.rmsnorm_forward,
-        backward=backward,
-        dtypes=["float64"],
-        raises=False,
-    )
+    found = with_backward("rmsnorm", backward, "float64")
     said = hints(found, "dx")
     assert said[0] == "is plus not added to dx?" and not any("stale" in hint for hint in said)
 
@@ -77,13 +78,7 @@ def test_what_finite_results_contradict_is_not_told_of_nan() -> None:
         with np.errstate(all="ignore"):
             return dx * np.float32(1.5) / np.float32(dx.shape[-1] != 1), dgain, dbias
 
-    report = check_op(
-        "layernorm",
-        forward=ops.layernorm_forward,
-        backward=layernorm_backward,
-        dtypes=["float32"],
-        raises=False,
-    )
+    report = with_backward("layernorm", layernorm_backward)
     said = [h for f in report.failures for h in f.hints]
     assert said and not any("divided by D - 1" in h for h in said), said
 
@@ -150,14 +145,7 @@ def test_two_gradients_in_each_other_s_place_are_said_to_be() -> None:
         dq, dk, dv = ops.attention_backward(dout, cache)
         return dk, dq, dv
 
-    report = check_op(
-        "attention",
-        forward=ops.attention_forward,
-        backward=attention_backward,
-        dtypes=["float32"],
-        examples=60,
-        raises=False,
-    )
+    report = with_backward("attention", attention_backward, examples=60)
     assert "are dq and dk returned in each other's place?" in hints(report, "dq")[0]
     # where it has another shape it is wrong as well
     assert not any("and in none of the other" in h for f in report.failures for h in f.hints)
