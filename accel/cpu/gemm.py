@@ -6,7 +6,7 @@ is cut into blocks of at most DEPTH. For each block
 1. the right operand is packed into panels, ``block_columns`` wide, whose rows lie one behind the
    other: 128 KiB a panel, which the second-level cache holds while many rows pass by it; not more
    than some megabytes of it at a time, where a head's would be as large as the head;
-2. a transposed left operand is packed too, ROWS of its columns at a time (an untransposed one is
+2. a transposed left operand is packed too, some of its columns at a time (an untransposed one is
    read in place: its rows are already in the order of the sum);
 3. tasks of about ROWS rows and some panels multiply, 6 rows by one panel at a time
    (``simd.tile_gemm``). Rows, in sixes, and panels are divided evenly, and where there are many
@@ -17,6 +17,14 @@ To pack an operand costs as much as some reads of it. So an untransposed right o
 or that few rows pass by, is read in place (NARROW), and so is a transposed left one whose rows are
 SHORT: the steps of its sum are a row apart there, and those that are a page or its multiples apart
 would fall onto the same lines of the first-level cache.
+
+A row of the register block is as long as one cache line with the registers of AVX2, four with those
+of AVX-512. One line is soon multiplied, so that there it counts what each step of a sum brings into
+the first-level cache: six numbers of a transposed left operand, and with them the rest of the line
+that they lie in. So where the block is one line wide, the left operand is packed TWELVE columns at
+a time, half as many rows make a task, and an operand is read in place only if the second-level
+cache has room for it (HELD), or it is a right one that FEW rows pass by, and its own rows do not
+fall onto the same lines of that cache.
 
 A bias, and what else is to be added, join a tile when its sum is complete, in the nearest cache.
 
@@ -58,6 +66,11 @@ PACK_ROWS = 16  # rows that are packed by one task
 PACKED = 1 << 20  # elements of an operand that are packed at a time
 NARROW = 96 << 10  # elements: rows of the product, times those from row to row of the right operand
 SHORT = 3 << 10  # bytes from row to row of the left operand
+LINE = 64  # bytes of a cache line
+TWELVE = 12  # columns of the left operand that are packed side by side; a multiple of SIX
+HELD = 512 << 10  # bytes of an operand
+FEW = 48  # rows of the product
+PAGE = 4 << 10  # bytes
 MIN_TASKS = 16  # where the product is large enough
 
 
@@ -103,20 +116,20 @@ def _product(
                 w = min(width, columns - p * width)
                 panel = at(right, p * width * depth)
                 pack_columns(at(b, (j0 + p * width) * ldb + k0), ldb, panel, width, w, kc)
-        elif right_address:
-            for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
-                until = min(kc, (t + 1) * PACK_ROWS)
-                size, block = width * depth, at(b, k0 * ldb + j0)
-                pack_rows(block, ldb, right, width, size, t * PACK_ROWS, until, columns)
         for top in range(0, m, high):
             count = min(high, m - top)
             sixes = (count + SIX - 1) // SIX
-            if left_address and (j0 == 0 or high < m):  # else it is packed still
+            pack_right = right_address and not tb and top == 0
+            pack_left = left_address and (j0 == 0 or high < m)  # else it is packed still
+            if pack_right or pack_left:
                 for t in prange((kc + PACK_ROWS - 1) // PACK_ROWS):
-                    until = min(kc, (t + 1) * PACK_ROWS)
-                    size = rows * depth
-                    block = at(a, k0 * lda + top)
-                    pack_rows(block, lda, left, rows, size, t * PACK_ROWS, until, count)
+                    begin, until = t * PACK_ROWS, min(kc, (t + 1) * PACK_ROWS)
+                    if pack_right:
+                        size, block = width * depth, at(b, k0 * ldb + j0)
+                        pack_rows(block, ldb, right, width, size, begin, until, columns)
+                    if pack_left:
+                        size, block = rows * depth, at(a, k0 * lda + top)
+                        pack_rows(block, lda, left, rows, size, begin, until, count)
             for task in prange(row_tasks * column_tasks):
                 t = task // column_tasks
                 i = sixes * t // row_tasks * SIX
@@ -233,14 +246,18 @@ def _cut(
     """
     width = block_vectors() * vector_bytes() // size
     depth = depth_of(k)
-    pack_right, pack_left = tb or m * ldb > NARROW, ta and lda * size >= SHORT
+    one_line = width * size <= LINE
+    few = m < FEW and ldb * size % PAGE != 0
+    pack_right = tb or m * ldb > NARROW or (one_line and k * ldb * size > HELD and not few)
+    pack_left = ta and (lda * size >= SHORT or (one_line and k * lda * size > HELD))
     # Operands are packed in passes of at most PACKED elements, or a panel, of equal extent.
     panels = -(-n // width)
     panels = -(-panels // -(-panels * width * depth // PACKED)) if pack_right else panels
     passes = -(-m // (PACKED // depth)) if pack_left else 1
     high = -(-m // passes // SIX) * SIX
-    rows = min(ROWS, high)
-    row_tasks = max(round(high / ROWS), min(high // FEW_ROWS, MIN_TASKS // panels), 1)
+    task_rows = ROWS // 2 if one_line else ROWS
+    rows = min(TWELVE if one_line else ROWS, high)
+    row_tasks = max(round(high / task_rows), min(high // FEW_ROWS, MIN_TASKS // panels), 1)
     if row_tasks > TOGETHER:
         row_tasks = round(row_tasks / TOGETHER) * TOGETHER
     column_tasks = min(panels, -(-MIN_TASKS // row_tasks))

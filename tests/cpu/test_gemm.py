@@ -57,17 +57,24 @@ def test_bits_do_not_depend_on_where_tasks_begin(
     a, b, _ = product(m, n, k, np.float32, ta, tb)
     results = []
     monkeypatch.setattr(module, "_cut", module._cut.__wrapped__)  # not those it remembers
-    cuts = (  # the first two pack all that can be, the others nothing
-        *((192, 16, 8, 1 << 20, 0, 0), (6, 1, 1, 30_000, 0, 0)),
-        *((192, 16, 8, 1 << 20, 1 << 40, 1 << 40), (60, 300, 3, 70_000, 1 << 40, 1 << 40)),
+    never = 1 << 40
+    cuts = (  # the first three pack all that can be, the others nothing
+        *((192, 16, 8, 1 << 20, 0, 0, 0, 12), (6, 1, 1, 30_000, 0, 0, 0, 24)),
+        *(
+            (192, 16, 8, 1 << 20, never, never, 0, 6),
+            (192, 16, 8, 1 << 20, never, never, never, 12),
+        ),
+        (60, 300, 3, 70_000, never, never, never, 12),
     )
-    for rows, tasks, together, packed, narrow, short in cuts:
+    for rows, tasks, together, packed, narrow, short, held, twelve in cuts:
         monkeypatch.setattr(module, "ROWS", rows)
         monkeypatch.setattr(module, "MIN_TASKS", tasks)
         monkeypatch.setattr(module, "TOGETHER", together)
         monkeypatch.setattr(module, "PACKED", packed)
         monkeypatch.setattr(module, "NARROW", narrow)
         monkeypatch.setattr(module, "SHORT", short)
+        monkeypatch.setattr(module, "HELD", held)
+        monkeypatch.setattr(module, "TWELVE", twelve)
         out = np.empty((m, n), np.float32)
         gemm(a, b, out, ta=ta, tb=tb)
         results.append(out)
@@ -95,24 +102,43 @@ def test_a_row_s_bits_do_not_depend_on_the_other_rows() -> None:
     assert np.array_equal(whole[100:107], part)
 
 
+AVX512, AVX2 = (4, 64), (2, 32)  # vectors in a row of the register block, and their bytes
+
+
 @pytest.mark.parametrize(
-    ("m", "n", "k", "ta", "packed"),
+    ("block", "m", "n", "k", "ta", "right", "left"),
     [
-        (128, 128, 1024, True, 0),  # the gradient of a small model's weight
-        (24, 768, 768, False, 0),  # few rows
-        (1024, 704, 128, False, 11 * 64 * 128),  # many rows
-        (1024, 64, 300, True, 6 * 192 * 304),  # rows of a page
-        (48, 2816, 100, True, 44 * 64 * 104),
+        (AVX512, 128, 128, 1024, True, 0, 0),  # the gradient of a small model's weight
+        (AVX512, 24, 768, 768, False, 0, 0),  # few rows
+        (AVX512, 1024, 704, 128, False, 11 * 64 * 128, 0),  # many rows
+        (AVX512, 1024, 64, 300, True, 0, 6 * 192 * 304),  # rows of a page
+        (AVX512, 48, 2816, 100, True, 44 * 64 * 104, 0),
+        (AVX2, 128, 128, 1024, True, 0, 0),  # what a cache can hold
+        (AVX2, 128, 128, 1032, True, 8 * 16 * 344, 11 * 12 * 344),
+        (AVX2, 24, 768, 768, False, 0, 0),  # few rows
+        (AVX2, 48, 768, 768, False, 48 * 16 * 384, 0),
+        (AVX2, 24, 1024, 768, False, 64 * 16 * 384, 0),  # its rows would be a page apart
+        (AVX2, 24, 160, 768, False, 0, 0),
+        (AVX2, 1024, 64, 100, True, 0, 86 * 12 * 104),
+        (AVX2, 300, 48, 768, True, 0, 25 * 12 * 384),
+        (AVX2, 1024, 704, 128, False, 44 * 16 * 128, 0),
     ],
 )
 def test_only_what_is_read_often_is_packed(
-    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, ta: bool, packed: int
+    monkeypatch: pytest.MonkeyPatch,
+    block: tuple[int, int],
+    m: int,
+    n: int,
+    k: int,
+    ta: bool,
+    right: int,
+    left: int,
 ) -> None:
-    monkeypatch.setattr(module, "block_vectors", lambda: 4)
-    monkeypatch.setattr(module, "vector_bytes", lambda: 64)
+    monkeypatch.setattr(module, "block_vectors", lambda: block[0])
+    monkeypatch.setattr(module, "vector_bytes", lambda: block[1])
     lda = m if ta else k
     sizes, _ = module._cut.__wrapped__(m, n, k, ta, False, lda, n, 4, 2)
-    assert sum(sizes) == packed
+    assert sizes == (right, left)
 
 
 def test_an_empty_sum_is_zero() -> None:
