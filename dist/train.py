@@ -301,7 +301,7 @@ class Trainer:
             self._write(record)
             if all(done for *_, done in everyone):
                 self._finish_saving()
-            if self.guards.exhausted:
+            if self.guards.exhausted or self.guards.bad_in_a_row == config.steps:
                 self._give_up(record["n_valid"])
             last = self.step == config.steps
             left_out = self._measured_here()

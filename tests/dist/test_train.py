@@ -391,6 +391,17 @@ def test_texts_of_which_nothing_is_to_be_predicted_end_a_run_in_a_sentence(
         assert says in capsys.readouterr().err
 
 
+def test_a_run_of_nothing_but_skipped_steps_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepare(tmp_path, run__patience=3, train__steps=2)
+    ids = random_walk(600)
+    write_dataset(tmp_path / "silent", ids, np.zeros(len(ids), np.bool_))
+    data = dataclasses.replace(config.data, train=str(tmp_path / "silent"))
+    assert train(dataclasses.replace(config, data=data)) == 1
+    assert "in 2 steps in a row, the last of them step 2" in capsys.readouterr().err
+
+
 def test_no_checkpoint_of_a_bad_streak_takes_the_place_of_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
