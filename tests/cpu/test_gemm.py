@@ -108,7 +108,7 @@ AVX512, AVX2 = (4, 64), (2, 32)  # vectors in a row of the register block, and t
 @pytest.mark.parametrize(
     ("block", "m", "n", "k", "ta", "right", "left"),
     [
-        (AVX512, 128, 128, 1024, True, 0, 0),  # the gradient of a small model's weight
+        (AVX512, 128, 128, 2048, True, 0, 0),  # the gradient of a small model's weight
         (AVX512, 24, 768, 768, False, 0, 0),  # few rows
         (AVX512, 1024, 704, 128, False, 11 * 64 * 128, 0),  # many rows
         (AVX512, 1024, 64, 300, True, 0, 6 * 192 * 304),  # rows of a page
