@@ -22,9 +22,9 @@ A row of the register block is as long as one cache line with the registers of A
 of AVX-512. One line is soon multiplied, so that there it counts what each step of a sum brings into
 the first-level cache: six numbers of a transposed left operand, and with them the rest of the line
 that they lie in. So where the block is one line wide, the left operand is packed TWELVE columns at
-a time, half as many rows make a task, and an operand is read in place only if the second-level
-cache has room for it (HELD), or it is a right one that FEW rows pass by, and its own rows do not
-fall onto the same lines of that cache.
+a time, half as many rows make a task, and an operand is read in place only if it is small (HELD;
+HELD_BY_MANY where one thread would pack what another reads, and cores may share no cache), or it is
+a right one that FEW rows pass by, and its own rows do not fall onto the same lines of a cache.
 
 A bias, and what else is to be added, join a tile when its sum is complete, in the nearest cache.
 
@@ -68,7 +68,8 @@ NARROW = 96 << 10  # elements: rows of the product, times those from row to row 
 SHORT = 3 << 10  # bytes from row to row of the left operand
 LINE = 64  # bytes of a cache line
 TWELVE = 12  # columns of the left operand that are packed side by side; a multiple of SIX
-HELD = 512 << 10  # bytes of an operand
+HELD = 128 << 10  # bytes of an operand, for one thread
+HELD_BY_MANY = 512 << 10
 FEW = 48  # rows of the product
 PAGE = 4 << 10  # bytes
 MIN_TASKS = 16  # where the product is large enough
@@ -246,10 +247,10 @@ def _cut(
     """
     width = block_vectors() * vector_bytes() // size
     depth = depth_of(k)
-    one_line = width * size <= LINE
+    one_line, held = width * size <= LINE, HELD if threads == 1 else HELD_BY_MANY
     few = m < FEW and ldb * size % PAGE != 0
-    pack_right = tb or m * ldb > NARROW or (one_line and k * ldb * size > HELD and not few)
-    pack_left = ta and (lda * size >= SHORT or (one_line and k * lda * size > HELD))
+    pack_right = tb or m * ldb > NARROW or (one_line and k * ldb * size > held and not few)
+    pack_left = ta and (lda * size >= SHORT or (one_line and k * lda * size > held))
     # Operands are packed in passes of at most PACKED elements, or a panel, of equal extent.
     panels = -(-n // width)
     panels = -(-panels // -(-panels * width * depth // PACKED)) if pack_right else panels

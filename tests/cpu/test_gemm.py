@@ -74,6 +74,7 @@ def test_bits_do_not_depend_on_where_tasks_begin(
         monkeypatch.setattr(module, "NARROW", narrow)
         monkeypatch.setattr(module, "SHORT", short)
         monkeypatch.setattr(module, "HELD", held)
+        monkeypatch.setattr(module, "HELD_BY_MANY", held)
         monkeypatch.setattr(module, "TWELVE", twelve)
         out = np.empty((m, n), np.float32)
         gemm(a, b, out, ta=ta, tb=tb)
@@ -139,6 +140,17 @@ def test_only_what_is_read_often_is_packed(
     lda = m if ta else k
     sizes, _ = module._cut.__wrapped__(m, n, k, ta, False, lda, n, 4, 2)
     assert sizes == (right, left)
+
+
+def test_a_thread_alone_packs_smaller_operands_where_a_block_is_one_line_wide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for (vectors, size), packed in ((AVX2, (8 * 16 * 512, 11 * 12 * 512)), (AVX512, (0, 0))):
+        monkeypatch.setattr(module, "block_vectors", lambda vectors=vectors: vectors)
+        monkeypatch.setattr(module, "vector_bytes", lambda size=size: size)
+        for k, threads, expected in ((1024, 2, (0, 0)), (1024, 1, packed), (256, 1, (0, 0))):
+            cut = module._cut.__wrapped__(128, 128, k, True, False, 128, 128, 4, threads)
+            assert cut[0] == expected
 
 
 def test_an_empty_sum_is_zero() -> None:
