@@ -98,7 +98,7 @@ class Writer:
     ) -> None:
         self.tokenizer, self.stop, self.sampling = tokenizer, tuple(stop), sampling
         self.session = Session(model.ops, model.params, model.config, keep=keep)
-        self.ends = ends_of(tokenizer)
+        self.ends = ends_of(tokenizer, model.state.updates)
         self.context = model.config.context_length
         self.why, self.tokens, self.seconds = "", 0, 0.0  # of the last turn
 

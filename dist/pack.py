@@ -148,10 +148,13 @@ def eos_of(tokenizer: "Tokenizer") -> int:
     return special_id(tokenizer, *names)
 
 
-def ends_of(tokenizer: "Tokenizer") -> set[int]:
-    """Return the ids at which a text ends, or what an imported model writes."""
-    said = tokenizer.vocabulary.uses.ends
-    return {eos_of(tokenizer), *(tokenizer.special_tokens[name] for name in said)}
+def ends_of(tokenizer: "Tokenizer", updates: int) -> set[int]:
+    """Return the ids at which a text ends: those that others said, of a model of theirs.
+
+    One that took ``updates`` here learned the id that is put behind texts.
+    """
+    said = {tokenizer.special_tokens[name] for name in tokenizer.vocabulary.uses.ends}
+    return said if said and not updates else {*said, eos_of(tokenizer)}
 
 
 def part_ids(tokenizer: "Tokenizer", part: Part) -> list[int]:

@@ -59,6 +59,10 @@ def text_of(given: str) -> str:
         If there is no standard input, or what comes is not UTF-8.
     """
     if given != "-":
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{given!r} is not UTF-8 at its character {error.start}") from None
         return given
     try:
         return standard_input().read().decode("utf-8-sig").replace("\r\n", "\n")

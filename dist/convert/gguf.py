@@ -24,7 +24,7 @@ from dist.convert import rope
 from dist.convert.families import GGUF
 from dist.convert.mapping import Tensor, choose, named, shown
 from dist.convert.tensors import Stored, write_tensors
-from dist.convert.text import gguf_keys, gguf_tokenizer
+from dist.convert.text import GGUF_ENDS, gguf_keys, gguf_tokenizer, uses_of
 from dist.convert.transfer import Found, Written
 from dist.evaluate import load_tokenizer
 from dist.numbers import size_of
@@ -67,7 +67,13 @@ def export(weights: Weights, path: Path, kind: str) -> Written:
         keys["tokenizer.ggml.model"] = "no_vocab"
     else:
         tokenizer = load_tokenizer(weights.tokenizer, weights.manifest.tokenizer_sha256)
-        keys |= gguf_keys(tokenizer, config, str(weights.path))
+        uses = uses_of(tokenizer, weights.manifest.updates)
+        keys |= gguf_keys(tokenizer, uses, config, str(weights.path))
+        if more := uses.ends[len(GGUF_ENDS) :]:
+            notes.append(
+                f"GGUF names {len(GGUF_ENDS)} tokens at which a model stops, and {named(more)} "
+                "are left out"
+            )
         if tokenizer.vocabulary.nfc:
             notes.append(
                 "llama.cpp does not bring text to NFC, as this tokenizer does: text in another "

@@ -16,7 +16,7 @@ import msgspec
 from dist.convert.families import HUGGING_FACE
 from dist.convert.mapping import Family, Tensor, choose, named, shown
 from dist.convert.tensors import Stored, write_tensors
-from dist.convert.text import check_fits, uses_of, with_uses
+from dist.convert.text import AROUND, check_fits, uses_of, with_uses
 from dist.convert.transfer import Found, Written
 from dist.evaluate import load_tokenizer
 from dist.numbers import size_of
@@ -74,6 +74,26 @@ class _TokenizerConfig(msgspec.Struct):
     chat_template: str | list[_Template] | None = None
 
 
+class _Processor(msgspec.Struct):
+    """What a ``tokenizer.json`` does to ids, or several of such; ``single`` is for one text."""
+
+    type: str = ""
+    single: list[dict[str, Any]] | Any = []
+    processors: "list[_Processor]" = []
+
+    @property
+    def puts_tokens_around(self) -> bool:
+        named = self.type == "TemplateProcessing" and any("SpecialToken" in x for x in self.single)
+        by_kind = self.type in ("BertProcessing", "RobertaProcessing")
+        return named or by_kind or any(each.puts_tokens_around for each in self.processors)
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of a ``tokenizer.json`` here."""
+
+    post_processor: _Processor | None = None
+
+
 class _Generation(msgspec.Struct):
     """What is read of a ``generation_config.json``, or of a ``config.json`` in its place."""
 
@@ -105,7 +125,8 @@ def export(weights: Weights, folder: Path, kind: str) -> Written:
         if tokenizer is not None:
             from tokenizer import to_huggingface
 
-            uses, ids = uses_of(tokenizer), tokenizer.special_tokens
+            uses = uses_of(tokenizer, weights.manifest.updates)
+            ids = tokenizer.special_tokens
             to_huggingface(tokenizer, part / "tokenizer.json")
             _write_json(part / "tokenizer_config.json", _tokenizer_config(tokenizer, uses, config))
             names = {"bos": uses.bos, "pad": uses.pad}
@@ -282,6 +303,8 @@ def _with_uses(tokenizer: "Tokenizer", folder: Path) -> tuple["Tokenizer", list[
         others = [each.name for each in template if each.name != "default"]
         notes = [f"its chat templates {named(others)} were left out"] * bool(others)
         template = of.get("default")
+    processor = (read("tokenizer.json", _TokenizerFile) or _TokenizerFile()).post_processor
+    notes += [AROUND] * (processor is not None and processor.puts_tokens_around)
     found, left_out = with_uses(
         tokenizer,
         bos=name_of(said.bos_token),

@@ -29,18 +29,27 @@ CHAT = (
 
 BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<|endoftext|>")
 PAD_NAMES = ("<|pad|>",)
+AROUND = (
+    "the tokens that its tokenizer puts before or behind every text are put around none here, nor "
+    "by what is exported from here: give a prompt that begins with them where the model needs them"
+)
 EOT_NAMES = (END, "<|eot_id|>", "<|im_end|>")  # what ends a turn
 
 
-def uses_of(tokenizer: "Tokenizer") -> Uses:
-    """Return what special tokens are for: as others said of theirs, else by their names."""
+def uses_of(tokenizer: "Tokenizer", updates: int = 0) -> Uses:
+    """Return what special tokens are for: as others said of theirs, else by their names.
+
+    A model that took ``updates`` here learned to end a text as ``myllm pack`` ends one.
+    """
     specials, said = tokenizer.special_tokens, tokenizer.vocabulary.uses
 
     def first(names: Iterable[str]) -> str:
         return next((name for name in names if name in specials), "")
 
     chats = {*ROLES.values(), END} <= specials.keys()  # ours, also where they came later
-    ends = [*said.ends, END * chats] if said.ends else [first(EOS_NAMES), first(EOT_NAMES)]
+    ends = [first(EOS_NAMES), first(EOT_NAMES)]
+    if said.ends:
+        ends = [*said.ends, END * chats, first(EOS_NAMES) if updates else ""]
     return Uses(
         said.bos or first(BOS_NAMES),
         tuple(dict.fromkeys(filter(None, ends))),
@@ -81,11 +90,15 @@ def with_uses(
         name_of(pad, "what fills a text up"),
         chat_template or "",
     )
+    chats = by_name.chat_template == CHAT
     plain = found.ends == by_name.ends and {*found.ends} <= {*EOS_NAMES, END}
     uses = Uses(
         # where a tokenizer has none, GGUF and GPT-2 say what ends a text
         "" if found.bos in (by_name.bos, *found.ends[:1]) else found.bos,
-        () if plain else found.ends,
+        # that of a chat of ours ends none but a chat's texts here, and is always named to others
+        ()
+        if plain
+        else tuple(e for e in found.ends if e != END or e == found.ends[0] or not chats),
         "" if found.pad == by_name.pad else found.pad,
         "" if found.chat_template == CHAT else found.chat_template,
     )
@@ -123,8 +136,8 @@ PATTERNS = {
 WHOLE_PIECES = {"llama-bpe", "llama3", "llama-v3"}
 
 
-def gguf_keys(tokenizer: "Tokenizer", config: Config, where: str) -> dict[str, Any]:
-    """Return the keys that tell llama.cpp of a tokenizer.
+def gguf_keys(tokenizer: "Tokenizer", uses: Uses, config: Config, where: str) -> dict[str, Any]:
+    """Return the keys that tell llama.cpp of a tokenizer, of its ends the first of ``GGUF_ENDS``.
 
     Raises
     ------
@@ -158,7 +171,6 @@ def gguf_keys(tokenizer: "Tokenizer", config: Config, where: str) -> dict[str, A
         CONTROL if i in specials else NORMAL if i in vocabulary.tokens else UNUSED
         for i in range(config.vocab_size)
     ]
-    uses = uses_of(tokenizer)
     if not uses.ends:
         raise ValueError(
             f"{where}: the tokenizer has no token that ends a text ({', '.join(EOS_NAMES)}), and "
@@ -226,13 +238,15 @@ def gguf_tokenizer(keys: Mapping[str, Any], vocab_size: int) -> tuple["Tokenizer
         return keys.get(f"tokenizer.ggml.{role}_token_id")
 
     template = keys.get("tokenizer.chat_template")
-    return with_uses(
+    found, notes = with_uses(
         Tokenizer(vocabulary),
         bos=told("bos"),
         ends=map(told, GGUF_ENDS),
         pad=told("padding"),
         chat_template=template if isinstance(template, str) else None,
     )
+    around = any(keys.get(f"tokenizer.ggml.add_{what}_token") is True for what in ("bos", "eos"))
+    return found, notes + [AROUND] * around
 
 
 def _strings(keys: Mapping[str, Any], name: str) -> list[str]:

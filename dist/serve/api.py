@@ -328,9 +328,11 @@ class Reply:
         offsets = []
         for token in tokens:
             offset, stream = self._offsets[index]
-            offsets.append(offset)
-            if token.id < self._tokenizer.n_vocab:
-                self._offsets[index] = offset + len(stream.step(token.id)), stream
+            shown = stream.step(token.id) if token.id < self._tokenizer.n_vocab else ""
+            own = self._text(token.id)  # behind what bytes before it came to, if they waited
+            waited = len(shown) - len(own) if own and shown.endswith(own) else 0
+            offsets.append(offset + waited)
+            self._offsets[index] = offset + len(shown), stream
         # the likeliest last: of tokens that read alike it is the one that stays
         best = [{self._text(i): p for i, p in reversed(token.best)} for token in tokens]
         return {

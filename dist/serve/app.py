@@ -291,7 +291,7 @@ def _answers(
             param="messages" if request.chat else "prompt",
             code="context_length_exceeded",
         )
-    ends = ends_of(tokenizer)
+    ends = ends_of(tokenizer, served.model.state.updates)
     if request.chat:
         ends.add(special_id(tokenizer, END))
     # without a seed each answer is another one; a seed gives the same whenever it is asked for

@@ -91,6 +91,8 @@ def test_a_standard_input_that_is_no_text_is_said(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the \xff fox")))
     assert cli.main(words) == 1
     assert "standard input is not UTF-8 at its byte 4" in capsys.readouterr().err
+    assert cli.main([*words[:-1], "the \udcff fox"]) == 1  # what Python makes of such an argument
+    assert "'the \\udcff fox' is not UTF-8 at its character 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["rope", "learned"])

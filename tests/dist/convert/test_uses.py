@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from dist import cli
+from dist import checkpoint, cli, manifest
 from dist.convert import gguf
 from dist.documents import END, ROLES
 from dist.model import load_model
@@ -68,6 +69,17 @@ def folder(
     return path / "hf"
 
 
+def trained(path: Path) -> None:
+    """Make weights those of a model that took updates here."""
+    state = checkpoint.read_manifest(path)
+    manifest.write(path / checkpoint.MANIFEST, msgspec.structs.replace(state, updates=5))
+
+
+def ends(path: Path, tokenizer: Tokenizer) -> set[int]:
+    """Return the ids at which the model of a folder stops writing."""
+    return ends_of(tokenizer, load_model(path, "reference").state.updates)
+
+
 def imported(source: Path, name: str = "back") -> Tokenizer:
     out = source.parent / name
     assert cli.main(["import", str(source), "-o", str(out)]) == 0
@@ -84,7 +96,7 @@ def test_a_chat_model_stops_where_its_files_say(
     hf = folder(tmp_path, theirs, always(end), config={"eos_token_id": end})
     back = imported(hf)
     assert eos_of(back) == theirs.special_tokens["<|endoftext|>"]  # still stands between documents
-    assert ends_of(back) == {eos_of(back), end}
+    assert ends(tmp_path / "back", back) == {end}
     words = ["--prompt", "hi", "--tokens", "3", "--backend", "reference", "--temperature", "0"]
     capsys.readouterr()
     assert cli.main(["generate", str(tmp_path / "back"), *words]) == 0
@@ -105,7 +117,7 @@ def test_an_end_of_any_name_is_known_by_its_id_or_name(
     if place in ("tokenizer_config", "gguf"):
         said, place = {"eos_token": {"content": name}}, "tokenizer_config"
     back = imported(folder(tmp_path, theirs, **{place: said}))
-    assert eos_of(back) == i and ends_of(back) == {i}
+    assert eos_of(back) == i and ends(tmp_path / "back", back) == {i}
     words = ["score", str(tmp_path / "back"), "hi", "--backend", "reference"]
     assert cli.main(words) == 0
     assert cli.main(["export", str(tmp_path / "back"), str(tmp_path / "m.gguf")]) == 0
@@ -119,6 +131,111 @@ def test_an_end_of_any_name_is_known_by_its_id_or_name(
     assert f"a model stops at {name}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("suffix", ["", ".gguf"])
+def test_generating_stops_where_an_export_says_also_after_training(
+    suffix: str, ours: Tokenizer, tmp_path: Path
+) -> None:
+    theirs = named(ours, *CHATML)
+    im_end, eos = (theirs.special_tokens[name] for name in ("<|im_end|>", "<|endoftext|>"))
+    back = imported(folder(tmp_path, theirs, config={"eos_token_id": im_end}))
+    tuned = tmp_path / "back"
+    for updates, expected in ((False, {im_end}), (True, {im_end, eos})):
+        if updates:
+            trained(tuned)
+        assert ends(tuned, back) == expected
+        out, again = tmp_path / f"out{updates}{suffix}", tmp_path / f"again{updates}"
+        assert cli.main(["export", str(tuned), str(out)]) == 0
+        assert ends(again, imported(out, again.name)) == expected
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf"])
+def test_a_turn_s_end_of_ours_ends_a_chat_alone_before_and_after_an_export(
+    suffix: str, ours: Tokenizer, tmp_path: Path
+) -> None:
+    theirs = named(ours, *CHATML, *ROLES.values(), END)
+    im_end = theirs.special_tokens["<|im_end|>"]
+    back = imported(folder(tmp_path, theirs, config={"eos_token_id": im_end}))
+    for tokenizer, expected in ((ours, {eos_of(ours)}), (back, {im_end})):
+        made = tmp_path / f"made{len(expected)}{tokenizer is back}"
+        write_random(made, replace(LLAMA, vocab_size=330), tokenizer)
+        out = made.with_name(f"{made.name}-out{suffix}")
+        assert cli.main(["export", str(made), str(out)]) == 0
+        again = imported(out, f"{made.name}-again")
+        assert ends(made, tokenizer) == ends(tmp_path / f"{made.name}-again", again) == expected
+        assert again.sha256 == tokenizer.sha256
+
+
+def test_what_gguf_has_no_name_for_is_told(
+    ours: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = named(ours, "[A]", "[B]", "[C]", "[D]", "[E]")
+    ids = [theirs.special_tokens[f"[{name}]"] for name in "ABCDE"]
+    for many in (3, 5):
+        path = tmp_path / str(many)
+        path.mkdir()
+        imported(folder(path, theirs, generation_config={"eos_token_id": ids[:many]}))
+        capsys.readouterr()
+        assert cli.main(["export", str(path / "back"), str(path / "m.gguf")]) == 0
+        told = "3 tokens at which a model stops, and [D], [E] are left out"
+        assert (told in capsys.readouterr().out.replace("\n", " ")) == (many == 5)
+
+
+AROUND = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A"}}]
+
+
+@pytest.mark.parametrize(
+    ("processor", "around"),
+    [
+        (None, False),
+        ({"type": "ByteLevel", "trim_offsets": True}, False),
+        ({"type": "TemplateProcessing", "single": AROUND[1:], "pair": []}, False),
+        ({"type": "TemplateProcessing", "single": AROUND, "pair": []}, True),
+        ({"type": "RobertaProcessing", "sep": ["</s>", 2], "cls": ["<s>", 0]}, True),
+        (
+            {
+                "type": "Sequence",
+                "processors": [
+                    {"type": "ByteLevel"},
+                    {"type": "TemplateProcessing", "single": AROUND},
+                ],
+            },
+            True,
+        ),
+    ],
+)
+def test_tokens_around_a_text_are_told_to_be_left_out(
+    processor: Any,
+    around: bool,
+    ours: Tokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hf = folder(tmp_path, named(ours, *CHATML))
+    written = json.loads((hf / "tokenizer.json").read_text())
+    (hf / "tokenizer.json").write_text(json.dumps(written | {"post_processor": processor}))
+    capsys.readouterr()
+    imported(hf)
+    assert ("puts before or behind every text" in capsys.readouterr().out) == around
+
+
+@pytest.mark.parametrize("what", ["bos", "eos"])
+def test_tokens_around_a_text_are_told_of_gguf_files_too(
+    what: str,
+    ours: Tokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_random(tmp_path / "mine", replace(LLAMA, vocab_size=330), ours)
+    honest = gguf.gguf_keys
+    changed = {f"tokenizer.ggml.add_{what}_token": True}
+    monkeypatch.setattr(gguf, "gguf_keys", lambda *given: {**honest(*given), **changed})
+    assert cli.main(["export", str(tmp_path / "mine"), str(tmp_path / "m.gguf")]) == 0
+    capsys.readouterr()
+    imported(tmp_path / "m.gguf")
+    assert "puts before or behind every text" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("way", ["text", "list", "file"])
 def test_template_padding_and_ends_come_in_and_go_out(
     way: str, ours: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,8 +247,8 @@ def test_template_padding_and_ends_come_in_and_go_out(
     if way != "file":
         several = [{"name": "rag", "template": "x"}, {"name": "default", "template": TEMPLATE}]
         said["chat_template"] = TEMPLATE if way == "text" else several
-    ends = {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]}
-    hf = folder(tmp_path, theirs, tokenizer_config=said, generation_config=ends)
+    stops = {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]}
+    hf = folder(tmp_path, theirs, tokenizer_config=said, generation_config=stops)
     if way == "file":
         (hf / "chat_template.jinja").write_text(TEMPLATE)
     capsys.readouterr()
@@ -167,8 +284,10 @@ def test_a_chat_of_ours_takes_the_place_of_theirs(ours: Tokenizer, tmp_path: Pat
     assert cli.main(["export", str(tmp_path / "tuned"), str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert "<|assistant|>" in written["chat_template"]
-    ends = json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"]
-    assert ends == sorted(extended.special_tokens[name] for name in ("<|im_end|>", "<|end|>"))
+    said = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert said["eos_token_id"] == sorted(
+        extended.special_tokens[name] for name in ("<|im_end|>", "<|end|>")
+    )
 
 
 def test_what_our_names_say_is_not_said_again(ours: Tokenizer, tmp_path: Path) -> None:

@@ -115,6 +115,17 @@ def test_offsets_count_a_character_that_is_split_over_tokens_once(
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
+def test_offsets_count_bytes_that_come_to_no_character(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {server.tokenizer.token_bytes(i): i for i in range(server.tokenizer.n_vocab)}
+    drawn = iter([known[b"a"], known[b"\xc3"], known[b"b"], known[b"c"]])
+    monkeypatch.setattr("dist.serve.engine.sample", lambda *_, **__: next(drawn))
+    (choice,) = server.complete("the", max_tokens=4, logprobs=0)["choices"]
+    assert choice["text"] == "a\ufffdbc"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
 def test_an_id_beyond_the_tokenizer_stands_for_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
