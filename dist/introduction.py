@@ -19,6 +19,11 @@ def introduction(run: "Trainer") -> Iterator[str]:
         f"{run.accumulation} × {config.train.micro_batch} windows of {config.window} tokens "
         f"each; {config.tokens_per_step:,} tokens a step, {config.steps:,} steps"
     )
+    used = max(source.dataset.vocab_size or 0 for source in run.data.sources)
+    rows = config.model.vocab_size
+    if used and rows > 1.25 * used:
+        yield f"model.vocab_size is {rows:,}, where the tokenizer has {used:,} ids:"
+        yield "  the others only cost time"
     behind = ""
     if comm.size > 1 and config.run.overlap and comm.behind:
         behind = f"gradients travel when the backward has ended: {comm.behind}"

@@ -35,6 +35,7 @@ from reference.flops import training_flops
 from reference.params import decoder_layout
 from tokenizer.files import LOCK
 from tokenizer.read import expand
+from tokenizer.records import is_rows
 
 SHARE = 0.9  # of the time goes into steps; evaluations, checkpoints and the start take the rest
 SECONDS = 0.5  # of steps to measure by
@@ -207,7 +208,8 @@ def to_be_packed(texts: Texts, path: str, window: int) -> Texts:
     """
     found, least = expand([path]), BYTES_A_TOKEN * window
     if found.streams or found.bytes_on_disk >= FEW_PIECES * PIECE_BYTES:
-        return texts._replace(size=plain_bytes([path]))
+        rows = any(map(is_rows, found.files))  # of which text is a part, nobody knows how large
+        return texts._replace(size=0 if rows else plain_bytes([path]))
     try:
         for share in SHARES:
             train, held = split_bytes(found.files, share)

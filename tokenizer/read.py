@@ -104,11 +104,13 @@ class Source:
         while True:
             block, mark = file.read(BLOCK_BYTES).removeprefix(mark), b""
             self._advance(name, raw)
-            if cut and block:
+            if cut and len(block) == BLOCK_BYTES:  # else it is the last
                 tail = max(0, len(block) - _TAIL)
-                found = None
-                for found in _SAFE_CUT.finditer(block, tail):  # noqa: B007 - the last one is wanted
-                    pass
+                found = None  # the last one, of a line if there is one, so that lines stay whole
+                for each in _SAFE_CUT.finditer(block, tail):
+                    at_line = block.startswith(b"\n", each.end())
+                    if at_line or found is None or not block.startswith(b"\n", found.end()):
+                        found = each
                 if found is None:
                     held.append(block)
                     continue
@@ -150,6 +152,10 @@ class Source:
         values = contents(row, self.field)
         if values and all(isinstance(value, str) for value in values):
             yield from (value.encode("utf-8", "surrogatepass") for value in values)
+        elif isinstance(row.get("messages"), list) and "messages" in fields(self.field):
+            self._bad(f"{where}: a message's 'content' is no text, or there is no message")
+        elif self.field is None and "completion" in row:
+            self._bad(f"{where}: 'prompt' and 'completion' must be texts")
         elif (field := fields(self.field)[0]) in row:
             self._bad(f"{where}: field {field!r} is no text")
         else:

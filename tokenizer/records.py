@@ -17,7 +17,7 @@ PACKED = (".gz", ".zst")
 TEXT = "text"  # the field of a row's text, where people name none
 # what a row may have beside its text: a conversation, or a task and what is wanted
 ASIDE = ("messages", "prompt", "completion")
-_BEGINS_A_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # of objects
+_BEGINS_A_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\"]")  # of objects or texts
 _NO_UTF8 = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of such a byte
 
 
@@ -38,7 +38,7 @@ def rows(name: str, file: IO[bytes], field: str | None, bad: Bad) -> Iterator[Ro
     field : str, optional
         Where the text of a row is; without it ``TEXT``, or what stands ``ASIDE``, and a JSON file
         that is no list of objects or texts, and no object with such a field, is one text, as is: a
-        row whose place is the file's name alone. What begins as a list of objects must be one.
+        row whose place is the file's name alone. What begins as a list of such must be one.
     bad : callable
         Is given a sentence on each row that cannot be read.
 
@@ -104,7 +104,8 @@ def _json_list(name: str, file: IO[bytes], wanted: Fields, bad: Bad) -> Iterator
                 bad(f"{name}: no JSON: {error}")
             return
     items = content if isinstance(content, list) else [content]
-    if items and not named and all(isinstance(item, str) for item in items):
+    texts = sum(isinstance(item, str) for item in items)
+    if texts and not named and texts == sum(item is not None for item in items):
         items = [{TEXT: item} for item in items]
     if named or (any(isinstance(item, dict) for item in items) and _are_rows(content, wanted)):
         for number, row in enumerate(items, 1):

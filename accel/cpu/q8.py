@@ -6,8 +6,9 @@ to be read, and here that is 34 bytes for 32 of them instead of 128.
 
 The blocks run along the input of a product, as in a GGUF file, so these are the numbers that
 ``myllm export --dtype q8_0`` writes (but for widths that 32 does not divide: their last block is
-shorter here, and the file keeps such a matrix as F16). ``parameters`` rounds every matrix once. All ops see the rounded numbers as float32,
-so a prompt is read with the same weights as the answer is written with; the arithmetic is float32.
+shorter here, and the file keeps such a matrix as F16). ``parameters`` rounds every matrix once. All
+ops see the rounded numbers as float32, so a prompt is read with the same weights as the answer is
+written with; the arithmetic is float32.
 """
 
 from collections.abc import Mapping

@@ -21,7 +21,7 @@ from dist import mode, monitor
 from dist.train import Trainer
 from dist.watchdog import Watch
 from tests.helpers import ROOT
-from tests.helpers.runs import prepare, save_run_file, train
+from tests.helpers.runs import VOCAB, prepare, save_run_file, train
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -75,6 +75,14 @@ def test_no_line_of_a_run_is_wider_than_a_terminal(
     assert [line for line in lines if len(line) > 80] == []
     assert "all settings are in run/config.toml" in lines and len(lines) > 20
     assert "  the first 3 are looked at (run.eval_windows)" in lines
+
+
+def test_ids_that_no_text_has_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rows, told in ((VOCAB, False), (5 * VOCAB // 4, False), (5 * VOCAB // 4 + 1, True)):
+        config = prepare(tmp_path, model__vocab_size=rows, run__out=str(tmp_path / f"run{rows}"))
+        assert train(config) == 0
+        said = f"model.vocab_size is {rows:,}, where the tokenizer has {VOCAB:,} ids"
+        assert (said in capsys.readouterr().out) == told
 
 
 def test_held_out_text_that_is_trained_on_is_named(

@@ -157,6 +157,8 @@ def test_a_parquet_file_without_rows_holds_none_and_a_null_is_named(
     [
         ("a.json", '[{"text": "one"}, {"text": "tw', "a.json: no JSON: Unterminated string"),
         ("a.json", '\n[ {"text": "one"}, "two"]', "a.json, item 2: no JSON object but str"),
+        ("a.json", '["one", "two", "th', "a.json: no JSON: Unterminated string"),
+        ("a.json", '["one", null]', "a.json, item 2: field 'text' holds no text but null"),
         ("a.json", '{"messages": [{"role": "user"}]}', "a.json, item 1: a message must be"),
         ("a.csv", 'id,text\n1,one\n2,"two\n3,three\n', "in the row that begins on line 3: is a qu"),
         ("a.tsv", 'text\n"two\nthree\n', "in the row that begins on line 2: is a quote never"),

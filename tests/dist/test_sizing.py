@@ -272,6 +272,9 @@ def test_plan_takes_rows_whose_texts_it_cannot_find(
     assert cli.main(["plan", "--minutes", "0.01", "large.txt", "-o", "l.toml"]) == 0
     said = capsys.readouterr().out
     assert "the 8,750,000 of large.txt" in " ".join(said.split()) and "--heldout" not in said
+    Path("large.jsonl").write_text((json.dumps({"text": "hi", "id": "z" * 1000}) + "\n") * 34_000)
+    assert cli.main(["plan", "--minutes", "0.01", "large.jsonl", "-o", "r.toml"]) == 0
+    assert "It reads" not in capsys.readouterr().out  # of rows, text is a part that nobody knows
 
 
 def test_plan_of_a_folder_without_texts_writes_no_file(

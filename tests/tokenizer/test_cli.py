@@ -198,9 +198,18 @@ def test_of_a_conversation_what_people_wrote_is_read(tmp_path: Path) -> None:
     rows += [{"prompt": "a", "completion": "b", "text": "nor this"}, {"prompt": "a", "text": "c"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert [*Source([str(tmp_path)]).texts()] == [b"hi", b"ho", b"a", b"b", b"c"]
-    for broken in ({"messages": []}, {"messages": ["hi"]}, {"prompt": "a", "completion": None}):
+    message = "line 1: a message's 'content' is no text, or there is no message"
+    parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    for broken, said in (
+        ({"messages": []}, message),
+        ({"messages": ["hi"]}, message),
+        ({"messages": [turns[0], {"role": "assistant", "content": None}]}, message),
+        ({"messages": [parts]}, message),
+        ({"prompt": ["a"], "completion": "b"}, "line 1: 'prompt' and 'completion' must be texts"),
+        ({"prompt": "a", "completion": None}, "line 1: no field 'text'; its fields: 'prompt'"),
+    ):
         (tmp_path / "a.jsonl").write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match="line 1: no field 'text'; its fields: "):
+        with pytest.raises(ValueError, match=said):
             [*Source([str(tmp_path)]).texts()]
 
 
@@ -231,6 +240,7 @@ def test_cutting_a_long_file_changes_no_vocabulary(
     (tmp_path / "t.txt").write_text(text)
     parts = [*Source([str(tmp_path / "t.txt")]).texts(cut_freely=True)]
     assert len(parts) > 10 and b"".join(parts) == text.encode()
+    assert sum(part.startswith(b"\n") for part in parts) > 10  # lines stay whole where they can
     whole = train_from_iterator([text], 1000, pattern=pattern)
     assert train_from_iterator(parts, 1000, pattern=pattern).sha256 == whole.sha256
 
@@ -269,6 +279,14 @@ def test_bad_json_lines_are_named_and_may_be_left_out(
     assert "1 lines were left out" in err
     expected = train_from_iterator(["abab abab"] * 2, 300)
     assert Tokenizer.load(tmp_path / "t.tok").sha256 == expected.sha256
+
+
+def test_a_line_that_is_no_utf8_is_left_out_whole(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes(b"good words here \xe9 and more words \xe8 here")
+    said: list[str] = []
+    source = Source([str(tmp_path / "t.txt")], report_bad=said.append)
+    assert [*source.texts(cut_freely=True)] == []
+    assert said == [f"{tmp_path}/t.txt, line 1: byte 0xe9 at 16 is no UTF-8"]
 
 
 def test_lines_that_are_no_utf8_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
