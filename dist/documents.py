@@ -15,7 +15,11 @@ from tokenizer.read import Source, is_stream, opened
 from tokenizer.records import fields, is_rows, rows
 
 PIECE_BYTES = 1 << 15  # about 8,000 tokens
-ENDS = [re.compile(end) for end in (rb"\n\s*\n", rb"\n", rb"\s")]  # of pieces, best first
+# of pieces, best first; the last one are spaces, and what ends a sentence where words have none
+ENDS = [
+    re.compile(end)
+    for end in (rb"\n\s*\n", rb"\n", rb"\s", b"\\s|" + "|".join("　。．！？").encode())
+]
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 # what ends a text: ours, and those of vocabularies that were imported
 EOS_NAMES = ("<|eos|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -132,7 +136,8 @@ def pieces(text: bytes) -> Iterator[bytes]:
     """Cut a long text into documents, so that some of it can be held out.
 
     Each has ``PIECE_BYTES`` or a little more and ends with a paragraph (a blank line), or where
-    none ends within as many more, with a line, or a word; a text of one word stays whole.
+    none ends within as many more, with a line, a word, or a sentence of a script without spaces; a
+    text of one word stays whole.
     """
     start = 0
     while len(text) - start > 2 * PIECE_BYTES:

@@ -26,6 +26,7 @@ from tokenizer.files import replace_durably, writing
 SPIKE_MEMORY = 0.98  # of the running mean and variance that a loss is compared with
 METRICS = "metrics.jsonl"
 COLUMNS = 80  # of a line of the log
+SILENT = 20  # times as many steps in a row may be left out for want of a token to be predicted
 PEAK_SECONDS = 0.05  # of products of one size, in which the fastest is looked for
 BAR = 5  # columns of a terminal that are the bar's
 
@@ -76,10 +77,13 @@ class Guards:
         self.memory = change(m, bad_in_a_row=0, seen=m.seen + 1, mean=mean, variance=variance)
         return z
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the run must end."""
-        return self.bad_in_a_row >= self.patience
+    def exhausted(self, n_valid: int) -> bool:
+        """Whether the run must end, by the tokens that were to be predicted in the last step.
+
+        Of some texts there are none in many a step; that is no fault once others were learned from.
+        """
+        silent = self.memory.seen and not n_valid
+        return self.bad_in_a_row >= self.patience * (SILENT if silent else 1)
 
 
 class Metrics:

@@ -301,7 +301,7 @@ class Trainer:
             self._write(record)
             if all(done for *_, done in everyone):
                 self._finish_saving()
-            if self.guards.exhausted or self.guards.bad_in_a_row == config.steps:
+            if self.guards.exhausted(record["n_valid"]) or self.guards.bad_in_a_row == config.steps:
                 self._give_up(record["n_valid"])
             last = self.step == config.steps
             left_out = self._measured_here()
@@ -351,6 +351,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         comm, hidden, backend = stepper.clock.read()
         speed = config.tokens_per_step / seconds
+        self.peak = max(self.peak, speed * self.flops)  # a busy moment held up what measured it
         return {
             "step": self.step,
             "loss": gradient.loss,

@@ -217,6 +217,15 @@ def test_a_long_text_is_cut_behind_paragraphs_lines_or_words_and_nothing_of_it_i
     assert list(pieces(whole[: 2 * PIECE_BYTES])) == [whole[: 2 * PIECE_BYTES]]
 
 
+@pytest.mark.parametrize("end", "　。．！？")
+def test_a_long_text_without_spaces_is_cut_behind_sentences(end: str) -> None:
+    sentences = [("文" * (i % 40 + 1) + end).encode() for i in range(3_000)]
+    parts = list(pieces(b"".join(sentences)))
+    assert b"".join(parts) == b"".join(sentences) and len(parts) > 3
+    assert all(part.decode().endswith(end) for part in parts)
+    assert all(PIECE_BYTES <= len(part) < 2 * PIECE_BYTES for part in parts[:-1])
+
+
 def test_some_of_one_long_file_is_held_out(
     tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from dist.comm import AllRanksError, Solo, together
 from dist.config import Optim, RunFile
 from dist.data import TrainingData, make_batch
 from dist.model import load_model
-from dist.monitor import Guards, Memory, Metrics, read_metrics
+from dist.monitor import SILENT, Guards, Memory, Metrics, read_metrics
 from dist.reduction import Reduction, add_in_tree_order
 from dist.slices import Cutting, bounds_of_slices
 from dist.step import Gradient, Stepper, TreeSum, initial_weights, sum_of
@@ -363,9 +363,19 @@ def test_guards_count_bad_steps_in_a_row_and_score_spikes() -> None:
     assert spike is not None and spike > 6 and copy.look(5.0, True) == spike
     for expected in (False, False, True):
         assert guards.look(math.nan, False) is None
-        assert guards.exhausted is expected
+        assert guards.exhausted(8) is expected
     guards.look(4.0, True)
-    assert not guards.exhausted
+    assert not guards.exhausted(8)
+
+
+def test_texts_that_leave_a_step_nothing_to_predict_try_the_patience_less() -> None:
+    learned, silent = Guards(3), Guards(3)
+    learned.look(4.0, True)
+    for step in range(1, 3 * SILENT + 1):
+        for guards, most in ((learned, 3 * SILENT), (silent, 3)):
+            guards.look(math.nan, False)
+            assert guards.exhausted(0) == (step >= most)
+            assert guards.exhausted(1) == (step >= 3)
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])

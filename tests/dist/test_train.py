@@ -375,6 +375,26 @@ def test_a_step_of_which_nothing_is_to_be_predicted_is_not_taken(
     assert (state.step, state.updates) == (40, 40 - len(silent))
 
 
+def test_answers_that_are_few_and_far_between_do_not_end_a_run(tmp_path: Path) -> None:
+    config = prepare(tmp_path, run__patience=2, train__global_batch=1, train__steps=60)
+    ids, predict = random_walk(600), np.zeros(600, np.bool_)
+    predict[::40] = True
+    write_dataset(tmp_path / "rare", ids, predict)
+    data = dataclasses.replace(config.data, train=str(tmp_path / "rare"))
+    config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, seed=8))
+    assert train(config) == 0
+    records = [r for r in monitor.read_metrics(tmp_path / "run") if "n_valid" in r]
+    silent = [r["skipped"] for r in records]
+    assert not silent[0] and any(all(silent[i : i + 3]) for i in range(50)) and len(records) == 60
+
+
+def test_no_step_is_faster_than_the_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "measure_peak", lambda *_: 1.0)  # in a busy moment
+    assert train(prepare(tmp_path)) == 0
+    records = [r for r in monitor.read_metrics(tmp_path / "run") if "n_valid" in r]
+    assert all(0 < r["utilisation"] <= 1 for r in records) and records[0]["utilisation"] == 1
+
+
 def test_texts_of_which_nothing_is_to_be_predicted_end_a_run_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
