@@ -106,6 +106,24 @@ def test_a_chat_model_stops_where_its_files_say(
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
+def test_what_stands_between_texts_ends_one_after_training_here(
+    ours: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = named(ours, *CHATML, *ROLES.values(), END)
+    ids = theirs.special_tokens
+    said = {"eos_token_id": ids["<|im_end|>"]}
+    imported(folder(tmp_path, theirs, always(ids["<|endoftext|>"]), config=said))
+    words = ["--prompt", "hi", "--tokens", "3", "--backend", "reference", "--temperature", "0"]
+    for why, finish in (("3 tokens were asked", "length"), ("it wrote the end", "stop")):
+        capsys.readouterr()
+        assert cli.main(["generate", str(tmp_path / "back"), *words]) == 0
+        assert why in capsys.readouterr().err
+        with serving(tmp_path / "back") as server:
+            (choice,) = server.complete("hi", max_tokens=3, temperature=0)["choices"]
+        assert choice["finish_reason"] == finish
+        trained(tmp_path / "back")
+
+
 @pytest.mark.parametrize("name", ["[EOS]", "<｜end▁of▁sentence｜>", "<|im_end|>", "<|eot_id|>"])
 @pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer_config", "gguf"])
 def test_an_end_of_any_name_is_known_by_its_id_or_name(
