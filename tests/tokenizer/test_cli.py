@@ -287,6 +287,9 @@ def test_a_long_file_is_cut_between_lines_where_it_has_some(
     (tmp_path / "t.txt").write_text("one two three\nfour five six\nseven eight nine ten eleven")
     parts = [*Source([str(tmp_path / "t.txt")]).texts(cut_freely=True)]
     assert parts == [b"one two three", b"\nfour five six", b"\nseven eight nine ten eleven"]
+    monkeypatch.setattr(read, "BLOCK_BYTES", 40)
+    parts = [*Source([str(tmp_path / "t.txt")]).texts(cut_freely=True)]
+    assert parts == [b"one two three\nfour five six", b"\nseven eight nine ten eleven"]
 
 
 def test_a_line_that_is_no_utf8_is_left_out_whole(tmp_path: Path) -> None:
