@@ -177,6 +177,11 @@ def _run(argv: Sequence[str] | None) -> int:
             traceback.print_exc()
         print(f"myllm {name}: {_advised(error)}", file=sys.stderr)
         return 1
+    except RuntimeError as error:  # Python has no type of its own for this one
+        if "start new thread" not in str(error) or os.environ.get("MYLLM_TRACEBACK"):
+            raise
+        print(f"myllm {name}: {error}: the system allows no more (ulimit -u, -v)", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"myllm {name}: interrupted", file=sys.stderr)
         return 130

@@ -202,8 +202,13 @@ def pack(argv: Sequence[str]) -> int:
         help=f"drop held-out documents of whose runs of {SHINGLE} words training text has "
         f"{100 * SHARED:g}%% or more; reads the texts three times",
     )
-    args.add_argument("--shard-tokens", type=int, default=defaults["shard_tokens"])
-    args.add_argument("--processes", type=int, default=cores())
+    args.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=defaults["shard_tokens"],
+        help=f"tokens of a file of a set ({defaults['shard_tokens']:,})",
+    )
+    args.add_argument("--processes", type=int, default=cores(), help="that encode (one a core)")
     given = args.parse_args(argv)
     if given.check:
         folder = Path(given.check)

@@ -99,6 +99,7 @@ class Metrics:
             record["step"] == resumed_step and "heldout_loss" in record for record in self._kept
         )
         self._file: TextIO | None = None
+        self._told = False  # that a record cannot be written
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; a number that is not finite becomes null, which JSON has."""
@@ -110,8 +111,12 @@ class Metrics:
             before = "".join(json.dumps(r) + "\n" for r in self._kept)
             replace_durably(self.path, before.encode())
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        with writing(self.path):
-            self._file.write(json.dumps(clean) + "\n")
+        try:
+            with writing(self.path):
+                self._file.write(json.dumps(clean) + "\n")
+        except OSError:
+            self._told = True
+            raise
 
     def flush(self) -> None:
         """Have every line on the disk, as what they tell of will be.
@@ -129,9 +134,10 @@ class Metrics:
                 self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; that what is left cannot be written is told once."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(*[OSError] * self._told):
+                self._file.close()
 
 
 class TensorBoard:

@@ -466,7 +466,7 @@ def main(argv: Sequence[str]) -> int:
         "not",
     )
     add_set(args)
-    args.add_argument("--ranks", type=int, default=1)
+    args.add_argument("--ranks", type=int, default=1, help="MPI ranks that share it (1)")
     args.add_argument("--speed", type=float, help="tokens a second over all ranks, for the hours")
     args.add_argument("--minutes", type=minutes, help="of training on this machine, on all cores")
     args.add_argument("-o", "--out", type=Path, help="with --minutes: the run file (run.toml)")

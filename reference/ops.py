@@ -21,7 +21,7 @@ The rules that all ops obey::
   layer the stream itself, whose gradient is dout; of a norm's backward the gradient that x receives
   otherwise. What is returned is the sum.
 * A size may be 0: what has no elements is returned empty, and a sum over nothing is 0. A mean or a
-  softmax over nothing is refused, and so is attention without a key.
+  softmax over nothing is refused, and so is attention without a key, or of no width.
 * Token ids are int32 and 0-based, masks are bool with True = take part. ``start`` and ``position``
   are ints or, row by row, NumPy integer arrays (B,) in host memory.
 * A returned array stays valid while it is referenced, except inside ``with ops.step():``, where a
@@ -166,7 +166,7 @@ def _attention(
     """Gather who may see whom into one record, after checking heads and lengths."""
     B, T, S, Hq, Hkv = (dims[letter] for letter in ("B", "T", "S", "Hq", "Hkv"))
     if not (S and Hkv and dims["d"]):
-        raise ValueError(f"{op}: there must be a key and a key head, got k {k.shape}")
+        raise ValueError(f"{op}: there must be a key, a key head and a width, got k {k.shape}")
     if Hq % Hkv:
         raise ValueError(f"{op}: query heads ({Hq}) must be a multiple of key/value heads ({Hkv})")
     if documents is not None and S < T:

@@ -12,7 +12,7 @@ Backward. Write dn_i = dy_i g_i. Every x_i enters n_i directly and all n_j throu
          = r (dn_i - n_i mean_j(dn_j n_j))
 
 so the component of dn along n is taken out: but for ε, growing x does not change the output. (With
-it n·n/D = 1 - ε r², and that share of the component stays.) The gain is met by every row, so
+it n·n/D = 1 - ε r², so the share ε r² of the component stays.) The gain is met by every row, so
 dg_i = Σ_rows dy_i n_i.
 """
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("preset", nargs="?", default="laptop", metavar="PRESET", help="laptop (default)")
     add_set(p)
     p.add_argument("--formats", help=f"of {', '.join(FORMATS)} (all that express the model)")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3, help="by turns (3)")
     p.add_argument("--folder", type=Path, help="on the disk to be used (the system's for such)")
     given = report.parse(p, argv)
     if given.rounds < 1:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("presets", nargs="*", metavar="PRESET", help="sizes of model (laptop)")
     p.add_argument("--modes", default="float32,q8_0", help=f"of {', '.join((*COMPUTE, READING))}")
     p.add_argument("--tokens", type=int, default=32, help="written in a round, by fours (32)")
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--rounds", type=int, default=5, help="by turns (5)")
     given = report.parse(p, argv)
     modes = given.modes.split(",")
     if given.rounds < 1 or given.tokens < 1:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("--backend", default="cpu", help="cpu (default), cuda or reference")
     p.add_argument("--compute", default="float32", help="float32 (default) or bf16")
     p.add_argument("--tokens", type=int, default=64, help="of each answer (64)")
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--rounds", type=int, default=5, help="by turns (5)")
     given = report.parse(p, argv)
     if given.rounds < 1 or given.tokens < 1:
         p.error("--rounds and --tokens must be at least 1")

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     p.add_argument("paths", nargs="*", metavar="PATHS", help="corpus (Python's own library)")
     p.add_argument("--mb", type=float, default=100, help="MB of text to train on, at most")
     p.add_argument("--encode-mb", type=float, default=30, help="MB of text to encode, at most")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3, help="by turns (3)")
     p.add_argument("--large", action="store_true", help="also train on 500 M characters")
     given = report.parse(p, argv)
     if given.rounds < 1:

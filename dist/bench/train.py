@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark and print a table."""
     about = "Measure start-up, the trainer's own time, and ranks against threads."
     p = report.parser("train", about, "train --rounds 5")
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--rounds", type=int, default=5, help="by turns (5)")
     p.add_argument("--steps", type=int, default=60, help="steps of each run (default 60)")
     p.add_argument("--threads", type=int, default=cores(), help="in all (all cores)")
     given = report.parse(p, argv)
