@@ -79,6 +79,7 @@ class Trainer:
         comm.watch.follow(self.out, config.run.timeout, self.again)
         folder = self.out / CHECKPOINTS
         newest = together(comm, lambda: checkpoint.to_resume(folder, begin), only=0)[0]
+        there = together(comm, lambda: checkpoint.steps(folder), only=0)[0]
         config, self.chosen = together(comm, lambda: mode.settled(config, newest), only=0)[0]
         config, self.attention = together(comm, lambda: mode.attending(config, newest), only=0)[0]
         config, self.products = together(comm, lambda: mode.multiplying(config, newest), only=0)[0]
@@ -113,7 +114,7 @@ class Trainer:
         self.best = memory.best
         self.saved_step = self.step if newest is not None else -1
         self.set_back = newest.name if newest is not None and begin is not None else None
-        together(comm, lambda: self._prepare_folder(newest), only=0)
+        together(comm, lambda: self._prepare_folder(newest, there), only=0)
 
     def _open(self, *, fresh: bool) -> dict[str, str]:
         """Open what the run reads; return, by path, what tells it from another of that name."""
@@ -222,10 +223,12 @@ class Trainer:
             return msgspec.structs.replace(state.monitor, best=None)
         return state.monitor
 
-    def _prepare_folder(self, newest: Path | None) -> None:
+    def _prepare_folder(self, newest: Path | None, there: list[int]) -> None:
         with ExitStack() as held:
             self._lock = held.enter_context(locked(self.out, "run"))
-            if self.set_back is None and checkpoint.to_resume(self.out / CHECKPOINTS) != newest:
+            folder = self.out / CHECKPOINTS
+            moved = self.set_back is None and checkpoint.to_resume(folder) != newest
+            if moved or checkpoint.steps(folder) != there:
                 raise ValueError(
                     f"another run has gone on in {self.out} while this one was getting ready: give "
                     "the command again, which goes on from there"

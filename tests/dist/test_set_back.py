@@ -190,9 +190,15 @@ def test_after_from_the_same_command_goes_on_without_it(
     assert "then the same command without --from goes on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    ("before", "words"), [(0, ()), (2, ()), (2, ("--from", "step-2"))], ids=["new", "old", "from"]
+)
 def test_a_run_that_went_on_meanwhile_is_not_set_back(
-    tmp_path: Path, before: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    before: int,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A second start reads which checkpoint is the newest; the first one saves another and ends."""
     config = prepare(tmp_path, run__checkpoint_every=3, run__keep=9)
@@ -208,7 +214,7 @@ def test_a_run_that_went_on_meanwhile_is_not_set_back(
         return opened(self, fresh=fresh)
 
     monkeypatch.setattr(Trainer, "_open", slowly)
-    assert train(config) == 1
+    assert train(config, *words) == 1
     assert "another run has gone on in" in capsys.readouterr().err
     folder = tmp_path / "run" / "checkpoints"
     assert checkpoint.pointed(folder) == folder / "step-00000006" and len(losses(config)) == 6

@@ -368,6 +368,20 @@ def test_guards_count_bad_steps_in_a_row_and_score_spikes() -> None:
     assert not guards.exhausted(8)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such device")
+def test_what_could_not_be_written_is_told_once(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics._file = open("/dev/full", "w", buffering=1)
+    with pytest.raises(OSError, match="No space left on device"):
+        metrics.write({"step": 1})
+    metrics.close()
+    other = Metrics(tmp_path, 0)
+    other._file = open("/dev/full", "w")
+    other._file.write("what waits")
+    with pytest.raises(OSError, match="No space left on device"):
+        other.close()
+
+
 def test_texts_that_leave_a_step_nothing_to_predict_try_the_patience_less() -> None:
     learned, silent = Guards(3), Guards(3)
     learned.look(4.0, True)
