@@ -159,7 +159,7 @@ def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_signal_that_comes_when_all_is_done_is_no_failure(
     ends: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks have had it too: with 0 they had taken every step, with 1 another thing was wrong."""
+    """The ranks have had it too: with 0 they had taken every step, with 1 something was wrong."""
     ranks = f"trap '' USR1 TERM; kill -TERM $PPID; sleep 1; exit {ends}"
     monkeypatch.setattr(launch, "command", lambda *_: ["sh", "-c", ranks])
     assert launch.launch(2, ["train", "run.toml"]) == status

@@ -374,3 +374,20 @@ def test_instructions_must_leave_room_for_what_is_said(
     words = ["chat", str(run), "--system", "the quick brown fox " * 20]
     assert cli.main(reference(*words)) == 1
     assert "must leave half of the context of 48" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["can't start new thread", "another thing"])
+def test_that_no_thread_can_be_started_is_a_sentence(
+    said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(argv: list[str]) -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.delenv("MYLLM_TRACEBACK", raising=False)
+    monkeypatch.setattr(cli, "loaded", lambda name: command)
+    if said == "another thing":  # of which only a traceback tells where it was
+        with pytest.raises(RuntimeError):
+            cli.main(["train"])
+    else:
+        assert cli.main(["train"]) == 1
+        assert capsys.readouterr().err.startswith(f"myllm train: {said}: the system allows no more")
