@@ -169,9 +169,8 @@ def launch(ranks: int, arguments: Sequence[str], timeout: float = 0.0) -> int:
             "SIGBUS": " (/dev/shm is full, perhaps, or a file was cut short)",
         }.get(crash, "")
         warn(f"a rank was ended by {crash}{why}; {again} goes on from the newest checkpoint")
-    # a rank fails with 1, and ends with 0 where it had done all; whatever else comes after a signal
-    # came of it, before a step was taken
-    if received and status not in (0, 1):
+    # a rank fails with 1; whatever else comes after a signal came of it, before a step was taken
+    if received and status != 1:
         if status in (128 + handed_on, handed_on):  # a shell's way, and MPICH's
             name = signal.Signals(received[0]).name
             warn(f"stopped by {name} before the first step was finished: nothing to save")

@@ -152,14 +152,3 @@ def test_what_ran_before_outlives_the_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         before.wait()
     left = psutil.Process().children()
     assert int(b"".join(said)) not in {p.pid for p in left if p.status() != psutil.STATUS_ZOMBIE}
-
-
-@pytest.mark.skipif(os.name == "nt", reason="there are no such signals")
-@pytest.mark.parametrize(("ends", "status"), [(0, 0), (1, 1), (3, 143)])
-def test_a_signal_that_comes_when_all_is_done_is_no_failure(
-    ends: int, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks have had it too: with 0 they had taken every step, with 1 something was wrong."""
-    ranks = f"trap '' USR1 TERM; kill -TERM $PPID; sleep 1; exit {ends}"
-    monkeypatch.setattr(launch, "command", lambda *_: ["sh", "-c", ranks])
-    assert launch.launch(2, ["train", "run.toml"]) == status
